@@ -1,0 +1,20 @@
+"""The weight bridge: from sharded Megatron parameters to running vLLM replicas, bucket by bucket, verified.
+
+config.py          the dataclass of the YAML key `sync`, and what a replica is started with
+manifest.py        the ordered list of tensors that a sync carries
+export.py          megatron-core parameters become Hugging Face tensors, in layer order
+merge.py           adapters merged into their weights (pure functions)
+adapter.py         the adapters alone as what a sync carries
+bucket.py          tensors become fixed-size buckets and back (pure functions)
+messages.py        the typed messages and states of a sync
+publish.py         Publisher: one sync as a transaction, on every trainer rank
+sender.py          one rank's pass over its weights: gather, pack, hand over, or drain
+verify.py          digests, and full tensors rebuilt from shards
+transport/         how bytes travel: shm
+receiver.py        the receiving side inside each vLLM worker; scratch.py is memory that it uses over and over
+vllm_adapter.py    adapters in a running vLLM
+vllm_api.py        everything that depends on the vLLM version, but for
+vllm_readback.py   what a vLLM worker holds, in Hugging Face names
+replica.py         what runs in the Ray actor of one vLLM replica
+pool.py            ReplicaPool: those actors as rank 0 of the trainer sees them
+"""

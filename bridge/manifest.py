@@ -1,0 +1,184 @@
+"""The manifest: which tensors a sync carries, in which order; and what a replica refuses about one.
+
+Leaves out bytes: see bucket.py. No torch in here; dtypes are torch's names as text.
+
+    read_folder_manifest("Qwen2.5-0.5B").digest
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor in Hugging Face coordinates; `dtype` is torch's name without the `torch.` prefix."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of one sync in the order in which they travel. Names are unique."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        twice = sorted({t.name for t in self.tensors if t.name in seen or seen.add(t.name)})  # type: ignore[func-returns-value]
+        if twice:
+            raise ValueError(f"a manifest names each tensor once; named twice: {', '.join(twice)}")
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the canonical JSON: equal on two sides exactly when names, dtypes, shapes and order are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def to_json(self) -> str:
+        return json.dumps([[t.name, t.dtype, list(t.shape)] for t in self.tensors], separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        return Manifest(tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text)))
+
+    @staticmethod
+    def concatenate(parts: Iterable[Manifest]) -> Manifest:
+        return Manifest(tuple(tensor for part in parts for tensor in part.tensors))
+
+
+def read_safetensors_header(path: Path) -> list[TensorSpec]:
+    """The tensors of one file, in the file's order.
+
+    Raises:
+        ValueError: the file is cut off or is no safetensors file.
+    """
+    size = path.stat().st_size
+    remedy = f"{path} is not a whole safetensors file ({size} bytes); copy or download it again"
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        (header_bytes,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
+        if header_bytes + 8 > size:
+            raise ValueError(remedy)
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError as error:
+            raise ValueError(remedy) from error
+    header.pop("__metadata__", None)
+    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    if entries and entries[-1][1]["data_offsets"][1] + 8 + header_bytes > size:
+        raise ValueError(remedy)
+    return [TensorSpec(name, SAFETENSORS_DTYPES[e["dtype"]], tuple(e["shape"])) for name, e in entries]
+
+
+def read_folder_manifest(path: str | Path) -> Manifest:
+    """What a Hugging Face folder holds, from the headers of its safetensors files (one file, or several by index).
+
+    Raises:
+        ValueError: no safetensors in the folder, one of the index is missing, or one is cut off.
+    """
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"model folder {folder} lacks {', '.join(missing)}; give a folder with its safetensors files")
+    return Manifest(tuple(spec for file in files for spec in read_safetensors_header(file)))
+
+
+def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bool) -> list[str]:
+    """Why a replica that holds `held` and computes in `dtype` cannot take `manifest`; empty when it can.
+
+    Tensors travel in the replica's `dtype`, except those that the folder itself keeps in a dtype of their own.
+    With tied embeddings the head may come along or stay away.
+    """
+    main_dtype = _main_dtype(held)
+    missing = [spec.name for spec in held.tensors if spec.name not in manifest.by_name and _is_required(spec, tied)]
+    unknown = [s for s in manifest.tensors if s.name not in held.by_name and not (tied and s.name == TIED_HEAD)]
+    reasons = [f"missing {name}" for name in missing]
+    for spec in unknown:
+        near = difflib.get_close_matches(spec.name, missing, n=1, cutoff=0.8)
+        reasons.append(f"unknown {spec.name}" + (f" (renamed from {near[0]}?)" if near else ""))
+    for spec in manifest.tensors:
+        own = held.by_name.get(spec.name)
+        if own is None:
+            continue
+        expected_dtype = dtype if own.dtype == main_dtype else own.dtype
+        if spec.shape != own.shape:
+            reasons.append(f"shape of {spec.name} is {list(spec.shape)}, expected {list(own.shape)}")
+        if spec.dtype != expected_dtype:
+            reasons.append(f"dtype of {spec.name} is {spec.dtype}, expected {expected_dtype}")
+    return reasons
+
+
+def _is_required(spec: TensorSpec, tied: bool) -> bool:
+    return not (tied and spec.name == TIED_HEAD) and not spec.name.endswith("rotary_emb.inv_freq")
+
+
+def _main_dtype(manifest: Manifest) -> str:
+    """The dtype that holds most bytes."""
+    bytes_by_dtype: dict[str, int] = {}
+    for spec in manifest.tensors:
+        bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.num_bytes
+    return max(bytes_by_dtype, key=lambda key: bytes_by_dtype[key], default="")

@@ -1,0 +1,193 @@
+"""The protocol of a sync: its states, its typed messages, and what comes of each message in each state.
+
+    SERVING --pause--> PAUSED --begin--> READY --receive--> RECEIVING --received--> RECEIVED --commit--> COMMITTED
+       ^                                                                                                     |
+       +---------------------------------------------- resume -----------------------------------------------+
+
+Begin checks the manifest and changes no weight: when it is refused, the replica stays PAUSED, and resume serves the
+former version. An abort up to READY does the same; from RECEIVING on it leads to FAILED, where nothing generates, and
+which only a new replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py
+obeys. No torch in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+FOLDER_VERSION = -1  # weights as loaded from the model folder, before any sync
+
+
+class ReplicaState(Enum):
+    """Where a replica stands; it generates in SERVING alone."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    READY = "ready"
+    RECEIVING = "receiving"
+    RECEIVED = "received"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class Event(Enum):
+    """What moves a replica on."""
+
+    PAUSE = "pause"
+    BEGIN = "begin"
+    RECEIVE = "receive"
+    RECEIVED = "have received"
+    COMMIT = "commit"
+    RESUME = "resume"
+    ABORT = "abort"
+    DIE = "die"  # vLLM's processes ended
+
+
+TRANSITIONS: dict[tuple[ReplicaState, Event], ReplicaState] = {
+    (ReplicaState.SERVING, Event.PAUSE): ReplicaState.PAUSED,
+    (ReplicaState.PAUSED, Event.BEGIN): ReplicaState.READY,
+    (ReplicaState.READY, Event.RECEIVE): ReplicaState.RECEIVING,
+    (ReplicaState.RECEIVING, Event.RECEIVED): ReplicaState.RECEIVED,
+    (ReplicaState.RECEIVED, Event.COMMIT): ReplicaState.COMMITTED,
+    (ReplicaState.PAUSED, Event.RESUME): ReplicaState.SERVING,
+    (ReplicaState.COMMITTED, Event.RESUME): ReplicaState.SERVING,
+    (ReplicaState.SERVING, Event.ABORT): ReplicaState.SERVING,
+    (ReplicaState.PAUSED, Event.ABORT): ReplicaState.SERVING,
+    (ReplicaState.READY, Event.ABORT): ReplicaState.SERVING,
+    (ReplicaState.RECEIVING, Event.ABORT): ReplicaState.FAILED,
+    (ReplicaState.RECEIVED, Event.ABORT): ReplicaState.FAILED,
+    (ReplicaState.COMMITTED, Event.ABORT): ReplicaState.FAILED,
+    (ReplicaState.FAILED, Event.ABORT): ReplicaState.FAILED,
+} | {(state, Event.DIE): ReplicaState.FAILED for state in ReplicaState}
+
+
+def next_state(state: ReplicaState, event: Event) -> ReplicaState:
+    """The state after `event`.
+
+    Raises:
+        RuntimeError: the protocol has no such step.
+    """
+    if (state, event) not in TRANSITIONS:
+        raise RuntimeError(f"a replica that is {state.value} cannot {event.value}")
+    return TRANSITIONS[state, event]
+
+
+class SyncError(RuntimeError):
+    """A sync that did not happen; the same text on every trainer rank. `version` is the one that was to be published.
+
+    `refused`: the replicas turned the manifest down and still serve the former version. Otherwise those named in
+    `failed_replicas` are out of service until ReplicaPool.restart.
+    """
+
+    def __init__(
+        self, version: int, reasons: list[str], *, refused: bool = False, failed_replicas: tuple[int, ...] = ()
+    ) -> None:
+        self.version, self.reasons, self.refused, self.failed_replicas = version, reasons, refused, failed_replicas
+        outcome = (
+            "refused; replicas still serve the former version"
+            if refused
+            else f"failed; out of service until restarted: replicas {list(failed_replicas)}"
+            if failed_replicas
+            else "failed; no replica changed"
+        )
+        super().__init__(f"sync of version {version} {outcome}: " + "; ".join(reasons))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions with arguments of their own do not pickle by themselves; Ray carries this one."""
+        return _rebuild_sync_error, (self.version, self.reasons, self.refused, self.failed_replicas)
+
+
+def _rebuild_sync_error(version: int, reasons: list[str], refused: bool, failed_replicas: tuple[int, ...]) -> SyncError:
+    return SyncError(version, reasons, refused=refused, failed_replicas=failed_replicas)
+
+
+@dataclass(frozen=True)
+class BeginSync:
+    """Opens a sync. The bucket plan is not in it: both sides make it from manifest, stages and bucket size.
+
+    `manifest_json` is None when the replica already holds the manifest of that digest. `stage_sizes` are numbers of
+    tensors. `sync_index` counts the syncs of these segments, so that bucket k of a stage with n has the sequence number
+    sync_index * n + k. `first_reader` is the index of the replica's first worker among all replicas' workers.
+    """
+
+    version: int
+    manifest_digest: str
+    manifest_json: str | None
+    stage_sizes: tuple[int, ...]
+    bucket_bytes: int
+    segments: tuple[str, ...]
+    sync_index: int
+    first_reader: int
+    replica: int
+    verify: bool
+    deadline: float  # wall clock, seconds since the epoch
+    adapter: dict[str, Any] | None = None  # AdapterSpec's fields, where the tensors are an adapter and no weights
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> BeginSync:
+        whole = fields | {"stage_sizes": tuple(fields["stage_sizes"]), "segments": tuple(fields["segments"])}
+        return BeginSync(**whole)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to sample from it. Nothing but `stop_token_ids` and the limit ends a completion."""
+
+    prompt_ids: tuple[int, ...]
+    num_samples: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample. A stop token that ended it is its last token.
+
+    `log_probs` are natural logarithms at the request's temperature (plain at temperature 0), renormalised when
+    `top_p` is below 1. `weight_versions` has one a token; FOLDER_VERSION stands for the model folder's weights.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    finish_reason: str  # stop | length
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """A stretch of a sync for the timeline; wall clock, seconds since the epoch."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One sync in figures, as seen by this rank. All sizes count all pipeline stages.
+
+    `seconds`: from begin to the end of commit and verification. `pause_seconds`: how long no replica took on new
+    requests; the wait for running ones is in it. `stages`: pause, begin, then gather, pack and wait for each bucket
+    that this rank sends (gather alone where it sends none; their lengths are measured, within a bucket they are laid
+    end to end), load, commit, readback, resume.
+    """
+
+    version: int
+    seconds: float
+    num_bytes: int
+    pause_seconds: float
+    verified: bool
+    num_buckets: int
+    stages: tuple[StageSpan, ...]
+
+    @property
+    def gb_per_second(self) -> float:
+        """10**9 bytes a second."""
+        return self.num_bytes / 1e9 / self.seconds if self.seconds > 0 else 0.0

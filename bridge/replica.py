@@ -1,0 +1,274 @@
+"""One vLLM replica: what runs inside its Ray actor, around an AsyncLLM.
+
+Holds the replica's state in one place (`_state`, `version`) and the one lock that keeps generation and syncs apart.
+Leaves out who calls it (pool.py) and the workers' side of a sync (receiver.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from bridge import vllm_api
+from bridge.messages import FOLDER_VERSION, Event, ReplicaState, next_state
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import torch
+
+    from bridge.config import ReplicaConfig
+    from bridge.messages import BeginSync, Completion, GenerationRequest
+
+READ_BACK_TENSORS = 16  # tensors of one RPC of a sharded read-back
+LOG_TAIL_LINES = 25
+LOG_BYTES = 2**17
+LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
+ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)(: .*)?$")
+MAX_ERRORS = 5
+CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
+
+
+class Replica:
+    """Methods are called through Ray, many at a time, on one event loop."""
+
+    def __init__(self, index: int, config: ReplicaConfig, *, serves_folder: bool) -> None:
+        """`serves_folder`: whether it may generate before the first sync, with the weights of the model folder."""
+        self.index, self.config = index, config
+        self.version: int | None = FOLDER_VERSION if serves_folder else None
+        self._state = ReplicaState.SERVING
+        self._failure = ""
+        self._in_sync = False  # the lock is held for a sync
+        self._num_running = 0  # generate and score calls whose requests are in the engine
+        self._ids = itertools.count()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 # has no name to leave behind; the engine's children write to it
+        self._engine: Any = None
+
+    async def start(self) -> int:
+        """Start the engine; gives this process's id.
+
+        Raises:
+            RuntimeError: vLLM did not start; its own error text, that of its child processes included.
+        """
+        self._control = asyncio.Lock()  # held while requests are handed in, and from pause to resume or abort
+        os.environ[vllm_api.REPLICA_PID] = str(os.getpid())
+        saved = [os.dup(1), os.dup(2)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            for descriptor in (1, 2):
+                os.dup2(self._log.fileno(), descriptor)
+            self._engine = vllm_api.build_engine(self.config)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
+            told = f"{error}\n{summarise_log(self._log_text())}"
+            raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
+        finally:
+            for descriptor, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+        return os.getpid()
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
+        """Completions of each request, in order.
+
+        The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
+        call runs: all enter the scheduler at once, with nothing cached.
+        """
+
+        async def submit(queues: list[Any]) -> None:
+            for request in requests:
+                for sample in range(request.num_samples):
+                    queue = await vllm_api.submit(
+                        self._engine, request, sample, self._new_id(), with_adapter=self._has_adapter
+                    )
+                    queues.append(queue)
+
+        outputs = iter(await self._run(submit))
+        return [[vllm_api.to_completion(next(outputs)) for _ in range(r.num_samples)] for r in requests]
+
+    async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
+        """Log-probs of given tokens, from the second of each list on."""
+
+        async def submit(queues: list[Any]) -> None:
+            for ids in token_id_lists:
+                queue = await vllm_api.submit_score(self._engine, ids, self._new_id(), with_adapter=self._has_adapter)
+                queues.append(queue)
+
+        return [vllm_api.to_scores(output) for output in await self._run(submit)]
+
+    async def _run(self, submit: Callable[[list[Any]], Awaitable[None]]) -> list[Any]:
+        """Hand requests in as one batch and wait for their outputs; `submit` appends a queue for each.
+
+        A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
+        input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
+        """
+        queues: list[Any] = []
+        async with self._control:
+            self._require_serving()
+            alone, self._num_running = self._num_running == 0, self._num_running + 1
+            try:
+                if alone:
+                    await vllm_api.pause(self._engine, "keep")
+                    await self._engine.reset_prefix_cache()
+                await submit(queues)
+            except Exception as error:
+                await self._give_up(queues, error)
+                raise
+            finally:
+                if alone and not self._engine.errored:
+                    await self._engine.resume_generation()
+        try:
+            return [await queue.get() for queue in queues]
+        except Exception as error:
+            await self._give_up(queues, error)
+            raise
+        finally:
+            self._num_running -= 1
+            for queue in queues:
+                queue.close()
+
+    async def _give_up(self, queues: list[Any], error: Exception) -> None:
+        self._notice_death()
+        if self._engine.errored:
+            told = f"{error}\n{summarise_log(self._log_text())}"
+            raise RuntimeError(f"vLLM died in replica {self.index}: {told}") from None
+        await self._engine.abort([queue.request_id for queue in queues], internal=True)
+
+    async def pause(self) -> None:
+        """Take on no new requests, and wait until the running ones are done."""
+        await self._control.acquire()
+        self._in_sync = True
+        try:
+            self._advance(Event.PAUSE)
+            await vllm_api.pause(self._engine, "wait")
+        except BaseException:
+            self._leave_sync()
+            if self._state is ReplicaState.PAUSED:
+                self._advance(Event.ABORT)
+            raise
+
+    async def begin(self, message: BeginSync) -> list[str]:
+        """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted."""
+        answers = await self._engine.collective_rpc("megasync_begin", args=(message.to_dict(),))
+        reasons = list(dict.fromkeys(reason for answer in answers for reason in answer))
+        if not reasons:
+            self._advance(Event.BEGIN)
+        return reasons
+
+    async def receive(self, version: int) -> None:
+        """Load the stream that was begun; comes back when every worker has all of it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._advance(Event.RECEIVE)
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        self._advance(Event.RECEIVED)
+
+    async def commit(self, version: int) -> None:
+        """Finish the reload, stamp the version and forget cached prefixes, which were computed with other weights."""
+        await self._engine.finish_weight_update(str(version))
+        if self.config.adapter_rank:
+            await self._engine.collective_rpc("megasync_load_adapter")
+        if not await self._engine.reset_prefix_cache():
+            raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
+        self._advance(Event.COMMIT)
+        self.version = version
+
+    async def resume(self) -> None:
+        self._advance(Event.RESUME)
+        await self._engine.resume_generation()
+        self._leave_sync()
+
+    async def abort(self, reason: str) -> bool:
+        """Leave the sync; whether this replica is out of service from now on."""
+        self._notice_death()
+        before, self._state = self._state, next_state(self._state, Event.ABORT)
+        if self._state is ReplicaState.FAILED:
+            self._failure = self._failure or reason
+        elif before is not ReplicaState.SERVING:
+            await self._engine.resume_generation()
+        self._leave_sync()
+        return self._state is ReplicaState.FAILED
+
+    async def status(self) -> tuple[str, int | None, str]:
+        """State, version (None: none that it could serve) and why it failed."""
+        self._notice_death()
+        return self._state.value, self.version, self._failure
+
+    async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
+        """Full tensors by HF name, rebuilt from what all workers hold."""
+        from bridge.verify import assemble
+        from bridge.vllm_readback import to_shard
+
+        answers = await self._engine.collective_rpc("megasync_read_shards", args=(names,))
+        return assemble(to_shard(fields) for answer in answers for fields in answer)
+
+    async def read_digests(self, names: list[str]) -> dict[str, int]:
+        """verify.digest_value of the tensors of these names that the replica holds."""
+        from bridge.verify import digest_value
+
+        if self.config.tensor_parallel == 1:
+            (answer,) = await self._engine.collective_rpc("megasync_read_digests")
+            return dict(answer)
+        digests: dict[str, int] = {}
+        for start in range(0, len(names), READ_BACK_TENSORS):
+            tensors = await self.read_back(names[start : start + READ_BACK_TENSORS])
+            digests |= {name: digest_value(tensor) for name, tensor in tensors.items()}
+        return digests
+
+    async def close(self) -> None:
+        """Stop the engine and its processes."""
+        if self._engine is not None:
+            vllm_api.stop_engine(self._engine, CLOSE_SECONDS)
+
+    @property
+    def _has_adapter(self) -> bool:
+        return self.config.adapter_rank > 0 and self.version != FOLDER_VERSION
+
+    def _leave_sync(self) -> None:
+        if self._in_sync:
+            self._in_sync = False
+            self._control.release()
+
+    def _advance(self, event: Event) -> None:
+        self._state = next_state(self._state, event)
+
+    def _notice_death(self) -> None:
+        if self._engine.errored and self._state is not ReplicaState.FAILED:
+            self._advance(Event.DIE)
+            errors = find_errors(self._log_text())
+            self._failure = f"vLLM's processes ended: {'; '.join(errors) or 'without a word'}"
+
+    def _require_serving(self) -> None:
+        self._notice_death()
+        if self._state is ReplicaState.FAILED:
+            raise RuntimeError(
+                f"replica {self.index} is out of service ({self._failure}); "
+                "restart it (ReplicaPool.restart) and publish again"
+            )
+        if self.version is None:
+            raise RuntimeError(f"replica {self.index} was restarted and waits for a publish before it can generate")
+
+    def _new_id(self) -> str:
+        return f"{self.index}-{next(self._ids)}"
+
+    def _log_text(self) -> str:
+        """The last that vLLM's processes wrote."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), LOG_BYTES, max(0, size - LOG_BYTES)).decode(errors="replace")
+
+
+def find_errors(log: str) -> list[str]:
+    """Lines of vLLM's log that name an exception, without vLLM's prefix, each once, the cause before what follows."""
+    lines = (LOG_PREFIX.sub("", line).strip() for line in log.splitlines())
+    return list(dict.fromkeys(line for line in lines if ERROR_LINE.match(line)))[:MAX_ERRORS]
+
+
+def summarise_log(log: str) -> str:
+    """The errors, then the last lines."""
+    return "\n".join([*find_errors(log), "last lines of vLLM's log:", *log.splitlines()[-LOG_TAIL_LINES:]])

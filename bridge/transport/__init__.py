@@ -1,0 +1,1 @@
+"""How a bucket travels from a trainer rank to the vLLM workers. shm: one host, shared memory."""

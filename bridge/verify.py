@@ -1,0 +1,130 @@
+"""Proof that weights arrived whole: the 64-bit digest of bytes, and full tensors rebuilt from what workers hold.
+
+Leaves out how a worker finds its parameters (vllm_readback.py) and who compares (publish.py).
+
+    digest_tensor(torch.zeros(3)) == digest_bytes(torch.zeros(12, dtype=torch.uint8))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MASK = 2**64 - 1
+CHUNK_WORDS = 32768  # 256 KiB: chunk and scratch stay in a core's cache
+CHUNK_FACTOR = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
+LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
+
+
+@lru_cache(maxsize=4)
+def _multipliers(device: torch.device) -> torch.Tensor:
+    """One odd 64-bit number a position in a chunk, the same on every machine; the low 17 bits are all different.
+
+    splitmix64 (Steele, Lea, Flood, OOPSLA 2014) in Python, so that they depend on no library's generator.
+    """
+    state, values = 0, []
+    for position in range(CHUNK_WORDS):
+        state = (state + CHUNK_FACTOR) & MASK
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        value = (z ^ (z >> 31)) & ~0x1FFFF | (2 * position + 1)
+        values.append(value - 2**64 if value >= 2**63 else value)
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def digest_bytes(data: torch.Tensor) -> int:
+    """A position-sensitive 64-bit digest of `data` [n], uint8 and contiguous, on any device.
+
+    Words x are mixed to x + (x >> 32), multiplied by their position's odd number, summed over a chunk of 256 KiB, and
+    the chunks joined by Horner's rule, all modulo 2**64. Any one changed byte changes it, since every step is one to
+    one for that change; other changes, exchanged words among them, escape with a chance of about 2**-64. It finds
+    faults, it does not stop forgers.
+    """
+    num_bytes = data.numel()
+    whole = num_bytes // 8 * 8
+    aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
+    words = aligned.view(torch.int64)
+    if whole < num_bytes:
+        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        tail[: num_bytes - whole] = data[whole:]
+        tail_words = tail.view(torch.int64)
+    else:
+        tail_words = words[:0]
+    sums = [_chunk_sum(words[start : start + CHUNK_WORDS]) for start in range(0, words.numel(), CHUNK_WORDS)]
+    sums.append(_chunk_sum(tail_words))
+    digest = 0
+    for chunk_sum in torch.stack(sums).tolist():
+        digest = (digest * CHUNK_FACTOR + chunk_sum) & MASK
+    return (digest + num_bytes * LENGTH_FACTOR) & MASK
+
+
+def _chunk_sum(words: torch.Tensor) -> torch.Tensor:
+    mixed = torch.bitwise_right_shift(words, 32)
+    mixed.add_(words).mul_(_multipliers(words.device)[: words.numel()])
+    return mixed.sum()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes [n] of a tensor, as a view where its memory allows."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def digest_tensor(tensor: torch.Tensor) -> int:
+    return digest_bytes(as_bytes(tensor))
+
+
+def digest_value(tensor: torch.Tensor) -> int:
+    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm_readback.py)."""
+    return digest_tensor(tensor + 0 if tensor.is_floating_point() else tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part of a full tensor: it begins at `offsets`, one a dim; `data` is the bytes of a tensor of `shape`."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytes
+
+    def to_tensor(self) -> torch.Tensor:
+        dtype = getattr(torch, self.dtype)
+        flat = torch.frombuffer(bytearray(self.data), dtype=dtype) if self.data else torch.empty(0, dtype=dtype)
+        return flat.view(self.shape)
+
+
+def assemble(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
+    """Full tensors by name from the shards of all workers; replicated shards have to agree bit for bit.
+
+    Raises:
+        ValueError: two workers disagree on the same elements, or elements are held by none.
+    """
+    by_name: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.name, []).append(shard)
+    return {name: _assemble_one(name, parts) for name, parts in by_name.items()}
+
+
+def _assemble_one(name: str, parts: list[Shard]) -> torch.Tensor:
+    num_dims = len(parts[0].shape)
+    shape = [max(part.offsets[dim] + part.shape[dim] for part in parts) for dim in range(num_dims)]
+    full = torch.empty(shape, dtype=getattr(torch, parts[0].dtype))
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for part in parts:
+        where = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.shape, strict=True))
+        tensor = part.to_tensor()
+        seen = filled[where]
+        if not torch.equal(full[where][seen], tensor[seen]):
+            raise ValueError(f"workers of one replica hold different values of {name}")
+        full[where] = tensor
+        filled[where] = True
+    if not filled.all():
+        raise ValueError(f"no worker holds {int((~filled).sum())} of the {filled.numel()} elements of {name}")
+    return full

@@ -1,0 +1,289 @@
+"""All that depends on the vLLM version, read in vllm(-cpu) 0.32.0; file:line notes are relative to its package.
+
+register       the entry point `vllm.general_plugins`: every vLLM process calls it
+environment    variables to set before vLLM is imported
+build_engine, stop_engine, pause   an AsyncLLM from a ReplicaConfig
+submit, score_request, to_completion, to_scores   requests and outputs
+begin_reload, finish_reload, unloaded_layers, ... vLLM's layer-wise reload
+
+Leaves out reading weights back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is imported inside the functions:
+the trainer imports this file too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge import vllm_adapter
+from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from bridge.config import ReplicaConfig
+
+BACKEND = "megasync"
+REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
+DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
+SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
+SEED_MASK = 2**63 - 1
+CPU_KV_CACHE_BYTES = 2**30
+# Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
+# the weights several times, between ones that stay, which leaves glibc's own heap full of holes.
+MALLOC_OF_CPU_REPLICAS = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
+
+
+def register() -> None:
+    """Make the receiver known to vLLM, and let a replica's child processes end with the replica. Safe to repeat."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
+        WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receiver", "BucketReceiver")
+    replica = os.environ.get(REPLICA_PID)
+    if replica is not None and int(replica) != os.getpid():
+        _die_with(int(replica))
+
+
+def _die_with(pid: int) -> None:
+    """Kill this process when `pid` ends. The engine core itself does not notice when its client was killed.
+
+    The shared memory between core and workers goes first: nobody else would remove it.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        maps = Path("/proc/self/maps").read_text().split()
+        for path in {word for word in maps if word.startswith(SHARED_MEMORY)}:
+            Path(path).unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
+
+
+def shared_memory_below(pid: int) -> set[str]:
+    """The segments in /dev/shm that vLLM's processes, descendants of `pid`, have mapped now; none where `pid` is gone."""
+    found: set[str] = set()
+    try:
+        found.update(w for w in Path(f"/proc/{pid}/maps").read_text().split() if w.startswith(SHARED_MEMORY))
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return found
+    return found.union(*(shared_memory_below(int(child)) for child in children))
+
+
+def environment(*, cuda: bool) -> dict[str, str]:
+    """Environment variables of a replica's processes, to be there before vLLM and torch are imported."""
+    common = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not every host has flashinfer
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if cuda:
+        return common
+    return common | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",  # no warm-up
+        "TORCHDYNAMO_DISABLE": "1",  # its inductor asks for a C++ compiler, which not every host has
+        "OMP_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC_OF_CPU_REPLICAS),
+    }
+
+
+def build_engine(config: ReplicaConfig) -> Any:
+    """Start an AsyncLLM; comes back when it can serve. Raises what vLLM raises."""
+    import torch
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "seed": config.seed,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": "bridge.receiver.WorkerExtension",
+    }
+    if config.adapter_rank:
+        arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
+
+
+def stop_engine(engine: Any, timeout: float) -> None:
+    """End the engine's processes and give back what they left in /dev/shm.
+
+    Who removes shared memory that an ended process left is Python's resource tracker, a child of this process. Ray
+    kills it together with this process, so it has to have finished before.
+    """
+    from multiprocessing import resource_tracker
+
+    engine.shutdown(timeout=timeout)
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+async def pause(engine: Any, mode: str) -> None:
+    """AsyncLLM.pause_generation (v1/engine/async_llm.py:952) without its sleep of 20 ms, keeping the prefix cache."""
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+def mix_seed(seed: int, sample: int) -> int:
+    """A seed for one sample that shares no noise with its neighbours' (splitmix64's finaliser)."""
+    z = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) & SEED_MASK
+
+
+async def submit(
+    engine: Any, request: GenerationRequest, sample: int, request_id: str, *, with_adapter: bool = False
+) -> Any:
+    """Hand one sample to the engine; comes back once it is on its way to the core. The queue gives the output."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_tokens=request.max_new_tokens,
+        seed=mix_seed(request.seed, sample) if request.temperature > 0 else None,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = {"prompt_token_ids": list(request.prompt_ids)}
+    return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
+
+
+async def submit_score(
+    engine: Any, token_ids: tuple[int, ...], request_id: str, *, with_adapter: bool = False
+) -> Any:
+    """Like submit, for the log-probs of given tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = {"prompt_token_ids": list(token_ids)}
+    return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
+
+
+def to_completion(output: Any) -> Completion:
+    """From a finished RequestOutput with one sample."""
+    sample = output.outputs[0]
+    tokens = tuple(sample.token_ids)
+    log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
+    versions = [FOLDER_VERSION] * len(tokens)
+    for span in sample.weight_versions or ():
+        label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
+        versions[span.start : span.end] = [label] * (span.end - span.start)
+    return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
+
+
+def to_scores(output: Any) -> list[float]:
+    """Log-probs of a finished scoring request's tokens from the second on; the first has none."""
+    entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [entry[token].logprob for token, entry in entries]
+
+
+def is_tied(model: torch.nn.Module) -> bool:
+    """Whether the head computes with the embedding's weights."""
+    head, config = getattr(model, "lm_head", None), getattr(model, "config", None)
+    return head is not None and bool(getattr(config, "tie_word_embeddings", False))
+
+
+def loadable_parameters(model: torch.nn.Module) -> set[str]:
+    """The model's own parameter names that a whole load covers; a tied head counts as the embedding."""
+    return {name for name, _ in model.named_parameters()}
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Raw `load_weights` on a live model fails on CPUs, where weights are packed away after loading.
+
+    From here on the old weights are gone in part: there is no way back but a new replica. On CPUs the packed ones are
+    given up at once, so that old and new never fill memory together.
+    """
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    for layer in model.modules():
+        vars(layer).pop("cpu_linear", None)  # the packed copy of the old weight; loading packs the new one
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Process what was deferred; on CPUs also pack the tied head anew.
+
+    A CPU head keeps a packed copy of its weight (model_executor/layers/vocab_parallel_embedding.py:67), which the
+    reload of the embedding it is tied to does not renew (reload/layerwise.py:245): it would go on with the old weights.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+    repack_tied_head(model)
+
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """Pack a tied head anew on CPUs, after the embedding that it is tied to has changed."""
+    if is_tied(model):
+        head: Any = model.lm_head
+        if head.weight.device.type == "cpu":
+            head.quant_method.process_weights_after_loading(head)
+
+
+def unloaded_layers(model: torch.nn.Module) -> list[str]:
+    """Layers with parameters that have not got all of them, before `finish_reload`, with elements got and due.
+
+    Finalising would silently keep their old weights or process them in part (reload/layerwise.py:258-281). Rows that
+    only pad the vocabulary are never loaded.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    tied_head = model.lm_head if is_tied(model) else None
+    reasons = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or layer is tied_head or not any(p is not None for p in layer._parameters.values()):
+            continue
+        due = info.load_numel_total
+        if (indices := getattr(layer, "shard_indices", None)) is not None:
+            due -= indices.num_org_vocab_padding * layer.embedding_dim
+        if info.load_numel < due:
+            reasons.append(f"{name} got {info.load_numel} of {due} elements")
+    return reasons
+
+
+def load_stream(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+    """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say."""
+    loaded: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
+    return loaded

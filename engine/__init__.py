@@ -1,0 +1,16 @@
+"""The training engine: Megatron-Core models, wrapped, fed and stepped. Knows no Ray and no vLLM.
+
+config.py      the dataclasses of the YAML keys `model`, `engine` and `algorithm`
+device.py      lets megatron-core, megatron-fsdp and mbridge run where there is no CUDA
+parallel.py    process groups
+model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge
+attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm
+lora.py        low-rank adapters on the frozen linears
+peft.py        adapters to and from PEFT's folders; peft_folder.py says what a folder may be, without torch
+wrap.py        the wrap table: `ddp` and `megatron_fsdp`
+optimizer.py   Adam, clipping and the learning-rate schedule
+batch.py       Samples become packed, balanced micro-batches (pure functions)
+loss.py        log-probs, GRPO and SFT losses (pure functions)
+engine.py      Engine: log_probs, train, whole_parameters
+checkpoint.py  save and resume, cut-off safe
+"""

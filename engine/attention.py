@@ -1,0 +1,149 @@
+"""What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
+
+No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through torch.nn.attention.varlen; otherwise
+sequences of similar length are laid side by side for scaled_dot_product_attention. Leaves out context parallelism and dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]
+    """megatron-core's description of a packed batch, and how to lay it out for scaled_dot_product_attention."""
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
+        """`lengths`: tokens of each sequence, in packing order."""
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        offsets[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        offsets = offsets.to(device)
+        longest = max(lengths)
+        return cls(
+            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+
+    @cached_property
+    def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+        """Sequences of similar length, together: a group's longest is less than twice its shortest.
+
+        Returns the groups and the way back. A group is (index, slots): `index` int64 [sequences, longest] names the packed
+        token of each slot (0 where empty), `slots` int64 the filled places of the flattened group. The way back, int64
+        [tokens], puts the groups' filled slots, one group after another, into packing order.
+        """
+        offsets, device = self.cu_seqlens_q.tolist(), self.cu_seqlens_q.device
+        by_magnitude: dict[int, list[tuple[int, int]]] = {}
+        for start, end in pairwise(offsets):
+            by_magnitude.setdefault((end - start).bit_length(), []).append((start, end - start))
+        groups, order = [], []
+        for members in by_magnitude.values():
+            starts = torch.tensor([start for start, _ in members])[:, None]
+            lengths = torch.tensor([length for _, length in members])[:, None]
+            positions = torch.arange(int(lengths.max()))[None]
+            filled = positions < lengths
+            index = torch.where(filled, starts + positions, 0)
+            groups.append((index.to(device), filled.flatten().nonzero().squeeze(1).to(device)))
+            order.append(index[filled])
+        return groups, torch.argsort(torch.cat(order)).to(device)
+
+
+class CoreAttention(torch.nn.Module):
+    """Causal softmax attention with grouped queries, a drop-in for megatron-core's DotProductAttention in a layer spec.
+
+    Takes query [tokens, heads, dim], key and value [tokens, groups, dim] with `packed_seq_params`, or [sequence, batch, ...]
+    without, and returns [tokens, heads * dim] or [sequence, batch, heads * dim].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError(f"engine.parallel.context={config.context_parallel_size}: only 1 is supported by CoreAttention")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        if packed_seq_params is None:
+            out = self._dense(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
+            return self._varlen(query, key, value, packed_seq_params).flatten(1)
+        assert isinstance(packed_seq_params, PackedSequences)
+        return self._grouped(query, key, value, packed_seq_params).flatten(1)
+
+    def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """All of [batch, heads, tokens, dim]; later tokens never reach earlier ones, so right padding does no harm."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+
+    def _grouped(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        groups, way_back = packed.length_groups
+        pieces = []
+        for index, slots in groups:
+            q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
+            pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[slots])
+        return torch.cat(pieces)[way_back]
+
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        repeats = query.shape[1] // key.shape[1]  # torch 2.11 has no grouped queries here
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1, 0),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm for a layer spec, also under sequence parallelism, which torch_norm.py:32 refuses.
+
+    Says that its weight is sequence-parallel, so that finalize_model_grads sums its gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        if config.sequence_parallel:
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]

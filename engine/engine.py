@@ -1,0 +1,308 @@
+"""Engine: a wrapped model that gives log-probs, takes optimizer steps and hands out whole parameters. SPMD: every rank calls.
+
+Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/test_engine.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine import device, lora, loss, parallel, peft
+from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
+from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.model import build_bridge, build_chunks, gpt_model
+from engine.optimizer import build_optimizer, build_schedule
+from engine.sample import Sample
+from engine.wrap import NamedParameters, whole_parameters, wrap_chunks
+
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+MAXIMA = ("gap_max",)
+SUMS = {
+    "sft": ("loss", "tokens"),
+    "grpo": ("loss", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
+}
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; the message names the step's ranks."""
+
+
+@dataclass
+class MiniBatch:
+    """What one optimizer step sees on this rank; the counts are over all ranks."""
+
+    microbatches: list[MicroBatch]
+    num_tokens: int  # response tokens
+    num_samples: int
+
+
+class Engine:
+    """Model, wrap and optimizer of one rank. Process groups are built by `parallel.initialize` before."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        num_steps: int,
+        temperature: float = 1.0,
+        weights_path: str | Path | None = None,
+        adapter_path: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        """For resuming: folders whose weights replace those of `model.path`, whose adapter that of `lora.adapter_path`."""
+        self.config, self.algorithm, self.temperature = engine, algorithm, temperature
+        self.layout = parallel.layout()
+        self.device = device.compute_device()
+        self.hf_bridge = build_bridge(model, engine)
+        chunks = build_chunks(self.hf_bridge, weights_path or model.path)
+        if engine.lora.rank:
+            lora.add_adapters(chunks, engine.lora, seed)
+            if adapter := adapter_path or engine.lora.adapter_path:
+                peft.load_adapter(chunks, Path(adapter), engine.lora, self.hf_bridge, Path(model.path))
+        self.model_config: Any = gpt_model(chunks[0]).config
+        self.chunks = wrap_chunks(engine, self.model_config, chunks)
+        self.optimizer = build_optimizer(_reporting_norm(engine).optimizer, self.chunks, self.hf_bridge.dtype)
+        self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
+        self.model_config.finalize_model_grads_func = finalize_model_grads
+        self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
+        if len(self.chunks) == 1:
+            self.model_config.no_sync_func = self.model_config.no_sync_func[0]
+        self.reference: list[torch.nn.Module] | None = None
+        if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:
+            self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
+
+    def prepare(self, samples: Sequence[Sample]) -> list[MiniBatch]:
+        """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs."""
+        if self.algorithm.name == "grpo":
+            rewards, groups = [s.reward for s in samples], [s.group for s in samples]
+            values = loss.group_advantages(rewards, groups, self.algorithm.normalize_advantage_by_std)
+            samples = [dataclasses.replace(s, advantage=value) for s, value in zip(samples, values, strict=True)]
+        parts = split_evenly(len(samples), self.algorithm.num_minibatches)
+        minibatches = [self._minibatch([samples[i] for i in part]) for part in parts if len(part)]
+        if self.algorithm.name == "grpo":
+            microbatches = [micro for mini in minibatches for micro in mini.microbatches]
+            for micro, values_ in zip(microbatches, self._log_probs(microbatches, self.chunks), strict=True):
+                micro.old_log_probs = values_
+            if self.reference is not None:
+                with lora.disabled(self.reference):
+                    reference = self._log_probs(microbatches, self.reference)
+                for micro, values_ in zip(microbatches, reference, strict=True):
+                    micro.reference_log_probs = values_
+        return minibatches
+
+    def update(self, minibatches: Sequence[MiniBatch]) -> dict[str, float]:
+        """One optimizer step a mini-batch. Returns metrics, the same on every rank.
+
+        Raises:
+            NonFiniteError: a loss or a gradient norm is not finite.
+        """
+        history = [self._step(minibatch) for minibatch in minibatches]
+        tokens = sum(sums["tokens"] for sums in history)
+        mean = {name: sum(sums[name] for sums in history) / max(tokens, 1) for name in SUMS[self.algorithm.name]}
+        metrics = {
+            "loss/policy" if self.algorithm.name == "grpo" else "loss/sft": sum(s["loss"] for s in history) / len(history),
+            "grad_norm": sum(sums["grad_norm"] for sums in history) / len(history),
+            "learning_rate": history[-1]["learning_rate"],
+            "train/response_tokens": tokens,
+        }
+        if self.algorithm.name == "grpo":
+            first = history[0]
+            metrics |= {
+                "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
+                "ratio/mean": mean["ratio"],
+                "ratio/clipped_fraction": mean["clipped"],
+                "logprob_gap/mean": mean["gap"],
+                "logprob_gap/max": max(sums["gap_max"] for sums in history),
+                "importance/mean": mean["importance"],
+                "loss/kl": mean["kl"],
+            }
+        return metrics
+
+    def log_probs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Log-probs of the response tokens of each sample, float32 on the CPU, on every rank.
+
+        The same code as for training: packed, data-parallel, at the positions that predict the tokens.
+        """
+        minibatch = self._minibatch(samples)
+        local = [(micro, values) for micro, values in self._evaluate(minibatch, self._log_prob_values)]
+        return self._collect(samples, local)
+
+    def greedy_matches(self, samples: Sequence[Sample]) -> list[bool]:
+        """Whether greedy decoding of each prompt gives exactly the response.
+
+        One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
+        """
+        minibatch = self._minibatch(samples)
+        local = [(micro, values) for micro, values in self._evaluate(minibatch, self._greedy_values)]
+        return [bool(values.all()) for values in self._collect(samples, local)]
+
+    def whole_parameters(self) -> Iterator[NamedParameters]:
+        """This stage's parameters, unit by unit: see wrap.whole_parameters. Every rank must walk all of it."""
+        return whole_parameters(self.config, self.chunks)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(PEFT name, tensor) of this stage's adapters, on its sender. Every rank must walk all of it."""
+        return peft.adapter_tensors(whole_parameters(self.config, self.chunks, True), self.hf_bridge, self.layout)
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _minibatch(self, samples: Sequence[Sample]) -> MiniBatch:
+        lengths = [sample.num_tokens for sample in samples]
+        bins = plan_microbatches(lengths, self.layout.data_size, self.config.tokens_per_microbatch)
+        multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
+        return MiniBatch(
+            [pack(samples, indices, multiple, self.device) for indices in bins[self.layout.data_rank]],
+            num_tokens=sum(len(sample.response_ids) for sample in samples),
+            num_samples=len(samples),
+        )
+
+    def _step(self, minibatch: MiniBatch) -> dict[str, float]:
+        chunk: Any
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with lora.training(self.chunks):
+            outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
+        sums = self._reduce(outputs)
+        self.schedule.step(increment=1)
+        _, grad_norm, _ = self.optimizer.step()
+        self._require_finite(sums, float(grad_norm))
+        return {**sums, "grad_norm": float(grad_norm), "learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
+        log_probs = loss.token_log_probs(logits, micro.labels, self.temperature)
+        weights = loss.aggregation_weights(
+            micro, minibatch.num_tokens, minibatch.num_samples, self.algorithm.loss_aggregation
+        )
+        if self.algorithm.name == "grpo":
+            value, sums = loss.grpo_loss(log_probs, micro, weights, self.algorithm)
+        else:
+            value, sums = loss.sft_loss(log_probs, micro, weights)
+        # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size
+        return value * len(minibatch.microbatches) * self.layout.data_size, sums
+
+    def _run(
+        self,
+        microbatches: list[MicroBatch],
+        chunks: list[torch.nn.Module],
+        loss_function: LossFunction,
+        forward_only: bool,
+    ) -> list[Any]:
+        """megatron-core's schedule over the micro-batches; what `loss_function` reports, on the last stage, else []."""
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(iterator)
+            logits = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences)
+            return logits, partial(loss_function, micro)
+
+        iterators = [iter(microbatches) for _ in chunks]
+        outputs: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=max(micro.num_tokens for micro in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def _log_prob_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = loss.token_log_probs(logits, micro.labels, self.temperature)
+        return values.new_zeros(()), values
+
+    def _greedy_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+        values = (whole.argmax(-1) == micro.labels).squeeze(0).float()
+        return values.new_zeros(()), values
+
+    def _log_probs(
+        self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]
+    ) -> list[torch.Tensor] | list[None]:
+        with torch.no_grad():
+            values = self._run(microbatches, chunks, self._log_prob_values, forward_only=True)
+        return values or [None] * len(microbatches)
+
+    def _evaluate(self, minibatch: MiniBatch, values: LossFunction) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        with torch.no_grad():
+            outputs = self._run(minibatch.microbatches, self.chunks, values, forward_only=True)
+        return zip(minibatch.microbatches, outputs, strict=False)
+
+    def _collect(
+        self, samples: Sequence[Sample], local: list[tuple[MicroBatch, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Bring per-token values of the response tokens to every rank, in the order of `samples`."""
+        offsets = [0]
+        for sample in samples:
+            offsets.append(offsets[-1] + len(sample.response_ids))
+        flat = torch.zeros(offsets[-1], device=self.device)
+        for micro, values in local if self._reports else []:
+            position = 0
+            for index in micro.samples:
+                prompt, answer = len(samples[index].prompt_ids), len(samples[index].response_ids)
+                flat[offsets[index] : offsets[index + 1]] = values[position + prompt - 1 : position + prompt + answer - 1]
+                position += prompt + answer
+        dist.all_reduce(flat)
+        return [part.cpu() for part in torch.split(flat, [len(sample.response_ids) for sample in samples])]
+
+    # ------------------------------------------------------------------------------------------------ reductions
+
+    @property
+    def _reports(self) -> bool:
+        """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
+        return self.layout.is_last_stage and self.layout.tensor_rank == 0
+
+    def _reduce(self, outputs: list[loss.Sums]) -> dict[str, float]:
+        """Sum (or take the maximum of) what the micro-batches reported, over all ranks."""
+        names = SUMS[self.algorithm.name]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = torch.stack([sum((out.get(name, zero) for out in outputs), zero) for name in names])
+        maxima = torch.stack([max((out.get(name, zero) for out in outputs), default=zero) for name in MAXIMA])
+        if not self._reports:
+            sums, maxima = torch.zeros_like(sums), torch.zeros_like(maxima)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return {**dict(zip(names, sums.tolist(), strict=True)), **dict(zip(MAXIMA, maxima.tolist(), strict=True))}
+
+    def _require_finite(self, sums: dict[str, float], grad_norm: float) -> None:
+        if math.isfinite(sums["loss"]) and math.isfinite(grad_norm):
+            return
+        bad = torch.zeros(self.layout.world_size, device=self.device)
+        gradients = (p.main_grad if hasattr(p, "main_grad") else p.grad for c in self.chunks for p in c.parameters())
+        local = (g._local_tensor if hasattr(g, "_local_tensor") else g for g in gradients if g is not None)
+        bad[self.layout.rank] = float(any(not bool(torch.isfinite(g).all()) for g in local))
+        dist.all_reduce(bad)
+        ranks = bad.nonzero().flatten().tolist()
+        what = "loss" if not math.isfinite(sums["loss"]) else "gradient norm"
+        raise NonFiniteError(
+            f"{what} is not finite (loss {sums['loss']}, gradient norm {grad_norm}); "
+            f"non-finite gradients on rank(s) {ranks or 'none'} of {self.layout.world_size}"
+        )
+
+
+def _reporting_norm(config: EngineConfig) -> EngineConfig:
+    """megatron-core reports no gradient norm without clipping: a bound of infinity gives the norm and clips nothing."""
+    if config.optimizer.clip_grad_norm > 0:
+        return config
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad_norm=math.inf))
+
+
+_ = mpu

@@ -1,0 +1,194 @@
+"""Low-rank adapters beside megatron-core's column- and row-parallel linears; the base weights are frozen.
+
+    column-parallel   y = W_i x + scale B_i (A x)                       A [rank, in] whole, B_i [out / tensor, rank]
+    row-parallel      y = sum_i W_i x_i + scale B (sum_i A_i x_i)       A_i [rank, in / tensor], B [out, rank] whole
+
+`A` and `B` are the linear's own parameters `lora_a` and `lora_b`; the base's names stay as they are. Gradients of the
+whole factor are complete on every tensor-parallel rank; under sequence parallelism each rank has its tokens' part, and
+megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Leaves out files (peft.py), the merge
+(the weight bridge's) and experts, whose weights are parameters of one module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
+from engine.config import LoraConfig
+from engine.model import global_name, gpt_model
+
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+NamedLinears = Iterator[tuple[str, Any]]
+
+
+class _Adapted:
+    """What both kinds of adapted linear share."""
+
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+    lora_enabled = True
+    lora_training = False
+
+    def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
+        """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
+        if not (self.lora_training and self.lora_dropout):
+            return inputs
+        if not is_shard:
+            return F.dropout(inputs, self.lora_dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(inputs, self.lora_dropout)
+
+
+class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: ignore[misc]
+    """y_i = W_i x + scale B_i (A x)."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        if not self.lora_enabled:
+            return output, bias
+        low = F.linear(self._dropped(input_, is_shard=self.sequence_parallel), self.lora_a) * self.lora_scale
+        if self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + F.linear(low, self.lora_b), bias
+
+
+class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[misc]
+    """y = sum_i W_i x_i + scale B (sum_i A_i x_i)."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        if not self.lora_enabled:
+            return output, bias
+        low = F.linear(self._dropped(input_, is_shard=True), self.lora_a) * self.lora_scale
+        if self.sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + F.linear(low, self.lora_b), bias
+
+
+ADAPTED = {ColumnParallelLinear: AdaptedColumnParallelLinear, RowParallelLinear: AdaptedRowParallelLinear}
+
+
+def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -> None:
+    """Freeze the loaded chunks, not yet wrapped, and put an adapter beside each linear that `config.targets` names.
+
+    A is drawn as PEFT does (Kaiming uniform with a = sqrt(5)), by seed and name, so that every layout starts alike;
+    B is zero.
+
+    Raises:
+        ValueError: no linear is called so, or the rank is larger than a linear's dimension.
+    """
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.requires_grad = False
+        linears = dict(_layer_linears(chunk))
+        present = sorted({name.rpartition(".")[2] for name in linears})
+        unknown = [target for target in config.targets if target not in present]
+        if unknown:
+            raise ValueError(f"engine.lora.targets: no linear {unknown[0]!r} in this model; it has {', '.join(present)}")
+        for name, linear in linears.items():
+            if name.rpartition(".")[2] in config.targets:
+                _adapt(linear, global_name(chunk, name), config, seed)
+        embedding = getattr(gpt_model(chunk), "embedding", None)
+        if embedding is not None:
+            embedding.register_forward_hook(_begin_graph)
+
+
+def adapted_linears(chunks: list[torch.nn.Module]) -> NamedLinears:
+    """(global name, linear) of every linear with an adapter, in layer order."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, _Adapted):
+                yield global_name(chunk, name), module
+
+
+@contextmanager
+def disabled(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """The base model without its adapters; nothing changes where there are none."""
+    with _flag(chunks, "lora_enabled", False):
+        yield
+
+
+@contextmanager
+def training(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """With the adapters' dropout."""
+    with _flag(chunks, "lora_training", True):
+        yield
+
+
+@contextmanager
+def _flag(chunks: list[torch.nn.Module], name: str, value: bool) -> Iterator[None]:
+    linears = [linear for _, linear in adapted_linears(chunks)]
+    for linear in linears:
+        setattr(linear, name, value)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            setattr(linear, name, not value)
+
+
+def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:
+    for name, module in chunk.named_modules():
+        if type(module) in ADAPTED and "decoder.layers." in name:
+            yield name, module
+
+
+def _begin_graph(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    """The first layer's input asks for a gradient, although the embeddings are frozen.
+
+    megatron-core's recompute gives no gradients where no input wants one (random.py:CheckpointFunction), and Megatron-FSDP
+    frees a unit after its backward pass by a hook on its inputs' gradients (megatron_fsdp.py:825).
+    """
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
+    is_column = isinstance(linear, ColumnParallelLinear)
+    rows, columns = linear.weight.shape
+    smallest = min(linear.input_size, linear.output_size)
+    if config.rank > smallest:
+        raise ValueError(f"engine.lora.rank={config.rank} is larger than a dimension of {name} ({smallest}); lower it")
+    first = _initial_a(config.rank, linear.input_size, name, seed)
+    if not is_column:
+        first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()].contiguous()
+    assert first.shape[1] == columns
+    linear.__class__ = ADAPTED[type(linear)]  # as torch's fully_shard does: hooks, names and references stay
+    linear.lora_a = torch.nn.Parameter(first.to(linear.weight))
+    linear.lora_b = torch.nn.Parameter(linear.weight.new_zeros(rows, config.rank))
+    sharded, whole = (linear.lora_b, linear.lora_a) if is_column else (linear.lora_a, linear.lora_b)
+    set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
+    if linear.sequence_parallel:
+        whole.sequence_parallel = True
+    linear.lora_scale = linear.lora_a.lora_scale = config.scale
+    linear.lora_dropout = config.dropout
+
+
+def _initial_a(rank: int, num_inputs: int, name: str, seed: int) -> torch.Tensor:
+    """float32 [rank, num_inputs] on the CPU."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    a = torch.empty(rank, num_inputs)
+    return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)

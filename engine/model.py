@@ -1,0 +1,152 @@
+"""A Hugging Face folder becomes megatron-core model chunks, through mbridge, with our local layer spec.
+
+Leaves out wrapping (wrap.py) and the way back to Hugging Face tensors (the weight bridge's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import device, parallel, upstream
+
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.llm_bridge import LLMBridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from transformers import AutoConfig
+
+import mbridge  # noqa: F401  (fills the registry)
+
+from engine.attention import CoreAttention, RMSNorm
+from engine.config import EngineConfig, ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class _LocalSpec:
+    """Mixed in before an mbridge bridge: the local layer spec in place of the TransformerEngine one."""
+
+    config: Any
+    has_vp_stage: bool
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        self.has_vp_stage = True
+        spec = get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        spec.layer_norm = RMSNorm
+        for layer in spec.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = CoreAttention
+            if self.config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+        return spec
+
+
+def _bridge_class(model_type: str) -> type[Bridge]:
+    """mbridge's bridge of a family with our spec and its own copy of the name tables.
+
+    mbridge changes the tables of the class when embeddings are tied (qwen2.py:_adjust_mapping_for_shared_weights), which would
+    leak into the next model of the process. The local spec keeps the norms apart that TransformerEngine fuses into linears.
+    """
+    if model_type not in FAMILIES:
+        raise ValueError(f"model.path: architecture {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    base = _MODEL_REGISTRY[model_type]
+    assert issubclass(base, LLMBridge)
+    layer = "model.layers.{layer_number}."
+    tables: dict[str, Any] = {
+        "_DIRECT_MAPPING": dict(base._DIRECT_MAPPING),
+        "_ATTENTION_MAPPING": dict(base._ATTENTION_MAPPING),
+        "_MLP_MAPPING": {
+            **base._MLP_MAPPING,
+            "pre_mlp_layernorm.weight": [layer + "post_attention_layernorm.weight"],
+        },
+        "_OTHER_MAPPING": {**base._OTHER_MAPPING, "input_layernorm.weight": [layer + "input_layernorm.weight"]},
+    }
+    if model_type == "llama":  # the Qwen bridges do this themselves; llama.py leaves tied embeddings out
+        tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer
+    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
+    return bridge_class
+
+
+def _tie_output_layer(bridge: Any) -> None:
+    if bridge.hf_config.tie_word_embeddings:
+        bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
+
+
+def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
+    """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups."""
+    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
+    hf_config.rope_theta = upstream.rope_theta(hf_config)
+    bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
+    recompute: dict[str, Any] = {}
+    if engine.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    bridge.set_extra_args(
+        use_cpu_initialization=not device.has_cuda(),
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        sequence_parallel=engine.parallel.sequence,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        batch_p2p_comm=True,
+        **recompute,
+    )
+    return bridge
+
+
+def build_chunks(bridge: Bridge, path: str | Path) -> list[torch.nn.Module]:
+    """This rank's model chunks with the folder's weights, not yet wrapped.
+
+    Raises:
+        ValueError: the folder lacks a tensor that the model needs.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # mbridge prints its parameter count on each rank
+        chunks: list[torch.nn.Module] = bridge.get_model(
+            bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
+        )
+    try:
+        with torch.no_grad():
+            bridge.load_weights(chunks, str(path))
+    except KeyError as missing:
+        raise ValueError(f"model.path: {path} holds no tensor {missing}, which its config.json asks for") from missing
+    return chunks
+
+
+def gpt_model(chunk: torch.nn.Module) -> Any:
+    """The GPTModel inside of any number of wrappers."""
+    inner: Any = chunk
+    while not hasattr(inner, "decoder"):
+        inner = inner.module
+    return inner
+
+
+def global_name(chunk: torch.nn.Module, name: str) -> str:
+    """A chunk's parameter name with wrappers' prefixes dropped and the layer counted over the whole model, from 0."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    head, marker, tail = name.partition("decoder.layers.")
+    if not marker:
+        return name
+    index, rest = tail.split(".", 1)
+    return f"{head}{marker}{gpt_model(chunk).decoder.layers[int(index)].layer_number - 1}.{rest}"
+
+
+def is_tied_copy(chunk: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter is the last pipeline stage's copy of tied embeddings, which the first stage exports."""
+    model = gpt_model(chunk)
+    return name.endswith("output_layer.weight") and bool(model.share_embeddings_and_output_weights)
+
+
+_ = parallel  # imported for its effect: the device layer comes before megatron-core

@@ -1,0 +1,65 @@
+"""Adam, clipping and the learning-rate schedule: megatron-core's own, from an OptimizerConfig.
+
+Leaves out gradients' reduction (wrap.py). Sources: megatron-core 0.16.1 optimizer/, optimizer_param_scheduler.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
+from engine.config import OptimizerConfig
+
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtype: torch.dtype) -> Any:
+    """megatron-core's optimizer over the wrapped chunks; fp32 main weights when `dtype` is bfloat16."""
+    ddp_config: Any = chunks[0].ddp_config
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer=config.name,
+            lr=config.learning_rate,
+            min_lr=config.min_learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.epsilon,
+            clip_grad=config.clip_grad_norm,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+            overlap_param_gather=ddp_config.overlap_param_gather,
+        ),
+        chunks,
+    )
+
+
+def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then constant, linear or cosine decay down to `min_learning_rate`."""
+    decay_steps = max(config.decay_steps or num_optimizer_steps, config.warmup_steps + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+    )
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The torch optimizers under megatron-core's chain, in order."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member.optimizer for member in chained if member.optimizer is not None]

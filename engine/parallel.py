@@ -1,0 +1,102 @@
+"""Process groups: torch.distributed and megatron-core's parallel state, from a ParallelConfig.
+
+Leaves out who starts the ranks (torchrun or Ray); reads their environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engine import device
+
+device.install()
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core import tensor_parallel  # noqa: E402
+
+from engine.config import ParallelConfig  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands in every group."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_sender(self) -> bool:
+        """One rank of each pipeline stage holds the gathered tensors of an export."""
+        return self.tensor_rank == 0 and self.data_rank == 0
+
+
+def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0) -> Layout:
+    """Join the world and build the groups.
+
+    Raises:
+        ValueError: the world size is no multiple of tensor * pipeline * context.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    model_size = config.tensor * config.pipeline * config.context
+    if world_size % model_size:
+        raise ValueError(
+            f"engine.parallel: tensor {config.tensor} * pipeline {config.pipeline} * context {config.context} = {model_size} "
+            f"does not divide the world size {world_size}; start {model_size} ranks or a multiple, or lower one of them"
+        )
+    if device.has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if not dist.is_initialized():
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)
+        dist.init_process_group(device.communication_backend(), timeout=timedelta(seconds=timeout_seconds))
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return layout()
+
+
+def layout() -> Layout:
+    return Layout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=mpu.get_tensor_model_parallel_world_size(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
+        data_rank=mpu.get_data_parallel_rank(with_context_parallel=True),
+        data_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
+    )
+
+
+def leave_groups() -> None:
+    """Give megatron-core's groups up and stay in the world, for an `initialize` with another layout."""
+    if mpu.is_initialized():
+        dist.barrier()
+        mpu.destroy_model_parallel()
+
+
+def shutdown() -> None:
+    """Leave the groups and the world. Safe to call when they were never built."""
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

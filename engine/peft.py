@@ -1,0 +1,228 @@
+"""Adapters to and from PEFT's folders: the fused linears' factors are split into Hugging Face's linears and back.
+
+A fused linear has one A; in a folder each of q, k, v (gate, up) has its own. Writing copies it. Reading takes equal ones
+as one; different ones are stacked, which takes engine.lora.rank times as many ranks and computes the same.
+Leaves out what a folder's config may say: see peft_folder.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from engine.config import LoraConfig
+from engine.lora import adapted_linears
+from engine.parallel import Layout
+from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+Unit = list[tuple[str, torch.nn.Parameter]]
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How query, key and value lie in a fused linear: for each group its queries, then a key and a value."""
+
+    num_heads: int
+    num_groups: int
+
+    @classmethod
+    def of(cls, hf_config: Any) -> Heads:
+        return cls(hf_config.num_attention_heads, hf_config.num_key_value_heads)
+
+
+def split_rows(linear: str, num_rows: int, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
+    """For each Hugging Face linear that is fused into `linear`, its rows in the tensor-parallel shards laid end to end.
+
+    Invariant: together the index tensors (int64) hold each of 0..num_rows-1 once.
+    """
+    rows = torch.arange(num_rows)
+    if linear.endswith("linear_qkv"):
+        queries = heads.num_heads // heads.num_groups
+        groups = rows.view(heads.num_groups, queries + 2, -1)
+        return [part.flatten() for part in (groups[:, :queries], groups[:, queries], groups[:, queries + 1])]
+    if linear.endswith("linear_fc1"):
+        return [part.flatten() for part in rows.view(tensor_size, 2, -1).unbind(1)]
+    return [rows]
+
+
+def hf_linears(hf_bridge: Any, linear: str) -> list[str]:
+    """The names in Hugging Face's model of what is fused into `linear`, in order."""
+    names: list[str] = hf_bridge._weight_name_mapping_mcore_to_hf(f"{linear}.weight")
+    return [name.removesuffix(".weight") for name in names]
+
+
+# ---------------------------------------------------------------------------------------------------------------- out
+
+
+@torch.no_grad()
+def adapter_tensors(units: Iterable[Unit], hf_bridge: Any, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """(PEFT name, tensor) of this stage's adapters in layer order; only the stage's sender gets any.
+
+    `units`: the adapters' parameters, whole over data parallelism. Every rank iterates to the end.
+    """
+    heads, group = Heads.of(hf_bridge.hf_config), hf_bridge.mpu.tp_group
+    for unit in units:
+        if layout.data_rank:
+            continue
+        whole = _gather(unit, group if layout.tensor_size > 1 else None)
+        for linear in [name.removesuffix(".lora_a") for name in whole if name.endswith(".lora_a")]:
+            if not layout.is_sender:
+                break
+            a, b = whole[f"{linear}.lora_a"], whole[f"{linear}.lora_b"]
+            parts = split_rows(linear, b.shape[0], heads, layout.tensor_size)
+            for name, rows in zip(hf_linears(hf_bridge, linear), parts, strict=True):
+                yield f"{PREFIX}{name}.lora_A.weight", a
+                yield f"{PREFIX}{name}.lora_B.weight", b[rows.to(b.device)]
+
+
+def _gather(unit: Unit, group: Any) -> dict[str, torch.Tensor]:
+    """Each parameter of the unit, its tensor-parallel shards laid end to end; one collective."""
+    whole = {name: parameter.detach() for name, parameter in unit}
+    sharded = [(name, p) for name, p in unit if group is not None and getattr(p, "tensor_model_parallel", False)]
+    if not sharded:
+        return whole
+    flat = torch.cat([p.detach().reshape(-1) for _, p in sharded])
+    everything = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(everything, flat, group=group)
+    shards = torch.split(everything.view(group.size(), -1), [p.numel() for _, p in sharded], dim=1)
+    for (name, p), shard in zip(sharded, shards, strict=True):
+        dim: int = p.partition_dim  # type: ignore[attr-defined]
+        whole[name] = torch.cat([part.view(p.shape) for part in shard], dim=dim)
+    return whole
+
+
+def save_stage(folder: Path, stage: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """One stage's part of a folder. Every rank calls; `finish_folder` follows on rank 0, after a barrier."""
+    mine = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    if mine:
+        save_file(mine, folder / f"stage-{stage:03d}.safetensors")
+
+
+def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
+    """Join the stages' parts, and add the config that `peft.PeftModel.from_pretrained` reads."""
+    parts = sorted(folder.glob("stage-*.safetensors"))
+    tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
+    metadata = {"format": "pt", "base_fingerprint": fingerprint(model_path)}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
+    for part in parts:
+        part.unlink()
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_path),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted(name for name, target in TARGET_OF.items() if target in lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1))
+
+
+# ----------------------------------------------------------------------------------------------------------------- in
+
+
+@torch.no_grad()
+def load_adapter(
+    chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, hf_bridge: Any, model_path: Path
+) -> None:
+    """Put the folder's adapter into the adapted linears, before they are wrapped. What it lacks keeps its start.
+
+    Raises:
+        ValueError: the folder does not fit the model or the config.
+    """
+    check_peft_folder(folder, lora, model_path)
+    factors = _read_factors(folder)
+    fused: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name, (a, _) in factors.items():
+        parent, _, last = name.rpartition(".")
+        fused.setdefault((parent, TARGET_OF[last]), []).append(a)
+    needed = max(_needed_rank(members) for members in fused.values())
+    if needed != lora.rank:
+        raise ValueError(
+            f"engine.lora.rank={lora.rank}, but the adapter in {folder} takes {needed} where linears are fused, because their "
+            f"A differ; write engine.lora.rank={needed} engine.lora.alpha={_alpha_for(lora, needed):g}"
+        )
+    known = {name for index in range(hf_bridge.hf_config.num_hidden_layers) for name in _layer_names(hf_bridge, index)}
+    if unknown := sorted(set(factors) - known):
+        raise ValueError(f"{folder}: the model in {model_path} has no {unknown[0]}; set model.path to the adapter's base model")
+    for name, linear in adapted_linears(chunks):
+        members = hf_linears(hf_bridge, name)
+        if any(member in factors for member in members):
+            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(hf_bridge.hf_config), folder)
+
+
+def _read_factors(folder: Path) -> Factors:
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load_file(folder / WEIGHTS_FILE).items():
+        match = KEY.fullmatch(key)
+        assert match
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    for name, pair in halves.items():
+        if set(pair) != {"A", "B"}:
+            raise ValueError(f"{folder}: {name} has only lora_{next(iter(pair))}; write the adapter again")
+    if not halves:
+        raise ValueError(f"{folder}: {WEIGHTS_FILE} holds no adapter")
+    return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
+
+
+def _layer_names(hf_bridge: Any, index: int) -> Iterator[str]:
+    for linear in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        yield from hf_linears(hf_bridge, f"decoder.layers.{index}.{linear}")
+
+
+def _needed_rank(members: list[torch.Tensor]) -> int:
+    """One A for all if they are equal; else one after another."""
+    first = members[0]
+    is_shared = all(member.shape == first.shape and torch.equal(member, first) for member in members)
+    return first.shape[0] if is_shared else sum(member.shape[0] for member in members)
+
+
+def _alpha_for(lora: LoraConfig, rank: int) -> float:
+    """The alpha that keeps the scale with another rank."""
+    return lora.scale * (rank**0.5 if lora.rslora else rank)
+
+
+def _load_linear(
+    linear: Any, name: str, members: list[tuple[torch.Tensor, torch.Tensor] | None], heads: Heads, folder: Path
+) -> None:
+    """A and B over all ranks, then this rank's shard of them."""
+    size, rank = linear.tp_group.size(), linear.tp_group.rank()
+    is_column = isinstance(linear, ColumnParallelLinear)
+    parts = split_rows(name, linear.output_size, heads, size if is_column else 1)
+    present = [(rows, *pair) for rows, pair in zip(parts, members, strict=True) if pair is not None]
+    is_shared = _needed_rank([a for _, a, _ in present]) == present[0][1].shape[0]
+    num_ranks = linear.lora_a.shape[0]
+    whole_b = torch.zeros(linear.output_size, num_ranks)
+    stacked: list[torch.Tensor] = []
+    for rows, a, b in present:
+        expected = ([a.shape[0], linear.input_size], [len(rows), a.shape[0]])
+        if (list(a.shape), list(b.shape)) != expected:
+            raise ValueError(
+                f"{folder}: {name} has A {list(a.shape)} and B {list(b.shape)}, the model needs {expected[0]} and {expected[1]}: "
+                "the adapter is of another base model"
+            )
+        offset = 0 if is_shared else sum(part.shape[0] for part in stacked)
+        whole_b[rows, offset : offset + a.shape[0]] = b.float()
+        stacked = [a.float()] if is_shared else [*stacked, a.float()]
+    whole_a = torch.cat(stacked)
+    if is_column:
+        whole_b = whole_b.chunk(size)[rank]
+    else:
+        whole_a = whole_a.chunk(size, dim=1)[rank]
+    linear.lora_a[: whole_a.shape[0]].copy_(whole_a)
+    linear.lora_b.copy_(whole_b)

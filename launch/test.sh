@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets everything up, then checks style, types and behaviour. Exit code 0: all of it passed.
+#
+#   ./launch/test.sh                           # ruff, mypy, and every test that needs no GPU
+#   ./launch/test.sh tests/test_engine.py -x   # arguments go to pytest, and only pytest runs
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$MEGASYNC_ROOT"
+status=0
+if [ $# -eq 0 ]; then
+  "$PYTHON" -m ruff check . || status=1
+  "$PYTHON" -m mypy || status=1
+  [ $status -eq 0 ] || echo "ruff or mypy failed, see above; the tests run all the same" >&2
+fi
+"$PYTHON" -m pytest "$@" || status=$?
+exit $status

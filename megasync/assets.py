@@ -1,0 +1,100 @@
+"""What the quickstart learns from: a small untrained Qwen3 with a character tokenizer, and sums to add up.
+
+The model folder is an ordinary Hugging Face one (config.json, model.safetensors, tokenizer.json). A seed changes all of
+it: the initial weights, and which sums are held out. Needs transformers and tokenizers only, no Megatron and no vLLM.
+
+    assets = write_assets(Path("runs/quickstart/assets"), seed=0)
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+CHARACTERS = "0123456789+-*/=()<>.,:;?! xyz"
+VOCABULARY = (PAD, EOS, UNKNOWN, *CHARACTERS)  # 32 entries: every id of the model is a token, and ranks can split it
+NUM_OPERANDS = 100  # sums of two numbers from 0 to 99
+NUM_HELD_OUT = 500
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Where the files lie."""
+
+    model: Path
+    train: Path
+    held_out: Path
+
+
+def write_assets(folder: Path, seed: int, dtype: str = "float32") -> Assets:
+    """Write model folder and data below `folder`; existing files are overwritten."""
+    assets = Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_sums(seed)
+    for path, sums in ((assets.train, train), (assets.held_out, held_out)):
+        path.write_text("".join(json.dumps(one) + "\n" for one in sums), encoding="utf-8")
+    write_model(assets.model, seed, dtype)
+    build_tokenizer().save_pretrained(assets.model)
+    return assets
+
+
+def split_sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """All sums in an order drawn from the seed, cut into train and held-out: no sum is in both."""
+    sums = [
+        {"question": f"{left}+{right}=", "answer": str(left + right)}
+        for left in range(NUM_OPERANDS)
+        for right in range(NUM_OPERANDS)
+    ]
+    random.Random(seed).shuffle(sums)
+    return sums[NUM_HELD_OUT:], sums[:NUM_HELD_OUT]
+
+
+def build_tokenizer() -> Any:
+    """A transformers tokenizer with one token a character; nothing is added around a text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_model(folder: Path, seed: int, dtype: str) -> None:
+    """0.99 M parameters, tied embeddings, random weights drawn from the seed."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one small file is written in no time
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=VOCABULARY.index(EOS),
+        pad_token_id=VOCABULARY.index(PAD),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)

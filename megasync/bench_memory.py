@@ -1,0 +1,57 @@
+"""How much memory processes take while something runs, as Linux counts it. Leaves out what runs (bench_worker.py).
+
+A process's peak is VmHWM of /proc/PID/status, which 5 written to /proc/PID/clear_refs sets back to what is resident now
+(man 5 proc). It counts RssAnon (heap), RssFile (mapped files, a cache that the kernel may take back) and RssShmem
+(shared memory, in every process that touched it). Shared memory that stays mapped from one measurement to the next
+would not show as growth, so its resident part is added: `kept` names it.
+
+    meter = PeakMeter({"worker": pid}, kept="/dev/shm/megasync-")
+    meter.start()
+    ...
+    meter.extra_bytes()["worker"]
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+
+def status_bytes(pid: int) -> dict[str, int]:
+    """The sizes in /proc/PID/status, in bytes: VmRSS, VmHWM, RssAnon, RssFile, RssShmem and more."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+def mapped_bytes(pid: int, prefix: str) -> int:
+    """What a process has resident of files whose path begins with `prefix`."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if not words[0].endswith(":"):  # the head of a mapping: addresses, permissions, offset, device, inode, path
+            counts = len(words) == 6 and words[5].startswith(prefix)
+        elif counts and words[0] == "Rss:":
+            total += int(words[1]) * 1024
+    return total
+
+
+def give_back_free_memory() -> None:
+    """Let malloc return what was freed, or a peak would hide in memory that some earlier work had left resident."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+class PeakMeter:
+    """Peaks of several processes, by name, over what each had resident at `start`."""
+
+    def __init__(self, pids: dict[str, int], kept: str) -> None:
+        self._pids, self._kept = pids, kept
+        self._before: dict[str, int] = {}
+
+    def start(self) -> None:
+        for name, pid in self._pids.items():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+            self._before[name] = status_bytes(pid)["VmRSS"] - mapped_bytes(pid, self._kept)
+
+    def extra_bytes(self) -> dict[str, int]:
+        """Never below 0, though a process may well have shrunk."""
+        return {name: max(0, status_bytes(pid)["VmHWM"] - self._before[name]) for name, pid in self._pids.items()}

@@ -1,0 +1,60 @@
+"""The vLLM replicas of the bench: those of bridge/, with the baselines' ways beside our own. Leaves out the timing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+
+from bridge.pool import ReplicaPool
+from bridge.replica import Replica
+from megasync.bench_memory import give_back_free_memory
+
+WORKER_EXTENSION = "megasync.bench_vllm.BenchWorkerExtension"
+
+
+class BenchReplica(Replica):
+    """Methods are called through Ray, between `pause` and `resume`."""
+
+    async def open_buffer(self, path: str, num_bytes: int) -> None:
+        await self._engine.collective_rpc("bench_open", args=(path, num_bytes))
+
+    async def start_update(self) -> None:
+        await self._engine.start_weight_update()
+
+    async def load_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """One message, the way of AsyncLLM.update_weights, which is a collective_rpc too."""
+        await self._engine.collective_rpc("bench_load_tensor", args=(name, dtype, list(shape)))
+
+    async def finish_update(self, version: int) -> None:
+        await self._engine.finish_weight_update(str(version))
+        await self._engine.reset_prefix_cache()
+
+    async def reload(self, folder: str, version: int) -> None:
+        await self._engine.collective_rpc("bench_reload", args=(folder,))
+        await self._engine.update_weight_version(str(version))
+        await self._engine.reset_prefix_cache()
+
+    async def give_back_free_memory(self) -> None:
+        give_back_free_memory()
+        await self._engine.collective_rpc("bench_give_back_free_memory")
+
+    async def pids(self) -> dict[str, int]:
+        """The processes of this replica by what they are."""
+        workers = await self._engine.collective_rpc("bench_pid")
+        names = {f"vLLM worker {rank}": pid for rank, pid in enumerate(workers)}
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in workers and "resource_tracker" not in " ".join(child.cmdline()):
+                names["vLLM engine core"] = child.pid
+        return {"vLLM actor": os.getpid(), **names}
+
+
+class BenchPool(ReplicaPool):
+    """A pool of BenchReplicas."""
+
+    replica_class = BenchReplica
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every replica and wait for all."""
+        return self._call(lambda actor: getattr(actor, method).remote(*arguments), None)

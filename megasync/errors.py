@@ -1,0 +1,53 @@
+"""Errors for the person who starts a run: one screen, with what is wrong, what would be right and what to do.
+
+Leaves out errors while training; those are raised where they happen.
+
+    with main_errors():
+        config = load_config("configs/quickstart.yaml", ["engine.wrap=ddp"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class ConfigError(ValueError):
+    """A config, or a file that it names, cannot be run as it is."""
+
+
+def explain(headline: str, **lines: str) -> str:
+    """The headline and, indented below it, each named line that is not empty."""
+    shown = {name.replace("_", " ") + ":": text for name, text in lines.items() if text}
+    width = max(map(len, shown), default=0)
+    return "\n".join([headline, *(f"  {name:<{width}} {text}" for name, text in shown.items())])
+
+
+def nearest_name(word: str, names: Iterable[str]) -> str:
+    """The name most alike `word`, whole, in one of its `_` parts or by their initials; empty when none is near."""
+
+    def likeness(name: str) -> float:
+        parts = {name, *name.split("_"), "".join(part[:1] for part in name.split("_"))}
+        return max(difflib.SequenceMatcher(None, word.lower(), part.lower()).ratio() for part in parts)
+
+    best = max(names, key=likeness, default="")
+    return best if best and likeness(best) >= 0.6 else ""
+
+
+@contextmanager
+def main_errors(*, speak: bool = True) -> Iterator[None]:
+    """Around what a command does before it starts anything: a ValueError becomes its message and exit code 2.
+
+    Of several ranks that all meet the same error, one should `speak`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if speak:
+            print(error, file=sys.stderr, flush=True)
+        sys.exit(2)

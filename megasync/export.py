@@ -1,0 +1,146 @@
+"""Takes a run's weights out of its folder: a checkpoint becomes a Hugging Face folder that transformers and vLLM load.
+
+Checkpoints hold their weights in that format already, so this is a checked copy, whole or not there at all. Leaves out
+optimizer states, and writing checkpoints (engine/checkpoint.py). No torch in here.
+
+    python -m megasync.export runs/rl --to models/mine [--step 120]
+    python -m megasync.export runs/lora --to adapters/mine --adapter      # a folder for peft.PeftModel.from_pretrained
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megasync.errors import ConfigError, explain, main_errors, nearest_name
+from megasync.model_folder import check_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint.py names them
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The finished checkpoints of a run by their number of steps, in order."""
+    folders = sorted((run / "checkpoints").glob("step_*"))
+    return {int(match[1]): folder for folder in folders if (match := CHECKPOINT.fullmatch(folder.name))}
+
+
+def find_weights(run: Path, step: int | None = None) -> Path:
+    """The Hugging Face folder of the checkpoint of `step`, or of the newest; the run's own `hf` where there is none.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint; the message lists what is there.
+    """
+    if not run.is_dir():
+        folders = [path for path in run.parent.glob("*") if path.is_dir() and not path.name.startswith(".")]
+        siblings = sorted(path.name for path in folders)
+        near = nearest_name(run.name, siblings)
+        raise ConfigError(
+            explain(
+                f"{run}: there is no such run folder",
+                nearest=str(run.parent / near) if near else "",
+                there=", ".join(siblings[:12]),
+                remedy="name a run's folder, which is run.dir/run.name of its config",
+            )
+        )
+    found = checkpoints_of(run)
+    there = ", ".join(map(str, found))
+    if step is None and found:
+        return found[max(found)] / "hf"
+    if step is not None and step in found:
+        return found[step] / "hf"
+    if step is not None:
+        remedy = f"write --step {max(found)}, or leave it out" if found else "see checkpoint.every_steps"
+        raise ConfigError(explain(f"{run}: has no checkpoint of step {step}", steps=there or "none", remedy=remedy))
+    if (run / "hf").is_dir():
+        return run / "hf"
+    remedy = "train with checkpoint.every_steps above 0, or with run.export_hf=true"
+    raise ConfigError(explain(f"{run}: has neither a checkpoint nor a folder hf", remedy=remedy))
+
+
+def find_adapter(weights: Path) -> Path:
+    """The PEFT folder beside where a checkpoint has its weights.
+
+    Raises:
+        ConfigError: the run was not one with LoRA.
+    """
+    adapter = weights.with_name("adapter")
+    if not (adapter / "adapter_config.json").is_file():
+        raise ConfigError(explain(f"{weights.parent}: holds no adapter", remedy="leave --adapter out: it holds all weights"))
+    return adapter
+
+
+def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = False) -> Path:
+    """Copy the weights of `run` to `target`, which is new or empty; returns the folder that they were copied from.
+
+    The copy grows under a temporary name beside `target` and is renamed when all of it is on the disk.
+
+    Raises:
+        ConfigError: nothing to copy, a file of it is cut off, or `target` is in use or cannot be written.
+    """
+    source = find_weights(run, step)
+    if adapter:
+        source = find_adapter(source)
+    elif source.with_name("adapter").is_dir():
+        remedy = "write --adapter; merged weights are in the run's hf where it trained with run.export_hf=true"
+        raise ConfigError(explain(f"{source.parent}: holds an adapter alone, not the model's weights", remedy=remedy))
+    elif not (source / "config.json").is_file():
+        raise ConfigError(explain(f"{source}: holds no config.json", remedy="take another checkpoint with --step"))
+    check_weights(source)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = "is not empty" if target.is_dir() else "is a file"
+        raise ConfigError(explain(f"{target}: {problem}", remedy="give --to a new folder, or empty this one"))
+    partial = target.with_name(f".partial_{target.name}_{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        for path in sorted(source.iterdir()):
+            if path.is_file():
+                _copy(path, partial / path.name)
+        partial.rename(target)
+    except OSError as error:
+        remedy = "give --to a folder that you can write, on a disk with room for the weights"
+        message = f"{target}: cannot be written: {error.strerror}"
+        raise ConfigError(explain(message, needed=f"{_num_bytes(source)} bytes", remedy=remedy)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return source
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy one file onto the disk, past the page cache."""
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, 2**24)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0, and 2 where nothing was written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megasync.export", description="A run's weights as a Hugging Face folder."
+    )
+    parser.add_argument("run", type=Path, help="the run's folder, such as runs/rl")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
+    parser.add_argument("--adapter", action="store_true", help="the adapter of a run with LoRA, as a PEFT folder")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    given = parser.parse_args(arguments)
+    with main_errors():
+        target = given.to.resolve()  # with a name for the folder beside it, also for `--to .`
+        source = export(given.run, target, given.step, adapter=given.adapter)
+    print(f"{source} -> {given.to}: {_num_bytes(target) / 2**20:.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

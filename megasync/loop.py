@@ -1,0 +1,50 @@
+"""The training loops, each on one page. Everything they call is collective: every rank calls it, in the same order.
+
+Leaves out how it is done: session.py puts engine, weight bridge, rollouts and log together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megasync.session import Session
+
+
+def train_grpo(session: Session) -> None:
+    """Generate, reward, train, publish. Version v is the weights after v steps; batch s trains on version s.
+
+    With `rollout.max_staleness` n, batch s may begin to generate when version s - n serves.
+    """
+    config, engine = session.config, session.engine
+    session.start_replicas()
+    session.publish(version=session.first_step)
+    session.evaluate(session.first_step)
+    for step in session.steps():
+        session.start_rollouts(until=step)
+        rollout = session.take_rollout(step)
+        session.start_rollouts(until=step + config.rollout.max_staleness)
+        with session.span("log-probs"):
+            batch = engine.prepare(rollout.samples)
+        with session.span("train"):
+            metrics = engine.update(batch)
+        synced = session.publish(version=step + 1)
+        session.log_step({**rollout.metrics, **metrics, **synced})
+        session.evaluate_if_due(step + 1)
+        session.checkpoint_if_due(step + 1)
+
+
+def train_sft(session: Session) -> None:
+    """Supervised steps on prompts and answers, until the steps are done or held-out accuracy is high enough."""
+    engine = session.engine
+    session.evaluate(session.first_step)
+    for step in session.steps():
+        with session.span("log-probs"):
+            batch = engine.prepare(session.supervised_batch(step))
+        with session.span("train"):
+            metrics = engine.update(batch)
+        session.log_step(metrics)
+        accuracy = session.evaluate_if_due(step + 1)
+        session.checkpoint_if_due(step + 1)
+        if accuracy is not None and 0 < session.config.run.stop_at_accuracy <= accuracy:
+            break

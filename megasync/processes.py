@@ -1,0 +1,51 @@
+"""Child processes that do not outlive this one. Linux only: the kernel tells the child that its parent died.
+
+code = run_to_end(["python", "-m", "torch.distributed.run", ...])
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+INTERRUPTED = 130  # the exit code of shells for Ctrl-C
+
+
+def end_with_parent() -> None:
+    """For `preexec_fn`: the child gets SIGTERM when its parent dies, however it dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def run_to_end(command: Sequence[str]) -> int:
+    """The command's exit code. SIGINT and SIGTERM are handed on as one SIGTERM, then the command's own end is awaited.
+
+    The command has a session of its own: Ctrl-C would else reach a launcher and its ranks at once, and once more from
+    here, and a launcher that is interrupted while it ends its ranks leaves some behind.
+    """
+    interrupted = False
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run)
+    )
+
+    def hand_on(*_: object) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            process.terminate()
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    former = [signal.signal(kind, hand_on) for kind in kinds]
+    try:
+        code = process.wait()
+    finally:
+        for kind, handler in zip(kinds, former, strict=True):
+            signal.signal(kind, handler)
+    return INTERRUPTED if interrupted else code

@@ -1,0 +1,189 @@
+"""From nothing to a model that RL made better: writes a model and its data, warms the model up, trains it with GRPO.
+
+Both phases are the ordinary training program under torchrun, so that what works here works with a config of your own.
+`engine.*` but for `engine.optimizer.*`, `run.seed`, `run.dir`, `run.progress` and `model.dtype` go to both phases;
+every other key goes to RL alone. A second quickstart in the same folder starts afresh.
+
+    python -m megasync.quickstart [key=value ...] [--nproc N]      # or ./launch/quickstart.sh, which installs all first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasync.config_check import check_config
+from megasync.config_load import load_config
+from megasync.errors import ConfigError, explain, main_errors
+from megasync.files import write_atomically
+from megasync.processes import run_to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megasync.assets import Assets
+    from megasync.config import Config
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+WARM_UP, RL = CONFIGS / "quickstart_sft.yaml", CONFIGS / "quickstart.yaml"
+FOR_BOTH = ("engine.", "run.seed=", "run.dir=", "run.progress=", "model.dtype=")
+FOR_RL_ALONE = ("engine.optimizer.", "engine.lora.", "engine.lora=")
+MARKER = ".megasync-quickstart"  # in folders that a quickstart made and may clear
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One run of the training program: a config and what is laid over it."""
+
+    config_file: Path
+    overrides: list[str]
+
+    @property
+    def config(self) -> Config:
+        return load_config(self.config_file, self.overrides)
+
+    def check(self, num_ranks: int) -> None:
+        """Raises ConfigError where the phase could not run."""
+        check_config(self.config, num_ranks)
+
+    def run(self, num_ranks: int) -> int:
+        """The exit code of all ranks."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+        program = ["--nproc-per-node", str(num_ranks), "-m", "megasync.train", str(self.config_file)]
+        return run_to_end([*torchrun, *program, *self.overrides])
+
+
+def shared_overrides(overrides: Sequence[str]) -> list[str]:
+    """Those of the user's overrides that the warm-up gets, too."""
+    return [one for one in overrides if one.startswith(FOR_BOTH) and not one.startswith(FOR_RL_ALONE)]
+
+
+def override(key: str, path: Path) -> str:
+    """`key=path`, quoted for YAML."""
+    return f"{key}={json.dumps(str(path))}"
+
+
+def warm_up_phase(overrides: Sequence[str], folder: Path, assets: Assets) -> Phase:
+    """Supervised steps on the untrained model."""
+    given = [override("model.path", assets.model), *_data(assets), *shared_overrides(overrides)]
+    return Phase(WARM_UP, [*given, override("run.dir", folder)])
+
+
+def rl_phase(overrides: Sequence[str], folder: Path, assets: Assets, model: Path) -> Phase:
+    """GRPO on `model`."""
+    return Phase(RL, [override("model.path", model), *_data(assets), *overrides, override("run.dir", folder)])
+
+
+def _data(assets: Assets) -> list[str]:
+    return [override("data.train", assets.train), override("data.eval", assets.held_out)]
+
+
+def prepare_folder(folder: Path, names: Sequence[str]) -> None:
+    """Makes the folder; `names` in it, left by a former quickstart, are deleted.
+
+    Raises:
+        ConfigError: the folder holds something that no quickstart made, or cannot be written.
+    """
+    remedy = "write run.dir=FOLDER for a new folder of yours"
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+            raise ConfigError(explain(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy))
+        if left := [folder / name for name in names if (folder / name).exists()]:
+            print(f"starting afresh: {', '.join(names)} in {folder} are from a former quickstart", flush=True)
+            for entry in left:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()
+    except OSError as error:
+        message = f"run.dir = {folder}: the folder cannot be written: {error.strerror}"
+        raise ConfigError(explain(message, remedy=remedy)) from error
+
+
+def announce(text: str) -> None:
+    """One headline before each part."""
+    from rich.console import Console
+
+    Console().rule(f"[bold]{text}", align="left")
+
+
+def show_summary(summary: dict[str, Any]) -> None:
+    """The figures of the whole quickstart, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    table = Table(title="quickstart", show_header=False, title_justify="left")
+    table.add_row("held-out greedy accuracy before RL", f"{before:.3f}")
+    table.add_row("held-out greedy accuracy after RL", f"{after:.3f}  ({after - before:+.3f})")
+    table.add_row("weight syncs", f"{summary['num_syncs']}")
+    table.add_row("one sync, median", f"{summary['sync_seconds_median'] * 1e3:.0f} ms")
+    table.add_row("one sync, size", f"{summary['sync_bytes'] / 2**20:.2f} MiB")
+    table.add_row("time, warm-up and RL", f"{summary['seconds_total']:.0f} s")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for name in ("summary", "report", "timeline"):
+        console.print(f"{name:<9}{summary[name]}", highlight=False)
+
+
+def summarise(folder: Path, run_folder: Path, seconds: float) -> dict[str, Any]:
+    """The RL run's summary.json, with the time of all phases and where things lie; also written to `folder`."""
+    summary = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))
+    paths = {"summary": folder / "summary.json", "report": run_folder / "report.html"}
+    paths["timeline"] = run_folder / "timeline.json"
+    summary |= {"seconds_total": seconds} | {name: str(path) for name, path in paths.items()}
+    write_atomically(paths["summary"], json.dumps(summary, indent=2) + "\n")
+    return dict(summary)
+
+
+def quickstart(overrides: Sequence[str], num_ranks: int) -> int:
+    """All phases; the exit code of the first that failed.
+
+    Raises:
+        ConfigError: an override is wrong; nothing was started.
+    """
+    started = time.monotonic()
+    config = load_config(RL, overrides)
+    folder = Path(config.run.dir).resolve()
+    prepare_folder(folder, ["assets", load_config(WARM_UP).run.name, config.run.name, "summary.json"])
+    announce("1/3  a small model, untrained, and its data")
+    from megasync.assets import write_assets
+
+    assets = write_assets(folder / "assets", config.run.seed, config.model.dtype)
+    print(f"{assets.model}\n{assets.train}\n{assets.held_out}", flush=True)
+    warm_up = warm_up_phase(overrides, folder, assets)
+    warm_up.check(num_ranks)
+    rl_phase(overrides, folder, assets, assets.model).check(num_ranks)
+
+    announce(f"2/3  warm-up: supervised steps, {num_ranks} Megatron ranks, {config.engine.wrap}")
+    if code := warm_up.run(num_ranks):
+        return code
+    rl = rl_phase(overrides, folder, assets, warm_up.config.run.folder / "hf")
+    announce(f"3/3  RL: {num_ranks} Megatron ranks, vLLM in a Ray actor, weights streamed after every step")
+    if code := rl.run(num_ranks):
+        return code
+    show_summary(summarise(folder, rl.config.run.folder, time.monotonic() - started))
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0: done; 2: an override is wrong; else that of the phase that failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megasync.quickstart",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of configs/quickstart.yaml")
+    parser.add_argument("--nproc", type=int, default=2, help="trainer ranks (default: 2)")
+    options = parser.parse_intermixed_args(argv)
+    with main_errors():
+        return quickstart(options.overrides, options.nproc)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,243 @@
+"""Starts a run through Ray's job API: the program that torchrun starts, with one Ray actor a trainer rank.
+
+With --address the job goes to that cluster, and the code and configs of this repository travel with it; model, data
+and run folder must lie on a file system that its nodes share. Without, a local cluster is started and ends with the
+run. Logs are followed, the exit code is the run's, Ctrl-C stops the job. Exit code 2: config or command are wrong.
+
+    python -m megasync.submit CONFIG.yaml [key=value ...] [--address http://HOST:8265] [--num-ranks N] [--no-wait]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasync.config_load import load_config
+from megasync.errors import ConfigError, explain, main_errors
+from megasync.processes import INTERRUPTED
+from megasync.ranks import default_num_ranks, num_gpus
+from megasync.ray_cluster import local_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megasync.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINER = "megasync.train:main"
+UPLOADED = ("bridge", "configs", "engine", "megasync", "tests")  # folders of the repository that travel to a cluster
+STOP_SECONDS = 20.0
+AGENT_SECONDS = 60.0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags may stand before, between and after the overrides."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megasync.submit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
+    parser.add_argument("--address", help="a cluster's job server; left out: a local cluster for this run")
+    parser.add_argument("--num-ranks", type=int, help="trainer ranks (default: 2, or the GPUs less the replicas')")
+    parser.add_argument("--no-wait", action="store_true", help="leave once the job is submitted (needs --address)")
+    parser.add_argument("--program", default=TRAINER, help="module:function(argv) that every rank runs")
+    options = parser.parse_intermixed_args(argv)
+    if options.no_wait and not options.address:
+        parser.error("--no-wait needs --address: a local cluster ends with this command")
+    if options.address and options.num_ranks is None:
+        parser.error("--address needs --num-ranks: how many trainer ranks the cluster shall run")
+    if options.num_ranks is not None and options.num_ranks < 1:
+        parser.error(f"--num-ranks {options.num_ranks}: at least 1")
+    return options
+
+
+def check(options: argparse.Namespace, num_ranks: int) -> int:
+    """The trainer's own check of config, model and data, in a process of its own; its exit code."""
+    if options.program != TRAINER:
+        return 0
+    command = [sys.executable, "-m", "megasync.train", "--check", "--world-size", str(num_ranks)]
+    return subprocess.run([*command, options.config, *options.overrides], check=False).returncode
+
+
+def absolute_paths(config: Config) -> list[str]:
+    """Overrides that name the config's folders and files for processes with another working directory."""
+    inputs = {"model.path": config.model.path, "data.train": config.data.train, "data.eval": config.data.eval}
+    paths = {"run.dir": config.run.dir} | {key: path for key, path in inputs.items() if path and Path(path).exists()}
+    return [f"{key}={json.dumps(str(Path(path).resolve()))}" for key, path in paths.items()]
+
+
+def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str, Any]:
+    """Keyword arguments of `submit_job`.
+
+    Raises:
+        ConfigError: the config file is not part of what is uploaded to the cluster.
+    """
+    path = Path(options.config).resolve()
+    environment = {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    runtime_env: dict[str, Any] = {"env_vars": environment}
+    interpreter, config_path = sys.executable, str(path)
+    if options.address:
+        if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):
+            remedy = f"move it below {ROOT / 'configs'}, which travels to the cluster"
+            raise ConfigError(explain(f"{path}: the cluster would not see this config", remedy=remedy))
+        excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
+        runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
+        interpreter, config_path = "python", str(path.relative_to(ROOT))
+    driver = [interpreter, "-m", "megasync.submit_driver", "--num-ranks", str(num_ranks), "--program", options.program]
+    arguments = [config_path, *options.overrides, *absolute_paths(config)]
+    return {"entrypoint": shlex.join([*driver, "--", *arguments]), "runtime_env": runtime_env}
+
+
+def num_cpus(config: Config, num_ranks: int) -> int:
+    """CPUs that a local cluster claims to have: all processes fit, and share the cores that there are."""
+    replicas = config.rollout.replicas * config.rollout.tensor_parallel
+    return max(os.cpu_count() or 1, num_ranks + replicas + 1)
+
+
+def submit(address: str, job_arguments: dict[str, Any], *, wait: bool) -> int:
+    """Submit and, unless told otherwise, follow the job to its end."""
+    from ray.job_submission import JobSubmissionClient
+
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # says when its socket closes
+    client = JobSubmissionClient(address)
+    job_id = submit_when_ready(client, job_arguments)
+    if not wait:
+        print(f"submitted {job_id}; follow it with: ray job logs --follow --address {address} {job_id}")
+        return 0
+    print(f"submitted {job_id} to {address}", flush=True)
+    try:
+        follow_in_thread(client, job_id)
+        return exit_code(client, job_id)
+    except KeyboardInterrupt:
+        print(f"stopping {job_id}", file=sys.stderr)
+        stop(client, job_id)
+        return INTERRUPTED
+
+
+def submit_to_cluster(address: str, job_arguments: dict[str, Any], *, wait: bool) -> int:
+    """`submit`, with a word of advice where the cluster is not there or does not let us in."""
+    from ray.exceptions import AuthenticationError
+
+    interrupt_on_sigterm()
+    try:
+        return submit(address, job_arguments, wait=wait)
+    except OSError as error:
+        print(f"--address {address}: no job server answers there: {error}", file=sys.stderr)
+    except AuthenticationError:
+        remedy = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to what its owner gave you"
+        print(f"--address {address}: the cluster refuses this user; {remedy}", file=sys.stderr)
+    return 1
+
+
+def submit_when_ready(client: Any, job_arguments: dict[str, Any]) -> str:
+    """Submit the job; on a cluster that has just started, wait until a node's agent takes jobs."""
+    deadline = time.monotonic() + AGENT_SECONDS
+    while True:
+        try:
+            job_id: str = client.submit_job(**job_arguments)
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+        else:
+            return job_id
+
+
+def follow_in_thread(client: Any, job_id: str) -> None:
+    """`follow`, in a thread that a Ctrl-C leaves behind: in the main one, Ray's log stream can swallow the cancellation.
+
+    Raises:
+        BaseException: what `follow` raised.
+    """
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            asyncio.run(follow(client, job_id))
+        except BaseException as error:  # noqa: BLE001 # raised below, in the thread that waits
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failures:
+        raise failures[0]
+
+
+async def follow(client: Any, job_id: str) -> None:
+    """Print the job's log as it comes, until the job ends."""
+    while not client.get_job_status(job_id).is_terminal():
+        try:
+            async for lines in client.tail_job_logs(job_id):
+                print(lines, end="", flush=True)
+        except RuntimeError as error:
+            print(f"the log stream broke off ({error}); the job goes on", file=sys.stderr)
+        await asyncio.sleep(0.2)
+
+
+def exit_code(client: Any, job_id: str) -> int:
+    """The driver's exit code of a job that has ended."""
+    info = client.get_job_info(job_id)
+    if info.status == "SUCCEEDED":
+        return 0
+    if info.driver_exit_code is None:  # the driver never started, or was killed: only Ray knows why
+        print(f"{job_id} {info.status}: {info.message}", file=sys.stderr)
+    return info.driver_exit_code or 1
+
+
+def stop(client: Any, job_id: str) -> None:
+    """Ask Ray to stop the job and wait until it has."""
+    client.stop_job(job_id)
+    deadline = time.monotonic() + STOP_SECONDS
+    while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def interrupt_on_sigterm() -> None:
+    """Treat SIGTERM as Ctrl-C, so that the job and the local cluster end with this process."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The run's exit code; 2 when config or command are wrong and nothing was started."""
+    options = parse(argv)
+    with main_errors():
+        config = load_config(options.config, options.overrides)
+        num_ranks = options.num_ranks or default_num_ranks(config, num_gpus())
+        job_arguments = job(options, config, num_ranks)
+    if code := check(options, num_ranks):
+        return code
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        if options.address:
+            return submit_to_cluster(options.address, job_arguments, wait=not options.no_wait)
+        interrupt_on_sigterm()
+        with local_cluster(num_cpus(config, num_ranks)) as address:
+            return submit(address, job_arguments, wait=True)
+    except (RuntimeError, OSError) as error:
+        print(f"the Ray cluster failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""The training program: the same on every rank, under torchrun or in Ray actors. Rank 0 also talks to Ray.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
+    python -m megasync.train --check --world-size 2 CONFIG.yaml [key=value ...]      # only says whether that would start
+
+Exit codes: 0 done; 2 the config is wrong, nothing was started; 1 failed while running. Leaves out the loops (loop.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megasync.config_check import check_config
+from megasync.config_load import load_config
+from megasync.errors import main_errors
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from megasync.config import Config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the config and run it. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.train", description="Train by a YAML config.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
+    parser.add_argument("--check", action="store_true", help="only check the config")
+    parser.add_argument("--world-size", type=int, help="with --check: the number of trainer ranks (default: WORLD_SIZE or 1)")
+    given = parser.parse_intermixed_args(list(arguments))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with main_errors(speak=rank == 0):
+        config = load_config(given.config, given.overrides)
+        check_config(config, given.world_size or world_size)
+    return 0 if given.check else run(config)
+
+
+def run(config: Config) -> int:
+    """Train by a checked config on this rank. Returns the exit code."""
+    from bridge.messages import SyncError
+    from engine import parallel
+    from engine.engine import NonFiniteError
+    from megasync.loop import train_grpo, train_sft
+    from megasync.rollout import RankZeroError
+    from megasync.session import Session
+
+    rank = int(os.environ.get("RANK", "0"))
+    signal.signal(signal.SIGTERM, _stop)
+    session = None
+    try:
+        with main_errors(speak=rank == 0):
+            session = Session(config)
+        (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
+        session.finish()
+    except (NonFiniteError, SyncError, RankZeroError) as error:
+        if rank == 0:
+            last = session.last_checkpoint if session is not None else None
+            at = f"step {session.step}: " if session is not None else ""
+            print(f"{at}{error}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if session is not None:
+            session.close()
+        parallel.shutdown()
+    return 0
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends the program the ordinary way, so that Ray and vLLM are taken down with it."""
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""What all tests share: an environment for two cores and no network chatter, set before anything imports torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+# a shell that starts this in the background has SIGINT ignored, and every process below inherits that
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))

@@ -1,0 +1,336 @@
+"""What the LoRA tests run on their ranks (see ranks.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from bridge.adapter import AdapterSource, AdapterSpec
+from engine import checkpoint, lora, peft
+from engine.engine import Engine
+from engine.sample import Sample
+from tests.engine_cases import engine, exporter, random_samples
+
+
+def write_peft_adapter(
+    folder: Path, model_path: str, rank: int = 4, *, shared: bool, alpha: int = 8, modules: tuple[str, ...] = ()
+) -> Path:
+    """A PEFT adapter with random A and B on all linears, or `modules`; `shared`: fused linears have one A."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    targets = list(modules) or ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config)
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if "lora_A" in name and shared:
+            one = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
+            parameter.data.copy_(parameters[one].data)
+    model.save_pretrained(folder)
+    return folder
+
+
+def peft_log_probs(model_path: str, adapter: str, samples: list[Sample], *, merged: bool = False) -> list[torch.Tensor]:
+    """The same log-probs from transformers with PEFT, one sample at a time."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    if merged:
+        model = model.merge_and_unload()
+    results = []
+    for sample in samples:
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0].float(), -1)
+        first = len(sample.prompt_ids)
+        results.append(log_probs[first - 1 : -1].gather(-1, ids[0, first:, None]).squeeze(-1))
+    return results
+
+
+def worst_difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def save_adapter(built: Engine, folder: Path, model_path: str) -> None:
+    """As a checkpoint does."""
+    if built.layout.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    peft.save_stage(folder, built.layout.pipeline_rank, built.adapter_tensors())
+    torch.distributed.barrier()
+    if built.layout.rank == 0:
+        peft.finish_folder(folder, built.config.lora, Path(model_path))
+    torch.distributed.barrier()
+
+
+def against_peft(cases: list[dict[str, Any]], folder: str) -> list[dict[str, float]]:
+    """Each case starts from an adapter; its log-probs, adapter off, on and written again, against transformers with PEFT."""
+    results = []
+    samples = random_samples(8, seed=5)
+    for number, case in enumerate(cases):
+        case = dict(case)
+        path, adapter = case.pop("path"), case["lora"]["adapter_path"]
+        with engine(path, name="sft", **case) as built:
+            on = built.log_probs(samples)
+            with lora.disabled(built.chunks):
+                off = built.log_probs(samples)
+            again = Path(folder) / f"again_{number}"
+            save_adapter(built, again, path)
+        reference = peft_log_probs(path, adapter, samples)
+        results.append(
+            {
+                "on": worst_difference(on, reference),
+                "again": worst_difference(peft_log_probs(path, str(again), samples), reference),
+                "effect": worst_difference(on, off),
+            }
+        )
+    return results
+
+
+def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int = 3) -> dict[str, Any]:
+    """After training: the export against PEFT's merge, and the frozen weights against the folder."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with engine(path, **case) as built:
+        for step in range(num_steps):
+            built.update(built.prepare(random_samples(16, seed=step)))
+        save_adapter(built, Path(folder), path)
+        source = exporter(built)
+        names = [spec.name for spec in source.manifest().tensors]
+        tensors = {name: tensor.clone() for name, tensor in source}
+        error = source.merge_error()
+    base = load_file(Path(path) / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    return {
+        "sender": source.is_sender,
+        "names": names,
+        "in_order": list(tensors) == names or not source.is_sender,
+        "worst": max((float((tensors[name].float() - merged[name]).abs().max()) for name in tensors), default=0.0),
+        "unmoved": [n for n in tensors if torch.equal(tensors[n], base[n].to(tensors[n].dtype))],
+        "merge_error": error,
+    }
+
+
+def repeated_exports(cases: list[dict[str, Any]], times: int) -> list[dict[str, Any]]:
+    """At learning rate 0, with an optimizer step now and then: do base or export change a bit?"""
+    results = []
+    for case in cases:
+        case = dict(case)
+        path = case.pop("path")
+        with engine(path, name="sft", optimizer={"learning_rate": 0.0}, **case) as built:
+            source = exporter(built)
+
+            def base(built: Engine = built) -> dict[str, torch.Tensor]:
+                units = (unit for unit in built.whole_parameters())
+                return {name: p.detach().clone() for unit in units for name, p in unit if "lora" not in name}
+
+            base_before, first = base(), {name: tensor.clone() for name, tensor in source}
+            changed: set[str] = set()
+            for index in range(times):
+                changed |= {name for name, tensor in source if not torch.equal(tensor, first[name])}
+                if index % 250 == 0:
+                    built.update(built.prepare(random_samples(8, seed=index)))
+            base_after = base()
+            drifted = [name for name, tensor in base_before.items() if not torch.equal(tensor, base_after[name])]
+            results.append({"changed": sorted(changed), "drifted": drifted, "num_tensors": len(first)})
+    return results
+
+
+def resumed(path: str, root: str, cases: list[dict[str, Any]], steps: int, stop: int) -> list[dict[str, Any]]:
+    """Losses of an uninterrupted run that saves at `stop`, and of a fresh engine that resumes there."""
+    results = []
+    for number, case in enumerate(cases):
+        folder = Path(root) / str(number)
+        options = {"num_minibatches": 2, "name": "grpo", "num_steps": steps, **case}
+
+        def run(built: Engine, first: int, folder: Path = folder) -> list[tuple[float, float]]:
+            history = []
+            for step in range(first, steps):
+                metrics = built.update(built.prepare(random_samples(16, seed=step)))
+                history.append((metrics["loss/policy"], metrics["grad_norm"]))
+                if step + 1 == stop and first == 0:
+                    checkpoint.save(folder, stop, built, exporter(built), Path(path), keep=2)
+            return history
+
+        with engine(path, **options) as built:
+            whole = run(built, 0)
+            end = built.log_probs(random_samples(6, seed=99))
+        saved = checkpoint.newest(folder)
+        assert saved is not None
+        with engine(path, **checkpoint.start(saved), **options) as built:
+            checkpoint.restore(saved, built)
+            rest = run(built, stop)
+            end_again = built.log_probs(random_samples(6, seed=99))
+        results.append(
+            {
+                "whole": whole,
+                "rest": rest,
+                "end": worst_difference(end, end_again),
+                "files": sorted(str(file.relative_to(saved)) for file in saved.rglob("*") if file.is_file()),
+                "adapter_bytes": (saved / "adapter" / "adapter_model.safetensors").stat().st_size,
+            }
+        )
+    return results
+
+
+def trained_state(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Elements of adapters, gradients, main weights and optimizer state, over all ranks."""
+    from engine.optimizer import inner_optimizers
+
+    results = []
+    for case in cases:
+        case = dict(case)
+        with engine(case.pop("path"), name="sft", **case) as built:
+            built.update(built.prepare(random_samples(8, seed=0)))
+            counts = {
+                "trained": sum(p.numel() for unit in built.whole_parameters() for n, p in unit if "lora" in n),
+                "frozen": sum(p.numel() for unit in built.whole_parameters() for n, p in unit if "lora" not in n),
+                "gradients": _gradient_elements(built),
+                "main": 0,
+                "state": 0,
+            }
+            for optimizer in inner_optimizers(built.optimizer):
+                for group in optimizer.param_groups:
+                    counts["main"] += sum(checkpoint._local(p).numel() for p in group["params"])
+                for state in optimizer.state.values():
+                    counts["state"] += sum(checkpoint._local(v).numel() for k, v in state.items() if k != "step")
+            results.append(counts)
+    return results
+
+
+def _gradient_elements(built: Engine) -> int:
+    wrapped: Any = built.chunks[0]
+    if built.config.wrap == "ddp":
+        return sum(buffer.grad_data.numel() for buffer in wrapped.buffers)
+    buffers = [group.main_grad_buffer for group in wrapped.param_and_grad_buffer.parameter_groups]
+    return sum(buffer.data.numel() for buffer in buffers if buffer is not None)
+
+
+def refusals(path: str, cases: list[dict[str, Any]]) -> list[str]:
+    """The words of each case's ValueError."""
+    messages = []
+    for case in cases:
+        try:
+            with engine(path, name="sft", lora=case):
+                messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+# ------------------------------------------------------------------------------------------------------------ into vLLM
+
+
+def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """Train; after each step bring the weights merged to one replica and the adapter alone to another, and compare."""
+    import ray
+
+    from bridge.config import ReplicaConfig, SyncConfig
+    from bridge.pool import ReplicaPool
+    from bridge.publish import Publisher
+
+    rank = int(os.environ["RANK"])
+    pools: dict[str, ReplicaPool] = {}
+    if rank == 0:
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+        config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26)
+        pools["merged"] = ReplicaPool.start(config, 1)
+        pools["adapter"] = ReplicaPool.start(dataclasses.replace(config, adapter_rank=case["lora"]["rank"]), 1)
+    result: dict[str, Any] = {"tokens": [], "gaps": [], "seconds": {"merged": [], "adapter": []}, "bytes": {}}
+    try:
+        with engine(path, **case) as built:
+            sources = {"merged": exporter(built), "adapter": adapter_source(built)}
+            spec = AdapterSpec(built.config.lora.rank, built.config.lora.alpha)
+            sync = SyncConfig(bucket_bytes=150_000)
+            publishers = {
+                "merged": Publisher(sources["merged"], pools.get("merged"), sync),
+                "adapter": Publisher(sources["adapter"], pools.get("adapter"), sync, adapter=spec),
+            }
+            for step in range(num_steps):
+                built.update(built.prepare(random_samples(16, seed=step)))
+                save_adapter(built, Path(folder), path)
+                for way, publisher in publishers.items():
+                    report = publisher.publish(step)
+                    result["seconds"][way].append(report.seconds)
+                    result["bytes"][way] = report.num_bytes
+                samples = random_samples(6, seed=1000 + step)
+                mine = built.log_probs(samples)
+                if rank == 0:
+                    result["tokens"].append({way: greedy(pool, samples) for way, pool in pools.items()})
+                    result["tokens"][-1]["peft"] = peft_greedy(path, folder, samples)
+                    result["gaps"].append({way: score_gap(pool, samples, mine) for way, pool in pools.items()})
+            result["refused"] = [
+                refused(Publisher(sources["adapter"], pools.get("merged"), sync, adapter=spec)),
+                refused(Publisher(sources["merged"], pools.get("adapter"), sync)),
+            ]
+            if rank == 0:
+                after = {way: greedy(pool, samples) for way, pool in pools.items()}
+                result["serves_on"] = all(after[way] == result["tokens"][-1][way] for way in pools)
+    finally:
+        for pool in pools.values():
+            pool.close()
+        if rank == 0:
+            ray.shutdown()
+    return result
+
+
+def adapter_source(built: Engine) -> AdapterSource:
+    layout = built.layout
+    return AdapterSource(
+        built.adapter_tensors,
+        stage=layout.pipeline_rank,
+        num_stages=layout.pipeline_size,
+        is_sender=layout.is_sender,
+    )
+
+
+def refused(publisher: Any) -> str:
+    from bridge.messages import SyncError
+
+    try:
+        publisher.publish(999)
+    except SyncError as error:
+        return f"{error.refused} {error}"
+    finally:
+        publisher.close()
+    return ""
+
+
+def greedy(pool: Any, samples: list[Sample]) -> list[tuple[int, ...]]:
+    from bridge.messages import GenerationRequest
+
+    requests = [GenerationRequest(s.prompt_ids, 1, 8, temperature=0.0, stop_token_ids=()) for s in samples]
+    return [completions[0].token_ids for completions in pool.generate(requests).result()]
+
+
+def peft_greedy(path: str, folder: str, samples: list[Sample]) -> list[tuple[int, ...]]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
+    results = []
+    for sample in samples:
+        ids = list(sample.prompt_ids)
+        for _ in range(8):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        results.append(tuple(ids[len(sample.prompt_ids) :]))
+    return results
+
+
+def score_gap(pool: Any, samples: list[Sample], mine: list[torch.Tensor]) -> float:
+    scores = pool.score([[*s.prompt_ids, *s.response_ids] for s in samples])
+    theirs = [torch.tensor(score[len(s.prompt_ids) - 1 :]) for s, score in zip(samples, scores, strict=True)]
+    return worst_difference(theirs, mine)

@@ -1,0 +1,138 @@
+"""The bench of weight sync: its three ways leave the same weights in vLLM, its memory figures are those of the kernel.
+
+Nothing here looks at how long anything took.
+
+    python -m pytest tests/test_bench.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasync.bench import WAYS, main, show, summarise
+from megasync.bench_memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
+from megasync.config_load import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = str(ROOT / "configs" / "bench_cpu.yaml")
+MIB = 2**20
+TINY = ("hidden_size=64", "intermediate_size=128", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16")
+
+
+def small(folder: Path) -> list[str]:
+    sizes = [f"bench.{size}" for size in (*TINY, "vocabulary_size=256", "rounds=1")]
+    return [CONFIG, f"run.dir={json.dumps(str(folder))}", "sync.bucket_bytes=20000", *sizes]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """One run of the command, weights split over two ranks."""
+    folder = tmp_path_factory.mktemp("a bench")
+    file = folder / "results.json"
+    config, *overrides = small(folder)
+    command = [sys.executable, "-m", "megasync.bench", "sync", "--config", config, *overrides, "--json", str(file)]
+    done = subprocess.run(
+        [*command, "engine.parallel.tensor=2"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "disk takes" in done.stdout
+    return dict(json.loads(file.read_text()))
+
+
+def test_all_ways_end_with_the_trainer_s_weights(results: dict) -> None:
+    assert [m["way"] for m in results["warm_up"]] == list(WAYS)
+    assert [m["way"] for m in results["rounds"]] == list(WAYS)
+    assert all(m["same_weights"] for m in [*results["warm_up"], *results["rounds"]])
+
+
+def test_results_say_what_was_measured(results: dict) -> None:
+    assert {"torch", "mbridge", "ray", "megatron-core", "python"} <= results["versions"].keys()
+    assert results["config"]["bench"]["hidden_size"] == 64
+    model, summary = results["model"], results["summary"]
+    assert model["largest_tensor"] == {"name": "model.embed_tokens.weight", "bytes": 256 * 64 * 4}
+    assert model["bytes"] == 4 * model["parameters"]
+    assert summary.keys() == WAYS.keys()
+    assert summary["stream"]["times_ours"] == 1
+    assert summary["stream"]["bytes"] == summary["per_tensor"]["bytes"] == model["bytes"]
+    assert summary["per_tensor"]["messages"] == model["tensors"]
+    assert summary["disk"]["bytes"] > model["bytes"]
+    assert {"pause", "begin", "gather", "pack", "wait", "load", "commit"} <= results["stream_stage_seconds_median"].keys()
+    processes = results["rounds"][0]["extra_bytes"]
+    assert {"trainer rank 0", "trainer rank 1", "vLLM actor", "vLLM worker 0"} <= processes.keys()
+    assert results["targets"]["stream_extra_bytes"]["at_most"] == 2 * 20000 + model["largest_tensor"]["bytes"]
+
+
+def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:
+    left = subprocess.run(["pgrep", "-f", "megasync.bench_worke[r]"], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+    assert not list(Path("/dev/shm").glob("megasync-bench-*"))
+
+
+def test_summary_takes_medians_and_the_highest_peaks() -> None:
+    def measured(way: str, seconds: float, peak: int) -> dict:
+        extra = {"seconds": seconds, "messages": 1, "bytes": 10, "extra_bytes": {"rank 0": peak, "worker": 1}}
+        return {"way": way, **extra, "stages": {"pack": seconds / 2}}
+
+    rounds = [measured("stream", s, p) for s, p in ((1.0, 5), (2.0, 7), (9.0, 6))]
+    rounds += [measured("disk", s, 1) for s in (4.0, 8.0, 40.0)]
+    model = {"parameters": 1, "tensors": 1, "bytes": 4, "largest_tensor": {"name": "w", "bytes": 4}}
+    results = {"rounds": rounds, "model": model, "bucket_bytes": 3}
+    summary = summarise(results)
+    assert summary["summary"]["disk"]["times_ours"] == 4
+    assert summary["stream_stage_seconds_median"] == {"pack": 1.0}
+    assert summary["targets"]["stream_extra_bytes"] == {"is": 7, "at_most": 10}
+    assert "per_tensor" not in summary["summary"]  # as under Megatron-FSDP
+    config = {"bench": {"num_ranks": 2, "rounds": 3}, "engine": {"wrap": "megatron_fsdp", "parallel": {"tensor": 1}}}
+    show({**results, **summary, "config": config})
+
+
+def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
+    shared = Path("/dev/shm") / f"megasync-test-{os.getpid()}"
+    try:
+        kept = torch.from_file(str(shared), shared=True, size=8 * MIB, dtype=torch.uint8).fill_(1)
+        assert mapped_bytes(os.getpid(), str(shared)) == 8 * MIB
+        give_back_free_memory()
+        meter = PeakMeter({"self": os.getpid()}, kept=str(shared))
+        meter.start()
+        assert 8 * MIB <= meter.extra_bytes()["self"] < 10 * MIB
+        taken = torch.ones(50 * MIB, dtype=torch.uint8)
+        del taken
+        assert 58 * MIB <= meter.extra_bytes()["self"] < 62 * MIB
+        assert status_bytes(os.getpid())["VmRSS"] > 8 * MIB
+        del kept
+    finally:
+        shared.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("bench.rouns=2", "bench.rounds"),
+        ("bench.rounds=0", "at least 1"),
+        ("bench.num_kv_heads=3", "not a multiple"),
+        ("engine.parallel.tensor=3", "does not divide 2 ranks"),
+        ("run.dir=/proc/nowhere", "cannot be written"),
+    ],
+)
+def test_a_wrong_config_starts_nothing(override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, *overrides = small(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["sync", "--config", config, *overrides, override])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "remedy" in error
+
+
+def test_the_config_is_of_about_100_m_parameters() -> None:
+    sizes = load_config(CONFIG).bench
+    attention = sizes.hidden_size * sizes.head_dim * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
+    layer = attention + 3 * sizes.hidden_size * sizes.intermediate_size
+    assert 95e6 < sizes.num_layers * layer + sizes.vocabulary_size * sizes.hidden_size < 105e6

@@ -1,0 +1,435 @@
+"""Pure parts of the bridge: manifests, bucket plans, digests, states, shared memory, shards. No vLLM, no Ray.
+
+python -m pytest tests/test_bridge_units.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
+from bridge.manifest import ITEM_BYTES, Manifest, TensorSpec, find_differences, read_folder_manifest
+from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
+from bridge.replica import find_errors
+from bridge.sender import StageStream
+from bridge.transport import shm
+from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError, sweep_stale_segments
+from bridge.verify import CHUNK_WORDS, Shard, as_bytes, assemble, digest_bytes, digest_tensor, digest_value
+from bridge.vllm_api import mix_seed
+from tests.tiny_models import write_tiny_model
+
+SPECS = st.lists(
+    st.tuples(st.sampled_from(["float32", "bfloat16", "uint8"]), st.lists(st.integers(0, 40), max_size=3)), max_size=12
+)
+
+
+def make_manifest(specs: list[tuple[str, list[int]]]) -> Manifest:
+    return Manifest(tuple(TensorSpec(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(specs)))
+
+
+# Manifest.
+
+
+@given(SPECS)
+def test_manifest_survives_json_and_its_digest_tells_order(specs) -> None:
+    manifest = make_manifest(specs)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    turned = Manifest(manifest.tensors[::-1])
+    assert (turned.digest == manifest.digest) == (len(specs) < 2)
+
+
+def test_folder_manifest_matches_the_model(tmp_path) -> None:
+    folder = write_tiny_model(tmp_path / "m", "qwen2", dtype=torch.bfloat16)
+    manifest = read_folder_manifest(folder)
+    assert manifest.by_name["model.layers.0.self_attn.q_proj.bias"] == TensorSpec(
+        "model.layers.0.self_attn.q_proj.bias", "bfloat16", (128,)
+    )
+    assert len(manifest.tensors) == 4 * 12 + 3
+
+
+def test_sharded_folder_and_cut_off_file(tmp_path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "x-1.safetensors")
+    save_file({"b": torch.zeros(2, 2)}, tmp_path / "x-2.safetensors")
+    index = '{"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert [t.name for t in read_folder_manifest(tmp_path).tensors] == ["a", "b"]
+    whole = (tmp_path / "x-2.safetensors").read_bytes()
+    for kept in (3, 20, len(whole) - 1):
+        (tmp_path / "x-2.safetensors").write_bytes(whole[:kept])
+        with pytest.raises(ValueError, match=r"x-2.safetensors is not a whole"):
+            read_folder_manifest(tmp_path)
+    (tmp_path / "x-2.safetensors").unlink()
+    with pytest.raises(ValueError, match="lacks"):
+        read_folder_manifest(tmp_path)
+
+
+def test_a_tensor_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="twice: a"):
+        Manifest((TensorSpec("a", "uint8", (1,)), TensorSpec("a", "uint8", (1,))))
+
+
+def test_differences_are_named() -> None:
+    held = make_manifest([("float32", [2, 3]), ("float32", [4]), ("bfloat16", [5]), ("float32", [6])])
+    assert find_differences(held, held, "float32", tied=False) == []
+    sent = Manifest(
+        (
+            TensorSpec("t0", "float32", (3, 2)),
+            TensorSpec("t1.x", "float32", (4,)),
+            TensorSpec("t2", "bfloat16", (5,)),
+            TensorSpec("t3", "float16", (6,)),
+        )
+    )
+    assert find_differences(sent, held, "float32", tied=False) == [
+        "missing t1",
+        "unknown t1.x",
+        "shape of t0 is [3, 2], expected [2, 3]",
+        "dtype of t3 is float16, expected float32",
+    ]
+
+
+def test_tied_head_may_come_or_stay_away() -> None:
+    body = Manifest((TensorSpec("model.embed_tokens.weight", "float32", (8, 2)),))
+    both = Manifest((*body.tensors, TensorSpec("lm_head.weight", "float32", (8, 2))))
+    for sent, held in itertools.product((body, both), repeat=2):
+        assert find_differences(sent, held, "float32", tied=True) == []
+    assert find_differences(body, both, "float32", tied=False) == ["missing lm_head.weight"]
+    assert find_differences(both, body, "float32", tied=False) == ["unknown lm_head.weight"]
+
+
+def test_a_rename_is_guessed() -> None:
+    held = Manifest((TensorSpec("model.layers.0.mlp.up_proj.weight", "float32", (2,)),))
+    sent = Manifest((TensorSpec("model.layers.0.mlp.upp_proj.weight", "float32", (2,)),))
+    assert "renamed from model.layers.0.mlp.up_proj.weight" in "".join(
+        find_differences(sent, held, "float32", tied=False)
+    )
+
+
+# Buckets.
+
+
+@given(SPECS, st.integers(ALIGNMENT_BYTES, 6000))
+def test_every_byte_lies_in_one_piece(specs, bucket_bytes) -> None:
+    manifest = make_manifest(specs)
+    capacity = buffer_bytes(manifest, bucket_bytes)
+    buckets = plan_buckets(manifest, bucket_bytes)
+    assert capacity <= max(bucket_bytes, ALIGNMENT_BYTES)
+    assert buckets == plan_buckets(Manifest.from_json(manifest.to_json()), bucket_bytes)
+    done = [0] * len(manifest.tensors)
+    pieces = []
+    for number, bucket in enumerate(buckets):
+        assert bucket.index == number
+        end = 0
+        for piece in bucket.pieces:
+            assert piece.bucket_offset % ALIGNMENT_BYTES == 0
+            assert piece.tensor_offset % ALIGNMENT_BYTES == 0
+            assert piece.bucket_offset >= end
+            assert piece.tensor_offset == done[piece.tensor]
+            end = piece.bucket_offset + piece.num_bytes
+            done[piece.tensor] += piece.num_bytes
+            pieces.append(piece.tensor)
+        assert end == bucket.num_bytes <= capacity
+    assert done == [spec.num_bytes for spec in manifest.tensors]
+    assert pieces == sorted(pieces)
+    assert set(pieces) == set(range(len(manifest.tensors)))
+
+
+def test_buffers_are_no_larger_than_the_model() -> None:
+    assert buffer_bytes(make_manifest([("float32", [100])]), 2**29) == 448
+    with pytest.raises(ValueError, match=r"sync.bucket_bytes is 0"):
+        buffer_bytes(make_manifest([]), 0)
+
+
+# Digests.
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_any_changed_byte_changes_the_digest(raw, data) -> None:
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    where = data.draw(st.integers(0, len(raw) - 1))
+    change = data.draw(st.integers(1, 255))
+    changed = tensor.clone()
+    changed[where] ^= change
+    assert digest_bytes(changed) != digest_bytes(tensor)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.data())
+def test_exchanged_words_change_the_digest(words, data) -> None:
+    i, j = data.draw(st.tuples(*[st.integers(0, len(words) - 1)] * 2))
+    swapped = list(words)
+    swapped[i], swapped[j] = words[j], words[i]
+    same = digest_tensor(torch.tensor(swapped)) == digest_tensor(torch.tensor(words))
+    assert same == (words[i] == words[j])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 3 * CHUNK_WORDS - 1), st.integers(0, 3 * CHUNK_WORDS - 1), st.sampled_from([0, 16, 31, 47, 63]))
+def test_exchanged_words_of_distant_chunks(i, j, bit) -> None:
+    words = torch.zeros(3 * CHUNK_WORDS, dtype=torch.int64)
+    words[i] = -(2**63) if bit == 63 else 1 << bit
+    swapped = words.clone()
+    swapped[i], swapped[j] = words[j].clone(), words[i].clone()
+    assert (digest_tensor(words) == digest_tensor(swapped)) == (i == j)
+
+
+def test_digest_of_lengths_views_and_zero_signs() -> None:
+    assert len({digest_bytes(torch.zeros(n, dtype=torch.uint8)) for n in range(40)}) == 40
+    base = torch.arange(100, dtype=torch.uint8)
+    assert digest_bytes(base[3:90]) == digest_bytes(base[3:90].clone())
+    strided = torch.randn(6, 8).t()
+    assert digest_tensor(strided) == digest_tensor(strided.contiguous())
+    assert digest_value(torch.tensor([-0.0, 1.0])) == digest_value(torch.tensor([0.0, 1.0]))
+    assert digest_value(torch.tensor([-1.0])) != digest_value(torch.tensor([1.0]))
+
+
+def test_digest_is_the_same_in_every_process() -> None:
+    assert digest_bytes(torch.arange(256, dtype=torch.uint8)) == 14320213945881279488
+
+
+def test_digest_speed() -> None:
+    data = torch.zeros(64 * 2**20, dtype=torch.uint8)
+    digest_bytes(data)
+    start = time.perf_counter()
+    digest_bytes(data)
+    assert data.numel() / (time.perf_counter() - start) > 0.5e9  # above 5e9 on an idle core
+
+
+# Shards.
+
+
+def shard(name: str, full: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Shard:
+    part = full[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))].contiguous()
+    return Shard(name, offsets, shape, str(full.dtype).removeprefix("torch."), as_bytes(part).numpy().tobytes())
+
+
+def test_shards_become_full_tensors() -> None:
+    full = torch.randn(6, 4).bfloat16()
+    rows = [shard("rows", full, (0, 0), (3, 4)), shard("rows", full, (3, 0), (3, 4))]
+    columns = [shard("columns", full, (0, 0), (6, 2)), shard("columns", full, (0, 2), (6, 2))]
+    copies = [shard("copies", full, (0, 0), (6, 4))] * 2
+    rebuilt = assemble([*rows, *columns, *copies])
+    assert all(torch.equal(tensor, full) for tensor in rebuilt.values())
+    with pytest.raises(ValueError, match="no worker holds 12"):
+        assemble([shard("rows", full, (3, 0), (3, 4))])
+    with pytest.raises(ValueError, match="different values of rows"):
+        assemble([*rows, shard("rows", full + 1, (0, 0), (6, 4))])
+
+
+# States.
+
+
+def test_only_serving_leads_to_a_sync_and_failed_is_final() -> None:
+    state = ReplicaState.SERVING
+    for event in (Event.PAUSE, Event.BEGIN, Event.RECEIVE, Event.RECEIVED, Event.COMMIT, Event.RESUME):
+        state = next_state(state, event)
+    assert state is ReplicaState.SERVING
+    assert {after for (before, _), after in TRANSITIONS.items() if before is ReplicaState.FAILED} == {
+        ReplicaState.FAILED
+    }
+    changed = {ReplicaState.RECEIVING, ReplicaState.RECEIVED, ReplicaState.COMMITTED}
+    assert all(next_state(state, Event.ABORT) is ReplicaState.FAILED for state in changed)
+    with pytest.raises(RuntimeError, match="that is failed cannot resume"):
+        next_state(ReplicaState.FAILED, Event.RESUME)
+
+
+def test_sync_error_travels_and_names() -> None:
+    error = pickle.loads(pickle.dumps(SyncError(7, ["missing a"], refused=True)))
+    assert (error.version, error.reasons, error.refused) == (7, ["missing a"], True)
+    assert "version 7 refused; replicas still serve the former version: missing a" in str(error)
+
+
+def test_seeds_do_not_collide() -> None:
+    seeds = {mix_seed(seed, sample) for seed in range(100) for sample in range(100)}
+    assert len(seeds) == 10_000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_cause_is_found_in_a_log() -> None:
+    log = """(EngineCore pid=14367) ERROR 11-20 22:58:06 [core.py:1510]     raise ValueError(
+(EngineCore pid=14367) ERROR 11-20 22:58:06 [core.py:1510] ValueError: no room for the KV cache
+Loading shards: 100%
+Traceback (most recent call last):
+  File "x.py", line 3, in f
+ValueError: no room for the KV cache
+torch.cuda.OutOfMemoryError: tried 3 GiB
+"""
+    assert find_errors(log) == ["ValueError: no room for the KV cache", "torch.cuda.OutOfMemoryError: tried 3 GiB"]
+
+
+# Shared memory.
+
+
+@pytest.fixture
+def segment():
+    made = Segment.create(f"test-{time.monotonic_ns()}", 256, 2)
+    yield made
+    made.close()
+    assert not made.path.exists()
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.time() + seconds
+
+
+def test_two_readers_get_all_buckets_in_order(segment) -> None:
+    writer = ShmWriter(segment, 0, ["replica 0 worker 0", "replica 1 worker 0"])
+    got: list[list[int]] = [[], []]
+
+    def read(reader: int) -> None:
+        mapped = ShmReader((str(segment.path),), reader)
+        for sequence in range(50):
+            data = mapped.read(0, sequence, 256, soon(), verify=True)
+            got[reader].append(int(data[0]))
+            mapped.release(0)
+        mapped.close()
+
+    threads = [threading.Thread(target=read, args=(reader,)) for reader in range(2)]
+    for thread in threads:
+        thread.start()
+    for value in range(50):
+        writer.acquire(soon(), lambda: None).fill_(value)
+        writer.publish(256, verify=True)
+    for thread in threads:
+        thread.join()
+    assert got == [list(range(50))] * 2
+
+
+def test_damage_deadline_and_abort(segment) -> None:
+    writer = ShmWriter(segment, 3, ["replica 0 worker 0", "replica 1 worker 0"])
+    reader = ShmReader((str(segment.path),), 0)
+    writer.acquire(soon(), lambda: None).fill_(1)
+    writer.publish(256, verify=True)
+    segment.buffers[0][17] ^= 4
+    with pytest.raises(TransportError, match="damaged"):
+        reader.read(0, 0, 256, soon(), verify=True)
+    with pytest.raises(TransportError, match="holds 256 bytes"):
+        reader.read(0, 0, 128, soon(), verify=True)
+    reader.read(0, 0, 256, soon(), verify=False)
+    reader.release(0)
+    with pytest.raises(TransportError, match="waits for the sender of stage 0, which sent no bucket 1"):
+        reader.read(0, 1, 256, soon(0.05), verify=True)
+    writer.acquire(soon(), lambda: None)
+    writer.publish(256, verify=True)
+    late = "sender of stage 3 waits until 1 buckets are read; replica 1 worker 0 has read 0$"
+    with pytest.raises(TransportError, match=late):
+        writer.acquire(soon(0.05), lambda: None)
+    reader.abort("replica 0 worker 0: no more")
+    reader.abort("a later reason")
+    with pytest.raises(TransportError, match="no more"):
+        writer.acquire(soon(), lambda: None)
+
+
+def test_too_little_shared_memory_is_said() -> None:
+    with pytest.raises(ValueError, match=r"lower sync.bucket_bytes"):
+        Segment.create(f"test-{time.monotonic_ns()}", 2**50, 1)
+    assert not list(shm.FOLDER.glob(f"{shm.PREFIX}{os.getpid()}-test-*"))
+
+
+def test_a_crashed_process_leaves_nothing_after_a_sweep() -> None:
+    script = (
+        "import os, signal; from bridge.transport.shm import Segment; s = Segment.create('crash', 64, 1);"
+        "print(s.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout
+    path = shm.Path(output.strip())
+    assert path.exists()
+    alive = Segment.create("alive", 64, 1)
+    assert path in sweep_stale_segments()
+    assert not path.exists()
+    assert alive.path.exists()
+    alive.close()
+
+
+# One pass over a source.
+
+
+class DictSource:
+    """A stage's tensors from a dict."""
+
+    stage, num_stages, is_sender = 0, 1, True
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.iterated = tensors, 0
+
+    def manifest(self) -> Manifest:
+        return Manifest(
+            tuple(TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items())
+        )
+
+    def __iter__(self):
+        for name, tensor in self.tensors.items():
+            self.iterated += 1
+            yield name, tensor
+
+
+@settings(deadline=None, max_examples=30)
+@given(SPECS.filter(len), st.integers(ALIGNMENT_BYTES, 4000))
+def test_a_stream_arrives_bit_for_bit(specs, bucket_bytes) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for i, (dtype, shape) in enumerate(specs):
+        raw = torch.randint(0, 255, (*shape, ITEM_BYTES[dtype]), generator=generator, dtype=torch.uint8)
+        tensors[f"t{i}"] = raw.view(getattr(torch, dtype)).squeeze(-1)
+    source = DictSource(tensors)
+    manifest = source.manifest()
+    made = Segment.create(f"test-{time.monotonic_ns()}", buffer_bytes(manifest, bucket_bytes), 1)
+    stream = StageStream(source, manifest, bucket_bytes, ShmWriter(made, 0, ["r"]), verify="readback")
+    received: dict[int, bytearray] = {i: bytearray(s.num_bytes) for i, s in enumerate(manifest.tensors)}
+
+    def read() -> None:
+        reader = ShmReader((str(made.path),), 0)
+        for bucket in plan_buckets(manifest, bucket_bytes):
+            data = reader.read(0, bucket.index, bucket.num_bytes, soon(), verify=True)
+            for p in bucket.pieces:
+                part = data[p.bucket_offset : p.bucket_offset + p.num_bytes].numpy().tobytes()
+                received[p.tensor][p.tensor_offset : p.tensor_offset + p.num_bytes] = part
+            reader.release(0)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    result = stream.run(soon(), lambda: None)
+    thread.join()
+    made.close()
+    assert result.problem is None
+    assert len(result.digests) == len(specs)
+    for index, tensor in enumerate(tensors.values()):
+        assert bytes(received[index]) == as_bytes(tensor).numpy().tobytes()
+
+
+def test_a_source_is_drained_after_an_error(segment) -> None:
+    source = DictSource({f"t{i}": torch.full((64,), float(i)) for i in range(20)})
+    stream = StageStream(source, source.manifest(), 256, ShmWriter(segment, 0, ["a", "b"]), verify="digest")
+    segment.abort("replica 1 worker 0: no memory")
+    result = stream.run(soon(), lambda: None)
+    assert "no memory" in result.problem
+    assert source.iterated == 20
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"a": torch.zeros(4), "x": torch.zeros(4)}, "gave x float32"),
+        ({"a": torch.zeros(4)}, "ended before b"),
+        ({"a": torch.zeros(4), "b": torch.zeros(5)}, r"gave b float32\[5\] where its manifest has b float32\[4\]"),
+        ({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(1)}, "gave c, which its manifest lacks"),
+    ],
+)
+def test_a_source_that_breaks_its_manifest_is_named(segment, tensors, message) -> None:
+    manifest = DictSource({"a": torch.zeros(4), "b": torch.zeros(4)}).manifest()
+    stream = StageStream(DictSource(tensors), manifest, 256, ShmWriter(segment, 0, ["a", "b"]), verify="digest")
+    problem = stream.run(soon(), lambda: None).problem
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(problem)

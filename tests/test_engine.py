@@ -1,0 +1,120 @@
+"""The engine against itself (wraps, layouts) and against transformers, on real ranks over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        (family, tied): str(write_tiny_model(root / f"{family}_{tied}", family, tied))
+        for family in FAMILIES
+        for tied in (False, True)
+    }
+
+
+def assert_close(a: list[tuple[float, float]], b: list[tuple[float, float]], tolerance: float) -> None:
+    for step, (x, y) in enumerate(zip(a, b, strict=True)):
+        for name, first, second in zip(("loss", "gradient norm"), x, y, strict=True):
+            bound = tolerance * max(1.0, abs(second))
+            assert abs(first - second) <= bound, f"step {step}: {name} {first} against {second}"
+
+
+def test_wraps_and_layouts_train_alike(models: dict[tuple[str, bool], str]) -> None:
+    """Same data, fp32: loss and gradient norm equal to 1e-5 for 10 steps."""
+    path = models["qwen3", True]
+    one = [{"path": path, "wrap": wrap, "name": "grpo", "num_minibatches": 2} for wrap in ("ddp", "megatron_fsdp")]
+    two: list[dict[str, Any]] = [
+        *one,
+        *({**case, "tensor": 2} for case in one),
+        {**one[0], "tensor": 2, "sequence": True},
+        {**one[0], "pipeline": 2},
+    ]
+    reference, fsdp = run_ranks(1, "tests.engine_cases:losses", {"cases": one})[0]
+    assert_close(fsdp, reference, 1e-5)
+    for case, result in zip(two, run_ranks(2, "tests.engine_cases:losses", {"cases": two})[0], strict=True):
+        print(case)
+        assert_close(result, reference, 1e-5)
+
+
+def test_untied_families_train_alike(models: dict[tuple[str, bool], str]) -> None:
+    alone: list[dict[str, Any]] = [
+        {"path": models[family, False], "wrap": wrap, "name": "sft"}
+        for family in ("qwen2", "llama")
+        for wrap in ("ddp", "megatron_fsdp")
+    ]
+    sharded = [{**case, "tensor": 2} if case["wrap"] == "ddp" else case for case in alone]
+    references = run_ranks(1, "tests.engine_cases:losses", {"cases": alone, "num_steps": 3})[0]
+    results = run_ranks(2, "tests.engine_cases:losses", {"cases": sharded, "num_steps": 3})[0]
+    for case, reference, result in zip(sharded, references, results, strict=True):
+        print(case)
+        assert_close(result, reference, 1e-5)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP1": (1, {}),
+    "TP2": (2, {"tensor": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "DP2-FSDP": (2, {"wrap": "megatron_fsdp"}),
+    "TP2xDP2-FSDP": (4, {"tensor": 2, "wrap": "megatron_fsdp"}),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_export_equals_the_folder_bit_for_bit(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
+    layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == num_ranks]
+    cases = [{"path": path, **layout} for path in models.values() for layout in layouts]
+    ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases})
+    for number, case in enumerate(cases):
+        results = [rank[number] for rank in ranks]
+        senders = [result for result in results if result["sender"]]
+        names = [name for result in senders for name in result["names"]]
+        print(case, len(names))
+        assert len(senders) == case.get("pipeline", 1)
+        assert sorted(names) == results[0]["disk"], "each tensor once, over all stages"
+        assert sorted(name for r in senders for name in r["manifest"]) == results[0]["disk"]
+        for result in results:
+            assert result["differing"] == [] and result["specs_match"]
+            assert result["sender"] or not result["names"]
+            assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
+
+
+def test_log_probs_equal_transformers(models: dict[tuple[str, bool], str]) -> None:
+    one = [{"path": path} for path in models.values()]
+    worst = run_ranks(1, "tests.engine_cases:log_probs_against_hf", {"cases": one})[0]
+    assert max(worst) < 1e-4, worst
+    two = [{"path": models["qwen3", True], "tensor": 2}, {"path": models["qwen2", False], "wrap": "megatron_fsdp"}]
+    two.append({"path": models["llama", False], "pipeline": 2})
+    worst = run_ranks(2, "tests.engine_cases:log_probs_against_hf", {"cases": two})[0]
+    assert max(worst) < 1e-4, worst
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_first_ratio_is_one_for_any_mix_of_lengths(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
+    """Old and current log-probs come from the same code at the same positions."""
+    arguments = {"path": models["qwen3", True], "wraps": ["ddp", "megatron_fsdp"], "max_examples": 30}
+    for ratios in run_ranks(num_ranks, "tests.engine_cases:first_ratios", arguments)[0]:
+        assert len(ratios) >= 20
+        assert max(abs(ratio - 1) for ratio in ratios) < 1e-6
+
+
+def test_resumed_run_equals_the_uninterrupted_one(models: dict[tuple[str, bool], str], tmp_path: Path) -> None:
+    """Losses and gradient norms bit for bit; the export gives transformers' log-probs (compared in fp32)."""
+    layouts: list[dict[str, Any]] = [{"wrap": "ddp"}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "pipeline": 2}]
+    cases = [{**layout, "dtype": dtype} for layout in layouts for dtype in ("float32", "bfloat16")]
+    arguments = {"path": models["qwen3", True], "root": str(tmp_path), "cases": cases, "steps": 6, "stop": 3}
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:resumed_losses", arguments)[0], strict=True):
+        print(case)
+        assert result["resumed"] == result["whole"]
+        assert result["kept"] == ["step_00000006"]
+        assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4

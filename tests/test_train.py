@@ -1,0 +1,118 @@
+"""Whole runs through the commands that users type: the same twice, resumed, one-step-off, through Ray, and cut off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import train_cases
+from tests.train_cases import ROOT, exact, interrupt_after, launch, metrics, write_config
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of six steps under Megatron-FSDP on two ranks; its run folder."""
+    folder = tmp_path_factory.mktemp("first")
+    done = launch(write_config(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "runs" / "run"
+
+
+def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
+    lines = metrics(first_run)
+    assert [line["step"] for line in lines] == list(range(6))
+    assert all(abs(line["ratio/first_minibatch_mean"] - 1) < 1e-6 for line in lines)
+    assert all(line["logprob_gap/max"] < 1e-4 for line in lines)
+    assert all(line["staleness/max"] == 0 and line["sync/verified"] == 1 for line in lines)
+    assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
+    for key in ("sync/seconds", "sync/bytes", "sync/gb_per_second", "sync/pause_seconds", "step/seconds"):
+        assert all(line[key] > 0 for line in lines), key
+    for name in ("config.yaml", "timeline.json", "report.html", "summary.json"):
+        assert (first_run / name).stat().st_size > 0
+    assert list(first_run.glob("events.out.tfevents.*"))
+    assert sorted(p.name for p in (first_run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+    assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
+
+
+def test_resumed_run_is_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
+    """The former run's folder as a kill after step 3 would have left it, half a checkpoint on top."""
+    config = write_config(tmp_path)
+    copy = tmp_path / "runs" / "run"
+    shutil.copytree(first_run, copy)
+    (copy / "checkpoints" / "step_00000006").rename(copy / "checkpoints" / ".partial_step_00000006")
+    done = launch(config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert exact(copy) == exact(first_run)
+    assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+
+
+def test_through_ray_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    command = [sys.executable, "-m", "megasync.submit", str(config), "--num-ranks", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert exact(tmp_path / "runs" / "run") == exact(first_run)
+
+
+def test_one_step_off_generates_under_training(tmp_path: Path) -> None:
+    config = write_config(tmp_path, engine={"wrap": "ddp"}, rollout={"max_staleness": 1}, checkpoint={"every_steps": 0})
+    done = launch(config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(tmp_path / "runs" / "run")
+    assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    events = json.loads((tmp_path / "runs" / "run" / "timeline.json").read_text())
+    spans = [event for event in events["traceEvents"] if event["ph"] == "X"]
+    rollouts = {e["args"]["step"]: e for e in spans if e["name"] == "rollout"}
+    trains = {e["args"]["step"]: e for e in spans if e["name"] in ("log-probs", "train")}
+    under = [s for s in range(5) if rollouts[s + 1]["ts"] < trains[s]["ts"] + trains[s]["dur"]]
+    assert under == list(range(5)), "batch s + 1 begins before step s has trained"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        engine={"optimizer": {"learning_rate": 1e30, "clip_grad_norm": 0.0}},
+        algorithm={"name": "sft", "num_minibatches": 1},
+        checkpoint={"every_steps": 1},
+    )
+    done = launch(config)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "is not finite" in done.stderr and "step " in done.stderr and "rank(s)" in done.stderr
+    assert "last checkpoint: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("engine.warp=ddp", "engine.wrap"),
+        ("engine.wrap=fsdp2", "megatron_fsdp"),
+        ("run.steps=many", "run.steps"),
+        ("sync.bucket_bytes=0", "sync.bucket_bytes"),
+        ("engine.parallel.tensor=3", "engine.parallel.tensor"),
+        ("model.path=/nowhere", "/nowhere"),
+    ],
+)
+def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, override: str, told: str) -> None:
+    done = launch(write_config(tmp_path), override)
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 25
+
+
+def test_an_unknown_override_of_the_wrap_is_named(tmp_path: Path) -> None:
+    done = launch(write_config(tmp_path), "engine.overrides.bucket_sizes=1000", ranks=1)
+    assert done.returncode != 0
+    assert "engine.overrides.bucket_sizes" in done.stderr and "bucket_size" in done.stderr
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    code, left = interrupt_after(2, config, marker=f"cut-off-{tmp_path.name}")
+    assert code != 0
+    assert left == []
+    assert train_cases.metrics(tmp_path / "runs" / "run")

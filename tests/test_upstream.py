@@ -1,0 +1,72 @@
+"""Each work-around's reason is still there. A failure here means: look at the place that it names, and take it out."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from engine import parallel  # noqa: F401  (the device layer comes before megatron-core)
+from tests.tiny_models import write_tiny_model
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.distributed.fsdp.src.megatron_fsdp import package_info
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_fsdp
+from mbridge.core.llm_bridge import LLMBridge
+from mbridge.models.qwen2 import Qwen2Bridge
+
+
+@pytest.mark.parametrize(
+    ("package", "expected"),
+    [("megatron-core", "0.16.1"), ("megatron-fsdp", "0.6.1"), ("mbridge", "0.15.1"), ("ray", "2.60.0")],
+)
+def test_versions_that_the_work_arounds_were_written_for(package: str, expected: str) -> None:
+    assert version(package) == expected
+
+
+def test_megatron_core_still_brings_an_older_fsdp() -> None:
+    """engine/upstream.py:use_standalone_fsdp"""
+    assert package_info.__version__.startswith("0.3."), "megatron-core has a newer Megatron-FSDP: is the swap still needed?"
+    assert "isinstance(direct_module, (TELinear" in inspect.getsource(mcore_fsdp_adapter).replace("\n", "")
+
+
+def test_ddp_config_still_lacks_fields_of_megatron_fsdp() -> None:
+    """engine/upstream.py:add_fsdp_fields"""
+    mine = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    assert {field.name for field in dataclasses.fields(megatron_fsdp.DistributedDataParallelConfig)} - mine
+
+
+def test_torch_norm_still_refuses_sequence_parallel() -> None:
+    """engine/attention.py:RMSNorm"""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        normalization="RMSNorm",
+        persist_layer_norm=False,
+    )
+    with pytest.raises(AssertionError, match="sequence parallel"):
+        WrappedTorchNorm(config, 8)
+
+
+def test_mbridge_still_hard_codes_transformer_engine_and_shares_tables() -> None:
+    """engine/model.py:_LocalSpec, _bridge_class"""
+    assert "use_transformer_engine=True" in inspect.getsource(LLMBridge._get_transformer_layer_spec)
+    assert "self._DIRECT_MAPPING[" in inspect.getsource(Qwen2Bridge._adjust_mapping_for_shared_weights)
+    assert "pre_mlp_layernorm.weight" not in LLMBridge._MLP_MAPPING
+
+
+def test_transformers_still_keeps_rope_theta_elsewhere(tmp_path: Path) -> None:
+    """engine/upstream.py:rope_theta"""
+    config = AutoConfig.from_pretrained(write_tiny_model(tmp_path, "qwen3"))
+    assert not hasattr(config, "rope_theta") and "rope_theta" in config.rope_parameters

@@ -1,0 +1,92 @@
+"""Writes tiny Hugging Face folders for tests: random weights (norms and biases too) and a character tokenizer.
+
+Leaves out anything trained: the models speak gibberish, but a wrong weight changes their tokens.
+
+    python tests/tiny_models.py FOLDER qwen3 tied
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY_SIZE = 128
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a printable ASCII character; ids 0, 1, 2 are <pad>, <eos>, <bos>; none is added by itself."""
+    characters = ["<pad>", "<eos>", "<bos>"] + [chr(code) for code in range(32, 127)]
+    characters += [f"<x{index}>" for index in range(len(characters), VOCABULARY_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(characters)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(folder)
+
+
+def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **config: object) -> PreTrainedModel:
+    """4 layers, hidden 128, 4 heads of 32, 2 KV heads; `config` overrides fields of the Hugging Face config."""
+    config_class, model_class = FAMILIES[family]
+    fields: dict[str, object] = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+    if family == "qwen2":
+        del fields["head_dim"]
+    fields |= config
+    model = model_class(config_class(**fields))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = name.endswith("norm.weight")
+            parameter.copy_(1 + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
+    return model.to(dtype)
+
+
+def write_tiny_model(
+    folder: str | Path,
+    family: str = "qwen3",
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: object,
+) -> Path:
+    """Write config.json, model.safetensors and the tokenizer into `folder`, which is returned."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    build_tiny_model(family, tied, seed, dtype, **config).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    print(write_tiny_model(sys.argv[1], sys.argv[2], tied="tied" in sys.argv[3:]))
