@@ -107,13 +107,14 @@ def build_engine(config: ReplicaConfig) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # as a class: CPUs make "mp" of "uni" (platforms/cpu.py:334)
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else UniProcExecutor,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES),

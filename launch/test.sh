@@ -12,5 +12,6 @@ if [ $# -eq 0 ]; then
   "$PYTHON" -m mypy || status=1
   [ $status -eq 0 ] || echo "ruff or mypy failed, see above; the tests run all the same" >&2
 fi
+if [ $# -eq 0 ]; then set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder; fi # more would take 5 GB each
 "$PYTHON" -m pytest "$@" || status=$?
 exit $status

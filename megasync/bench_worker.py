@@ -44,7 +44,7 @@ from megasync.bench_replica import WORKER_EXTENSION, BenchPool
 from megasync.config import Config
 from megasync.config_load import load_config
 from megasync.files import write_atomically
-from megasync.session import build_exporter
+from megasync.weights import build_exporter
 
 SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
 DISK_STAGES = ("save", "flush", "reload")

@@ -18,7 +18,7 @@ def train_grpo(session: Session) -> None:
     """
     config, engine = session.config, session.engine
     session.start_replicas()
-    session.publish(version=session.first_step)
+    session.weights.publish(version=session.first_step)
     session.evaluate(session.first_step)
     for step in session.steps():
         session.start_rollouts(until=step)
@@ -28,7 +28,7 @@ def train_grpo(session: Session) -> None:
             batch = engine.prepare(rollout.samples)
         with session.span("train"):
             metrics = engine.update(batch)
-        synced = session.publish(version=step + 1)
+        synced = session.weights.publish(version=step + 1)
         session.log_step({**rollout.metrics, **metrics, **synced})
         session.evaluate_if_due(step + 1)
         session.checkpoint_if_due(step + 1)

@@ -149,8 +149,8 @@ class RankZeroError(RuntimeError):
 EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
 
 
-def from_rank_zero(work: Callable[[], Any] | None) -> Any:
-    """What rank 0's `work` returns, on every rank (the others pass None); its failure too, so that nobody waits.
+def on_rank_zero(work: Callable[[], Any]) -> Any:
+    """Do `work` on rank 0 alone; what it returns, on every rank; its failure too, so that nobody waits. Collective.
 
     Raises:
         RankZeroError: on every rank, with the text of what `work` raised.
@@ -159,7 +159,7 @@ def from_rank_zero(work: Callable[[], Any] | None) -> Any:
 
     box: list[Any] = [None, None]
     failure: BaseException | None = None
-    if work is not None:
+    if dist.get_rank() == 0:
         try:
             box[0] = work()
         except Exception as error:  # noqa: BLE001 # handed on to every rank below

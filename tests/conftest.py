@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -23,3 +25,17 @@ for name, value in ENVIRONMENT.items():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+# two workers take whole files (launch/test.sh): the longest first, so that both end at about the same time
+LONGEST_FIRST = ("test_train", "test_lora", "test_sync_vllm", "test_sync_trainer", "test_engine", "test_submit", "test_bench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_sessionfinish() -> None:
+    from tests.ranks import end_ranks
+
+    end_ranks()

@@ -243,7 +243,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
     rank = int(os.environ["RANK"])
     pools: dict[str, ReplicaPool] = {}
     if rank == 0:
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
         config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26)
         pools["merged"] = ReplicaPool.start(config, 1)
         pools["adapter"] = ReplicaPool.start(dataclasses.replace(config, adapter_rank=case["lora"]["rank"]), 1)

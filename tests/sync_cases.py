@@ -21,7 +21,7 @@ BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
 def start_pool(path: str) -> ReplicaPool:
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     return ReplicaPool.start(ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26), 1)
 
 

@@ -1,0 +1,181 @@
+"""A run's weights on their way out: the replicas with the bridge to them, and the Hugging Face folder.
+
+Every public method is collective unless it says otherwise. Leaves out when it is done, which is the loop's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bridge.adapter import AdapterSource, AdapterSpec
+from bridge.config import ReplicaConfig
+from bridge.export import Exporter
+from bridge.messages import SyncError
+from bridge.pool import ReplicaPool
+from bridge.publish import Publisher
+from engine import checkpoint
+from megasync.rollout import on_rank_zero
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from megasync.config import Config
+    from megasync.log import RunLog
+
+MERGE_ERROR_NOTE = 0.5
+
+
+class Weights:
+    """The engine's weights, and the replicas that they are brought to once `start_replicas` was called."""
+
+    def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
+        self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
+        self.exporter = build_exporter(engine)
+        self.pool: ReplicaPool | None = None  # rank 0's
+        self.publisher: Publisher | None = None
+        self.syncs: list[dict[str, float]] = []
+        self.owns_ray = self.noted_merge_error = False
+        lora = config.engine.lora
+        self.sends_adapters = lora.rank > 0 and lora.sync == "adapter"
+
+    def start_replicas(self) -> None:
+        """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        on_rank_zero(self._start_pool)
+        self.publisher = self._build_publisher()
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Bring every replica to the trainer's weights as `version`; a replica that failed is restarted, once.
+
+        Raises:
+            SyncError: the sync was refused, or failed twice.
+        """
+        assert self.publisher is not None
+        try:
+            report = self.publisher.publish(version)
+        except SyncError as error:
+            failed = error.failed_replicas
+            if error.refused or not failed:
+                raise
+            self.log.note(f"{error}; restarting {len(failed)} replica(s)")
+            on_rank_zero(lambda: self.pool.restart(*failed) if self.pool is not None else None)
+            report = self.publisher.publish(version)
+        for stage in report.stages:
+            self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
+        metrics = {
+            "sync/seconds": report.seconds,
+            "sync/bytes": float(report.num_bytes),
+            "sync/gb_per_second": report.gb_per_second,
+            "sync/pause_seconds": report.pause_seconds,
+            "sync/verified": float(report.verified),
+        }
+        if self.config.engine.lora.rank and not self.sends_adapters:
+            metrics["lora/merge_error"] = self._merge_error()
+        self.syncs.append(metrics)
+        return metrics
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder: whole, under a temporary name first."""
+        partial = folder.with_name(f".partial_{folder.name}")
+
+        def begin() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        def finish() -> None:
+            checkpoint.finish_folder(partial, Path(self.config.model.path))
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+
+        on_rank_zero(begin)
+        checkpoint.save_weights(partial, self.layout.pipeline_rank, self.exporter)
+        on_rank_zero(lambda: None)  # every stage has written its file
+        on_rank_zero(finish)
+
+    def close(self) -> None:
+        """Take replicas and a Ray of our own down. Not collective; safe after any failure."""
+        if self.pool is not None:
+            self.pool.close()
+        if self.owns_ray:
+            import ray
+
+            ray.shutdown()
+
+    def _merge_error(self) -> float:
+        """How much of the adapters' update the last merge lost; a note once it is more than MERGE_ERROR_NOTE."""
+        error = self.exporter.merge_error()
+        if error > MERGE_ERROR_NOTE and not self.noted_merge_error:
+            self.noted_merge_error = True
+            dtype = self.config.model.dtype
+            self.log.note(
+                f"lora/merge_error is {error:.2f}: rounding W + B A to {dtype} loses that share of the update, so that vLLM "
+                "samples from nearly the base model; raise engine.optimizer.learning_rate or engine.lora.alpha"
+            )
+        return error
+
+    def _build_publisher(self) -> Publisher:
+        """Of whole weights, with adapters merged, or of the adapters alone."""
+        lora, layout = self.config.engine.lora, self.layout
+        if not self.sends_adapters:
+            return Publisher(self.exporter, self.pool, self.config.sync)
+        source = AdapterSource(
+            self.engine.adapter_tensors,
+            stage=layout.pipeline_rank,
+            num_stages=layout.pipeline_size,
+            is_sender=layout.is_sender,
+        )
+        spec = AdapterSpec(lora.rank, lora.alpha, lora.rslora)
+        return Publisher(source, self.pool, self.config.sync, adapter=spec)
+
+    def _start_pool(self) -> None:
+        import ray
+
+        rollout = self.config.rollout
+        if not ray.is_initialized():
+            self.owns_ray = True
+            options: dict[str, Any] = {"address": rollout.ray_address}
+            if rollout.ray_address == "local":  # a Ray of our own, whatever cluster this machine may belong to
+                options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
+                options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
+                leave_gpus_to_ray(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            ray.init(log_to_driver=False, logging_level="ERROR", **options)
+        self.pool = ReplicaPool.start(replica_config(self.config), rollout.replicas)
+
+
+def replica_config(config: Config) -> ReplicaConfig:
+    """What each replica is started with."""
+    rollout, lora = config.rollout, config.engine.lora
+    return ReplicaConfig(
+        model_path=str(Path(config.model.path).resolve()),
+        dtype=config.model.dtype,
+        tensor_parallel=rollout.tensor_parallel,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        seed=config.run.seed,
+        adapter_rank=lora.rank if lora.sync == "adapter" else 0,
+    )
+
+
+def build_exporter(engine: Engine) -> Exporter:
+    """The weights of this rank's pipeline stage as Hugging Face tensors."""
+    return Exporter(
+        engine.whole_parameters,
+        engine.hf_bridge,
+        tensor_group=engine.hf_bridge.mpu.tp_group,
+        stage=engine.layout.pipeline_rank,
+        num_stages=engine.layout.pipeline_size,
+        data_rank=engine.layout.data_rank,
+    )
+
+
+def leave_gpus_to_ray(num_trainer_gpus: int) -> None:
+    """Let a Ray that this process starts see only the GPUs behind those of the trainer ranks of this machine."""
+    if torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        visible = visible if visible != [""] else [str(index) for index in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[num_trainer_gpus:])
