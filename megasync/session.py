@@ -252,17 +252,10 @@ class Session:
 
     def _build_publisher(self) -> Publisher:
         """Of whole weights, with adapters merged, or of the adapters alone."""
-        lora, layout = self.config.engine.lora, self.layout
         if not self._sends_adapters:
             return Publisher(self.exporter, self.pool, self.config.sync)
-        source = AdapterSource(
-            self.engine.adapter_tensors,
-            stage=layout.pipeline_rank,
-            num_stages=layout.pipeline_size,
-            is_sender=layout.is_sender,
-        )
-        spec = AdapterSpec(lora.rank, lora.alpha, lora.rslora)
-        return Publisher(source, self.pool, self.config.sync, adapter=spec)
+        source = build_adapter_source(self.engine)
+        return Publisher(source, self.pool, self.config.sync, adapter=source.spec)
 
     @property
     def _sends_adapters(self) -> bool:
@@ -321,6 +314,18 @@ def build_exporter(engine: Engine) -> Exporter:
         stage=engine.layout.pipeline_rank,
         num_stages=engine.layout.pipeline_size,
         data_rank=engine.layout.data_rank,
+    )
+
+
+def build_adapter_source(engine: Engine) -> AdapterSource:
+    """The adapters of this rank's pipeline stage in PEFT's names."""
+    lora, layout = engine.config.lora, engine.layout
+    return AdapterSource(
+        engine.adapter_tensors,
+        AdapterSpec(lora.rank, lora.scale),
+        stage=layout.pipeline_rank,
+        num_stages=layout.pipeline_size,
+        is_sender=layout.is_sender,
     )
 
 
