@@ -6,6 +6,7 @@ Leaves out what is measured (bench_sync.py, bench_rollout.py).
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in
 Measured = dict[str, Any]
 
 
-class BenchRank:
+class BenchRank(ABC):
     """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
 
     def __init__(self, config: Config) -> None:
@@ -38,9 +39,9 @@ class BenchRank:
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
 
+    @abstractmethod
     def run(self) -> Measured:
         """Measure; on rank 0 what bench_summary.py takes."""
-        raise NotImplementedError
 
     def build_engine(self, engine: EngineConfig) -> Engine:
         return Engine(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)

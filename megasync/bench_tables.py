@@ -22,7 +22,7 @@ WAYS = {
 STAGES = {
     "pause": "running requests end",
     "begin": "replicas check the manifest",
-    "gather": "shards become Hugging Face tensors, adapters are merged",
+    "gather": "shards become Hugging Face tensors, adapters merged",
     "pack": "copy into the bucket, digest",
     "wait": "vLLM has not yet loaded the bucket before last",
     "load": "vLLM loads the last buckets",
@@ -110,8 +110,11 @@ def _print_stages(console: Console, results: dict[str, Any]) -> None:
     for name in stages["stream"]:
         cells = [f"{stages[way].get(name, 0.0):.3f}" for way in ways]
         share = stages["stream"][name] / summary["stream"]["seconds_median"]
-        rows.append([name, STAGES[name], *cells, f"{share:.0%}"])
-    _print_table(console, "where our time goes, on rank 0, seconds", ("stage", "", *ways, "share of stream"), rows)
+        rows.append([name, *cells, f"{share:.0%}"])
+    _print_table(console, "where our time goes, on rank 0, seconds", ("stage", *ways, "of stream"), rows)
+    for name in stages["stream"]:
+        console.print(f"{name:<9}{STAGES[name]}")
+    console.print()
 
 
 def _print_table(console: Console, title: str, headers: Sequence[str], rows: list[list[str]]) -> None:
@@ -119,8 +122,7 @@ def _print_table(console: Console, title: str, headers: Sequence[str], rows: lis
 
     table = Table(title=title, title_justify="left")
     for position, header in enumerate(headers):
-        is_text = position == 0 or not header
-        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
+        table.add_column(header, justify="right" if position else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print(table)
