@@ -43,6 +43,11 @@ class BenchRank(ABC):
     def run(self) -> Measured:
         """Measure; on rank 0 what bench_summary.py takes."""
 
+    def say(self, text: str) -> None:
+        """A line of progress, from rank 0. Not collective."""
+        if self.layout.rank == 0:
+            print(text, flush=True)
+
     def build_engine(self, engine: EngineConfig) -> Engine:
         return Engine(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
 
@@ -75,6 +80,7 @@ class BenchRank(ABC):
             adapter_rank=adapter_rank,
             engine_arguments={"worker_extension_cls": WORKER_EXTENSION},
         )
+        self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
         self._pools.append(BenchPool.start(replica, rollout.replicas))
         return self._pools[-1]
 

@@ -49,6 +49,7 @@ class RolloutBench(BenchRank):
                 if (pool := self.pools[way]) is not None:
                     seconds, tokens[way] = self._generate(pool)
                     num_tokens = sum(map(len, tokens[way]))
+                    self.say(f"round {index + 1} of {self.config.bench.rounds}  {way:<8}{num_tokens / seconds:.1f} tokens/s")
                     rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": num_tokens})
                 dist.barrier()
         counted = [measured for measured in rounds if measured["round"] >= 0]

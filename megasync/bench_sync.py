@@ -192,6 +192,7 @@ class SyncBench(BenchRank):
             for name, way in self.ways.items():
                 version += 1
                 measured = {"round": index, "way": name, **self._measure(way, version, pids[name])}
+                self.say(f"round {index + 1} of {num_rounds}  {name:<14}{measured.get('seconds', 0.0):.3f} s")
                 if index in (-1, num_rounds - 1):
                     measured["same_weights"] = self.compare(name, way.source, way.pool)
                 rounds.append(measured)
