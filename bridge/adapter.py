@@ -10,12 +10,15 @@ them (vllm_adapter.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from bridge.config import SyncConfig
 from bridge.manifest import Manifest, TensorSpec
+
+BUCKET_BYTES = 2 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class AdapterSource:
         self.tensors, self.spec = tensors, spec
         self.stage, self.num_stages, self.is_sender = stage, num_stages, is_sender
         self._manifest: Manifest | None = None
+
+    def sync_config(self, config: SyncConfig) -> SyncConfig:
+        """With buckets so small that packing one overlaps with taking in the one before."""
+        return replace(config, bucket_bytes=min(config.bucket_bytes, BUCKET_BYTES))
 
     def manifest(self) -> Manifest:
         """This stage's tensors in order; the first call walks all of them once."""

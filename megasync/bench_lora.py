@@ -30,7 +30,7 @@ class LoraSide:
         self.engine = bench.build_engine(dataclasses.replace(bench.config.engine, lora=lora))
         self.merged, self.adapter = build_exporter(self.engine), build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=lora.rank)
-        self.publisher = bench.publisher(self.adapter, self.pool, adapter=self.adapter.spec)
+        self.publisher = bench.publisher(self.adapter, self.pool)
         own = self._stage_bytes() if self.adapter.is_sender else 0
         self.adapter_bytes = sum(bench.from_all(own))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch.distributed as dist
 
+from bridge.adapter import AdapterSource
 from bridge.config import ReplicaConfig
 from bridge.publish import Publisher
 from bridge.verify import digest_value
@@ -84,8 +85,12 @@ class BenchRank(ABC):
         self._pools.append(BenchPool.start(replica, rollout.replicas))
         return self._pools[-1]
 
-    def publisher(self, source: WeightSource, pool: BenchPool | None, **options: Any) -> Publisher:
-        self._publishers.append(Publisher(source, pool, self.config.sync, **options))
+    def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
+        """As session.py builds it."""
+        sync, spec = self.config.sync, None
+        if isinstance(source, AdapterSource):
+            sync, spec = source.sync_config(sync), source.spec
+        self._publishers.append(Publisher(source, pool, sync, adapter=spec))
         return self._publishers[-1]
 
     def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:

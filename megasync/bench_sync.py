@@ -249,7 +249,8 @@ class SyncBench(BenchRank):
             "bucket_bytes": self.config.sync.bucket_bytes,
         }
         if self.lora is not None:
-            buckets = plan_buckets(self.lora.adapter.manifest(), self.config.sync.bucket_bytes)
+            sync = self.lora.adapter.sync_config(self.config.sync)
+            buckets = plan_buckets(self.lora.adapter.manifest(), sync.bucket_bytes)
             sent = sum(self.from_all(sum(bucket.num_bytes for bucket in buckets)))  # gaps of alignment count
             described["adapter"] = {"bytes": self.lora.adapter_bytes, "bytes_sent": sent}
         return described

@@ -255,7 +255,7 @@ class Session:
         if not self._sends_adapters:
             return Publisher(self.exporter, self.pool, self.config.sync)
         source = build_adapter_source(self.engine)
-        return Publisher(source, self.pool, self.config.sync, adapter=source.spec)
+        return Publisher(source, self.pool, source.sync_config(self.config.sync), adapter=source.spec)
 
     @property
     def _sends_adapters(self) -> bool:
