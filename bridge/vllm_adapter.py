@@ -46,7 +46,8 @@ def request(with_adapter: bool) -> LoRARequest | None:
 
 def a_names(names: Iterable[str]) -> dict[str, str]:
     """For each linear with an adapter the name of its A: its own, or the one before it in the stream, which it shares."""
-    owners, last_a = {}, ""
+    owners: dict[str, str] = {}
+    last_a = ""
     for name in names:
         linear, _, factor = name.partition(".lora_")
         if factor == "A.weight":

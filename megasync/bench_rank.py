@@ -87,11 +87,12 @@ class BenchRank(ABC):
 
     def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
         """As session.py builds it."""
-        sync, spec = self.config.sync, None
         if isinstance(source, AdapterSource):
-            sync, spec = source.sync_config(sync), source.spec
-        self._publishers.append(Publisher(source, pool, sync, adapter=spec))
-        return self._publishers[-1]
+            publisher = Publisher(source, pool, source.sync_config(self.config.sync), adapter=source.spec)
+        else:
+            publisher = Publisher(source, pool, self.config.sync)
+        self._publishers.append(publisher)
+        return publisher
 
     def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:
         """Whether every replica computes with exactly what the source has.

@@ -19,6 +19,7 @@ from megasync.bench_rank import BenchRank, Measured
 
 if TYPE_CHECKING:
     from bridge.messages import Completion
+    from bridge.sender import WeightSource
     from megasync.bench_replica import BenchPool
     from megasync.config import Config
 
@@ -32,13 +33,14 @@ class RolloutBench(BenchRank):
         super().__init__(config)
         self.lora = LoraSide(self)
         self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
-        self.sources = {"merged": self.lora.merged, "adapter": self.lora.adapter}
-        self.publishers = {"merged": self.publisher(self.lora.merged, self.pools["merged"]), "adapter": self.lora.publisher}
+        self.sources: dict[str, WeightSource] = {"merged": self.lora.merged, "adapter": self.lora.adapter}
+        merged = self.publisher(self.lora.merged, self.pools["merged"])
+        self.publishers = {"merged": merged, "adapter": self.lora.publisher}
 
     def run(self) -> Measured:
         for _ in range(NUM_STEPS):
             self.train(self.lora.engine)
-        same_weights = {}
+        same_weights: dict[str, bool] = {}
         for way, publisher in self.publishers.items():
             publisher.publish(NUM_STEPS)
             same_weights[way] = self.compare(way, self.sources[way], self.pools[way])

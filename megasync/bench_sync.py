@@ -239,7 +239,7 @@ class SyncBench(BenchRank):
 
     def _describe(self) -> Measured:
         largest = max(self.manifest.tensors, key=lambda spec: spec.num_bytes)
-        described = {
+        described: Measured = {
             "model": {
                 "parameters": sum(math.prod(spec.shape) for spec in self.manifest.tensors),
                 "bytes": self.manifest.total_bytes,

@@ -76,8 +76,8 @@ def _check_parallel(config: Config, world_size: int) -> None:
 
 def _check_overrides(config: Config) -> None:
     fields = ddp_fields()
-    for name, value in config.engine.overrides.items() if fields else ():
-        if name not in fields:
+    for name, value in config.engine.overrides.items():
+        if fields and name not in fields:
             near = nearest_name(name, fields)
             remedy = f"write engine.overrides.{near}" if near else f"write engine.overrides without {name}"
             message = f"engine.overrides.{name} = {value!r}: no field of megatron-core's DistributedDataParallelConfig"
