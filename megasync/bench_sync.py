@@ -83,7 +83,7 @@ class Way:
     engine: Engine
     source: WeightSource
     pool: BenchPool | None
-    kept: str  # where shared memory lies that stays mapped between two syncs
+    publisher: Publisher | None = None  # of our ways
 
 
 class SyncBench(BenchRank):
@@ -103,20 +103,20 @@ class SyncBench(BenchRank):
         self.switch = Switch(self.exporter)
         self.whole = self.publisher(self.switch, self.pool)
         self.lora = LoraSide(self) if config.bench.lora_rank else None
+        self._segments: dict[Publisher, str] = {}  # where each publisher's shared memory lies, once it has some
         self.ways = self._ways()
 
     # The ways.
 
     def _ways(self) -> dict[str, Way]:
-        ours = f"{SHARED_MEMORY / PREFIX}{os.getpid()}-"
-        ways = {"stream": Way(self.stream, self.engine, self.exporter, self.pool, ours)}
+        ways = {"stream": Way(self.stream, self.engine, self.exporter, self.pool, self.whole)}
         if self.config.engine.wrap == "ddp":  # mbridge does not export what Megatron-FSDP has wrapped
-            ways["per_tensor"] = Way(self.per_tensor, self.engine, self.exporter, self.pool, str(self._buffer_path))
-        ways["disk"] = Way(self.disk, self.engine, self.exporter, self.pool, str(self._buffer_path))
+            ways["per_tensor"] = Way(self.per_tensor, self.engine, self.exporter, self.pool)
+        ways["disk"] = Way(self.disk, self.engine, self.exporter, self.pool)
         if self.lora is not None:
             lora = self.lora
-            ways["lora merged"] = Way(self.lora_merged, lora.engine, lora.merged, self.pool, ours)
-            ways["lora adapter"] = Way(self.lora_adapter, lora.engine, lora.adapter, lora.pool, ours)
+            ways["lora merged"] = Way(self.lora_merged, lora.engine, lora.merged, self.pool, self.whole)
+            ways["lora adapter"] = Way(self.lora_adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
         return ways
 
     def stream(self, version: int) -> Measured:
@@ -201,7 +201,7 @@ class SyncBench(BenchRank):
     def _measure(self, way: Way, version: int, pids: dict[str, int]) -> Measured:
         self.train(way.engine)
         give_back_free_memory()
-        meter = PeakMeter(pids, kept=way.kept)
+        meter = PeakMeter(pids, kept=self._kept_by(way))
         if way.pool is not None:
             way.pool.call("give_back_free_memory")
         dist.barrier()
@@ -215,8 +215,23 @@ class SyncBench(BenchRank):
         if self.layout.rank == 0:
             shutil.rmtree(self.disk_folder, ignore_errors=True)
             measured |= {"seconds": seconds, "extra_bytes": meter.extra_bytes()}
+        self._find_segment(way)
         dist.barrier()
         return measured
+
+    def _kept_by(self, way: Way) -> str:
+        """What shared memory stays mapped between two syncs of this way: its publisher's own, or the tensor buffer."""
+        if way.publisher is None:
+            return str(self._buffer_path)
+        return self._segments.get(way.publisher, "nothing yet")
+
+    def _find_segment(self, way: Way) -> None:
+        """After the way's first sync: which shared memory has come with it. Not collective."""
+        if way.publisher is not None and way.publisher not in self._segments:
+            ours = {str(path) for path in SHARED_MEMORY.glob(f"{PREFIX}{os.getpid()}-*")}
+            new = ours - set(self._segments.values())
+            if new:
+                self._segments[way.publisher] = new.pop()
 
     def _pids(self, pool: BenchPool | None) -> dict[str, int]:
         """The processes that take part, by what they are; rank 0 alone looks at them."""
