@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 BLOCK_ELEMENTS = 2**22  # of fp32 in flight, whatever the weight's size
+CPU_BLOCK_ELEMENTS = 2**18  # stay in a core's cache
 SAMPLED_ROWS = 64  # of each weight, for the merge error
 
 
@@ -22,7 +23,8 @@ def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torc
         b: [rows, rank].
     """
     a, b = a.float(), b.float()
-    step = max(1, BLOCK_ELEMENTS // weight.shape[1])
+    block_elements = CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else BLOCK_ELEMENTS
+    step = max(1, block_elements // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         out[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=scale)

@@ -91,8 +91,6 @@ class Publisher:
             raise ValueError(f"sync.transport is {config.transport}; choose auto or shm")
         if config.verify not in {"none", "digest", "readback"}:
             raise ValueError(f"sync.verify is {config.verify}; choose none, digest or readback")
-        if adapter is not None and config.verify == "readback":
-            raise ValueError("sync.verify is readback, but adapters cannot be read back from vLLM; choose digest")
         self._source, self._pool, self._config, self._group = source, pool, config, group
         self._adapter = adapter.to_dict() if adapter is not None else None
         self._is_distributed = dist.is_available() and dist.is_initialized()

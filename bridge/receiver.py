@@ -151,6 +151,23 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         vllm_adapter.load_adapter(self.lora_manager, self._adapter_tensors, sync.adapter)
         self._adapter_tensors = {}
 
+    def read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
+        """The fields of a verify.Shard for each slice held here: of the adapter where one is served, else of the weights."""
+        if self.lora_manager is None:
+            return vllm_readback.read_shards(self.model, names)
+        return vllm_adapter.read_shards(self.lora_manager, self._sent_names, names)
+
+    def read_digests(self) -> dict[str, int]:
+        """verify.digest_value of the same by name, for a worker that holds all of it."""
+        if self.lora_manager is None:
+            return vllm_readback.read_digests(self.model)
+        return vllm_adapter.read_digests(self.lora_manager, self._sent_names)
+
+    @property
+    def _sent_names(self) -> list[str]:
+        assert self._manifest is not None
+        return list(self._manifest.by_name)
+
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """Abstract in vLLM 0.26 (distributed/weight_transfer/base.py) and gone since 0.28; the Publisher sends."""
@@ -286,7 +303,7 @@ class WorkerExtension:
         self.weight_transfer_engine.load_adapter()
 
     def megasync_read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
-        return vllm_readback.read_shards(self.weight_transfer_engine.model, names)
+        return self.weight_transfer_engine.read_shards(names)
 
     def megasync_read_digests(self) -> dict[str, int]:
-        return vllm_readback.read_digests(self.weight_transfer_engine.model)
+        return self.weight_transfer_engine.read_digests()

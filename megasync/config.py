@@ -85,6 +85,9 @@ class BenchConfig:
     num_kv_heads: int = 4
     head_dim: int = 64
     vocabulary_size: int = 32768
+    lora_rank: int = 32  # of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them
+    num_prompts: int = 16  # rollout: one completion each, of rollout.max_new_tokens
+    prompt_tokens: int = 16
 
 
 @dataclass(frozen=True)
@@ -201,4 +204,7 @@ RANGES: dict[str, Range] = {
     "bench.num_kv_heads": _COUNT,
     "bench.head_dim": _COUNT,
     "bench.vocabulary_size": _COUNT,
+    "bench.lora_rank": _NOT_NEGATIVE,
+    "bench.num_prompts": _COUNT,
+    "bench.prompt_tokens": _COUNT,
 }

@@ -1,6 +1,6 @@
 """Can this config run here? Checks it against the model's folder, the data files, the ranks and the run's folder.
 
-Leaves out the fields of `engine.overrides`, which the engine checks against megatron-core. No torch in here.
+Leaves out the values of `engine.overrides`, which are megatron-core's to judge. No torch in here.
 
     python -m megasync.config_check configs/grpo_fsdp.yaml engine.parallel.tensor=2 --num-ranks 8
 """
@@ -13,10 +13,11 @@ import tempfile
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from engine.ddp_fields import ddp_fields
 from engine.peft_folder import check_peft_folder
 from megasync.config_load import load_config
 from megasync.data import load_examples
-from megasync.errors import ConfigError, explain, main_errors
+from megasync.errors import ConfigError, explain, main_errors, nearest_name
 from megasync.model_folder import ModelShape, check_model_folder
 from megasync.reward import check_reward_name
 
@@ -35,6 +36,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     `world_size` counts trainer ranks. The keys of `rollout` are not looked at where algorithm.name is sft.
     """
     _check_parallel(config, world_size)
+    _check_overrides(config)
     _check_algorithm(config)
     if not config.model.path:
         remedy = "set model.path to a Hugging Face folder"
@@ -72,6 +74,16 @@ def _check_parallel(config: Config, world_size: int) -> None:
         )
 
 
+def _check_overrides(config: Config) -> None:
+    fields = ddp_fields()
+    for name, value in config.engine.overrides.items():
+        if fields and name not in fields:
+            near = nearest_name(name, fields)
+            remedy = f"write engine.overrides.{near}" if near else f"write engine.overrides without {name}"
+            message = f"engine.overrides.{name} = {value!r}: no field of megatron-core's DistributedDataParallelConfig"
+            raise ConfigError(explain(message, choices=", ".join(sorted(fields)), remedy=remedy))
+
+
 def _check_algorithm(config: Config) -> None:
     is_grpo = config.algorithm.name == "grpo"
     group_size = config.rollout.group_size if is_grpo else 1
@@ -106,9 +118,6 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
     if lora.sync == "adapter" and lora.rank > MAX_SERVED_RANK:
         message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
         raise ConfigError(explain(message, remedy=f"write engine.lora.sync=merged, or engine.lora.rank={MAX_SERVED_RANK}"))
-    if lora.sync == "adapter" and config.sync.verify == "readback":
-        message = "sync.verify = readback: adapters cannot be read back from vLLM"
-        raise ConfigError(explain(message, remedy="write sync.verify=digest, or engine.lora.sync=merged"))
     if lora.adapter_path:
         try:
             check_peft_folder(lora.adapter_path, lora, config.model.path)

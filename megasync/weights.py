@@ -22,6 +22,8 @@ from engine import checkpoint
 from megasync.rollout import on_rank_zero
 
 if TYPE_CHECKING:
+    from bridge.config import SyncConfig
+    from bridge.sender import WeightSource
     from engine.engine import Engine
     from megasync.config import Config
     from megasync.log import RunLog
@@ -45,7 +47,8 @@ class Weights:
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
         on_rank_zero(self._start_pool)
-        self.publisher = self._build_publisher()
+        source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
+        self.publisher = build_publisher(source, self.pool, self.config.sync)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; a replica that failed is restarted, once.
@@ -116,33 +119,24 @@ class Weights:
             )
         return error
 
-    def _build_publisher(self) -> Publisher:
-        """Of whole weights, with adapters merged, or of the adapters alone."""
-        lora, layout = self.config.engine.lora, self.layout
-        if not self.sends_adapters:
-            return Publisher(self.exporter, self.pool, self.config.sync)
-        source = AdapterSource(
-            self.engine.adapter_tensors,
-            stage=layout.pipeline_rank,
-            num_stages=layout.pipeline_size,
-            is_sender=layout.is_sender,
-        )
-        spec = AdapterSpec(lora.rank, lora.alpha, lora.rslora)
-        return Publisher(source, self.pool, self.config.sync, adapter=spec)
-
     def _start_pool(self) -> None:
-        import ray
+        self.owns_ray = start_ray(self.config.rollout.ray_address)
+        self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
 
-        rollout = self.config.rollout
-        if not ray.is_initialized():
-            self.owns_ray = True
-            options: dict[str, Any] = {"address": rollout.ray_address}
-            if rollout.ray_address == "local":  # a Ray of our own, whatever cluster this machine may belong to
-                options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
-                options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
-                leave_gpus_to_ray(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            ray.init(log_to_driver=False, logging_level="ERROR", **options)
-        self.pool = ReplicaPool.start(replica_config(self.config), rollout.replicas)
+
+def start_ray(address: str) -> bool:
+    """Connect to the Ray at `address`, or start one of our own where it is `local`; whether it was not there before."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {"address": address}
+    if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
+        options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
+        options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
+        leave_gpus_to_ray(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    return True
 
 
 def replica_config(config: Config) -> ReplicaConfig:
@@ -161,6 +155,13 @@ def replica_config(config: Config) -> ReplicaConfig:
     )
 
 
+def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: SyncConfig) -> Publisher:
+    """Of whole weights, with adapters merged, or of the adapters alone."""
+    if isinstance(source, AdapterSource):
+        return Publisher(source, pool, source.sync_config(config), adapter=source.spec)
+    return Publisher(source, pool, config)
+
+
 def build_exporter(engine: Engine) -> Exporter:
     """The weights of this rank's pipeline stage as Hugging Face tensors."""
     return Exporter(
@@ -170,6 +171,18 @@ def build_exporter(engine: Engine) -> Exporter:
         stage=engine.layout.pipeline_rank,
         num_stages=engine.layout.pipeline_size,
         data_rank=engine.layout.data_rank,
+    )
+
+
+def build_adapter_source(engine: Engine) -> AdapterSource:
+    """The adapters of this rank's pipeline stage in PEFT's names."""
+    lora, layout = engine.config.lora, engine.layout
+    return AdapterSource(
+        engine.adapter_tensors,
+        AdapterSpec(lora.rank, lora.scale),
+        stage=layout.pipeline_rank,
+        num_stages=layout.pipeline_size,
+        is_sender=layout.is_sender,
     )
 
 

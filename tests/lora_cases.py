@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from bridge.adapter import AdapterSource, AdapterSpec
 from engine import checkpoint, lora, peft
 from engine.engine import Engine
 from engine.sample import Sample
+from megasync.session import build_adapter_source
 from tests.engine_cases import engine, exporter, random_samples
 
 
@@ -233,7 +233,10 @@ def refusals(path: str, cases: list[dict[str, Any]]) -> list[str]:
 
 
 def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    """Train; after each step bring the weights merged to one replica and the adapter alone to another, and compare."""
+    """Train; after each step bring the weights merged to one replica and the adapter alone to another, and compare.
+
+    The adapter's replica splits over two workers; each sync ends with a comparison of what vLLM holds with what was sent.
+    """
     import ray
 
     from bridge.config import ReplicaConfig, SyncConfig
@@ -246,13 +249,14 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
         config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26)
         pools["merged"] = ReplicaPool.start(config, 1)
-        pools["adapter"] = ReplicaPool.start(dataclasses.replace(config, adapter_rank=case["lora"]["rank"]), 1)
+        served = dataclasses.replace(config, adapter_rank=case["lora"]["rank"], tensor_parallel=2)
+        pools["adapter"] = ReplicaPool.start(served, 1)
     result: dict[str, Any] = {"tokens": [], "gaps": [], "seconds": {"merged": [], "adapter": []}, "bytes": {}}
     try:
         with engine(path, **case) as built:
-            sources = {"merged": exporter(built), "adapter": adapter_source(built)}
-            spec = AdapterSpec(built.config.lora.rank, built.config.lora.alpha)
-            sync = SyncConfig(bucket_bytes=150_000)
+            sources = {"merged": exporter(built), "adapter": build_adapter_source(built)}
+            spec = sources["adapter"].spec
+            sync = SyncConfig(bucket_bytes=150_000, verify="readback")
             publishers = {
                 "merged": Publisher(sources["merged"], pools.get("merged"), sync),
                 "adapter": Publisher(sources["adapter"], pools.get("adapter"), sync, adapter=spec),
@@ -270,6 +274,8 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
                     result["tokens"].append({way: greedy(pool, samples) for way, pool in pools.items()})
                     result["tokens"][-1]["peft"] = peft_greedy(path, folder, samples)
                     result["gaps"].append({way: score_gap(pool, samples, mine) for way, pool in pools.items()})
+            if rank == 0:
+                result["held"] = held_adapter(pools["adapter"], folder)
             result["refused"] = [
                 refused(Publisher(sources["adapter"], pools.get("merged"), sync, adapter=spec)),
                 refused(Publisher(sources["merged"], pools.get("adapter"), sync)),
@@ -285,14 +291,12 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
     return result
 
 
-def adapter_source(built: Engine) -> AdapterSource:
-    layout = built.layout
-    return AdapterSource(
-        built.adapter_tensors,
-        stage=layout.pipeline_rank,
-        num_stages=layout.pipeline_size,
-        is_sender=layout.is_sender,
-    )
+def held_adapter(pool: Any, folder: str) -> dict[str, bool]:
+    """Whether what vLLM holds of the adapter is what PEFT's folder has, by name; B with the scale in it."""
+    files = load_file(Path(folder) / "adapter_model.safetensors")
+    scale = 2.0  # alpha / rank of the tests
+    held = pool.read_back()
+    return {name: torch.equal(held[name], files[name] * (scale if "lora_B" in name else 1.0)) for name in held}
 
 
 def refused(publisher: Any) -> str:

@@ -1,4 +1,4 @@
-"""The bench of weight sync: its three ways leave the same weights in vLLM, its memory figures are those of the kernel.
+"""The benches: all ways of a sync leave the trainer's weights in vLLM, and its memory figures are those of the kernel.
 
 Nothing here looks at how long anything took.
 
@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasync.bench import WAYS, main, show, summarise
+from megasync.bench import main
 from megasync.bench_memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
+from megasync.bench_summary import summarise_rollout, summarise_sync
+from megasync.bench_tables import WAYS, show_rollout, show_sync
 from megasync.config_load import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,23 +29,29 @@ TINY = ("hidden_size=64", "intermediate_size=128", "num_layers=2", "num_heads=4"
 
 
 def small(folder: Path) -> list[str]:
-    sizes = [f"bench.{size}" for size in (*TINY, "vocabulary_size=256", "rounds=1")]
+    sizes = [f"bench.{size}" for size in (*TINY, "vocabulary_size=256", "rounds=1", "lora_rank=4", "num_prompts=6")]
     return [CONFIG, f"run.dir={json.dumps(str(folder))}", "sync.bucket_bytes=20000", *sizes]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """One run of the command, weights split over two ranks."""
-    folder = tmp_path_factory.mktemp("a bench")
+def run(verb: str, folder: Path) -> tuple[dict, str]:
+    """The command's JSON and what it printed."""
     file = folder / "results.json"
     config, *overrides = small(folder)
-    command = [sys.executable, "-m", "megasync.bench", "sync", "--config", config, *overrides, "--json", str(file)]
+    command = [sys.executable, "-m", "megasync.bench", verb, "--config", config, *overrides, "--json", str(file)]
     done = subprocess.run(
         [*command, "engine.parallel.tensor=2"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert "disk takes" in done.stdout
-    return dict(json.loads(file.read_text()))
+    return dict(json.loads(file.read_text())), done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """One run of `bench sync`, weights split over two ranks."""
+    results, printed = run("sync", tmp_path_factory.mktemp("a bench"))
+    assert "disk takes" in printed
+    assert "lora adapter moves" in printed
+    return results
 
 
 def test_all_ways_end_with_the_trainer_s_weights(results: dict) -> None:
@@ -63,10 +71,35 @@ def test_results_say_what_was_measured(results: dict) -> None:
     assert summary["stream"]["bytes"] == summary["per_tensor"]["bytes"] == model["bytes"]
     assert summary["per_tensor"]["messages"] == model["tensors"]
     assert summary["disk"]["bytes"] > model["bytes"]
-    assert {"pause", "begin", "gather", "pack", "wait", "load", "commit"} <= results["stream_stage_seconds_median"].keys()
+    stages = results["stage_seconds_median"]
+    assert stages.keys() == {"stream", "lora merged", "lora adapter"}
+    assert all({"pause", "begin", "gather", "pack", "wait", "load", "commit"} <= part.keys() for part in stages.values())
     processes = results["rounds"][0]["extra_bytes"]
     assert {"trainer rank 0", "trainer rank 1", "vLLM actor", "vLLM worker 0"} <= processes.keys()
     assert results["targets"]["stream_extra_bytes"]["at_most"] == 2 * 20000 + model["largest_tensor"]["bytes"]
+
+
+def test_lora_rows_count_what_is_sent(results: dict) -> None:
+    """Once what training trains: 2 layers, rank 4, an A and a B beside each of megatron-core's linears."""
+    linears = ((64, 128), (64, 64), (64, 2 * 128), (128, 64))  # qkv, proj, fc1, fc2
+    trained = 2 * 4 * sum(inputs + outputs for inputs, outputs in linears) * 4
+    assert results["adapter"] == {"bytes": trained, "bytes_sent": trained}
+    assert results["summary"]["lora adapter"]["bytes"] == trained
+    assert results["summary"]["lora merged"]["bytes"] == results["model"]["bytes"]
+    assert results["targets"]["lora_adapter_bytes"] == {"is": trained, "at_most": int(1.01 * trained)}
+    assert results["targets"]["lora_merged_times_stream"]["at_most"] == 1.25
+    assert results["targets"]["stream_times_lora_adapter"]["at_least"] == 10
+
+
+def test_rollout_compares_both_ways_to_serve_lora(tmp_path: Path) -> None:
+    results, printed = run("rollout", tmp_path)
+    assert "tokens/s" in printed
+    assert results["same_weights"] == {"merged": True, "adapter": True}
+    assert results["same_tokens"] >= 0.5  # fp32 sums in another order may part a sequence from its twin
+    assert results["summary"].keys() == {"merged", "adapter"}
+    assert [measured["tokens"] for measured in results["rounds"]] == [6 * 32] * 2
+    speeds = [results["summary"][way]["tokens_per_second_median"] for way in ("adapter", "merged")]
+    assert results["adapter_times_merged"] == speeds[0] / speeds[1]
 
 
 def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:
@@ -76,6 +109,8 @@ def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:
 
 
 def test_summary_takes_medians_and_the_highest_peaks() -> None:
+    """Without LoRA, and as under Megatron-FSDP, whose weights mbridge does not export."""
+
     def measured(way: str, seconds: float, peak: int) -> dict:
         extra = {"seconds": seconds, "messages": 1, "bytes": 10, "extra_bytes": {"rank 0": peak, "worker": 1}}
         return {"way": way, **extra, "stages": {"pack": seconds / 2}}
@@ -84,13 +119,23 @@ def test_summary_takes_medians_and_the_highest_peaks() -> None:
     rounds += [measured("disk", s, 1) for s in (4.0, 8.0, 40.0)]
     model = {"parameters": 1, "tensors": 1, "bytes": 4, "largest_tensor": {"name": "w", "bytes": 4}}
     results = {"rounds": rounds, "model": model, "bucket_bytes": 3}
-    summary = summarise(results)
+    summary = summarise_sync(results)
     assert summary["summary"]["disk"]["times_ours"] == 4
-    assert summary["stream_stage_seconds_median"] == {"pack": 1.0}
+    assert summary["stage_seconds_median"] == {"stream": {"pack": 1.0}}
     assert summary["targets"]["stream_extra_bytes"] == {"is": 7, "at_most": 10}
-    assert "per_tensor" not in summary["summary"]  # as under Megatron-FSDP
+    assert summary["targets"].keys() == {"disk_times_ours", "stream_extra_bytes"}
     config = {"bench": {"num_ranks": 2, "rounds": 3}, "engine": {"wrap": "megatron_fsdp", "parallel": {"tensor": 1}}}
-    show({**results, **summary, "config": config})
+    show_sync({**results, **summary, "config": config})
+
+
+def test_rollout_summary_takes_medians() -> None:
+    seconds = {"merged": (1.0, 2.0, 9.0), "adapter": (4.0, 4.0, 1.0)}
+    rounds = [{"way": way, "seconds": s, "tokens": 8} for way, values in seconds.items() for s in values]
+    summary = summarise_rollout({"rounds": rounds})
+    assert summary["summary"]["merged"]["tokens_per_second_median"] == 4
+    assert summary["adapter_times_merged"] == 0.5
+    sizes = {"num_prompts": 1, "prompt_tokens": 1, "lora_rank": 1, "rounds": 3}
+    show_rollout({**summary, "same_tokens": 1.0, "config": {"bench": sizes, "rollout": {"max_new_tokens": 8}}})
 
 
 def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
@@ -117,6 +162,8 @@ def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
         ("bench.rouns=2", "bench.rounds"),
         ("bench.rounds=0", "at least 1"),
         ("bench.num_kv_heads=3", "not a multiple"),
+        ("bench.lora_rank=65", "0 to 64"),
+        ("engine.lora.rank=4", "write bench.lora_rank=4"),
         ("engine.parallel.tensor=3", "does not divide 2 ranks"),
         ("run.dir=/proc/nowhere", "cannot be written"),
     ],
@@ -129,6 +176,19 @@ def test_a_wrong_config_starts_nothing(override: str, words: str, tmp_path: Path
     error = capsys.readouterr().err
     assert words in error
     assert "remedy" in error
+
+
+@pytest.mark.parametrize(
+    ("override", "words"), [("bench.lora_rank=0", "1 to 64"), ("bench.prompt_tokens=33", "rollout.max_model_len=65")]
+)
+def test_a_rollout_that_cannot_be_starts_nothing(
+    override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, *overrides = small(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["rollout", "--config", config, *overrides, override])
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_the_config_is_of_about_100_m_parameters() -> None:

@@ -69,6 +69,14 @@ def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
     assert list(config.run.folder.iterdir()) == []
 
 
+def test_overrides_are_fields_of_megatron_core(runnable: Path) -> None:
+    message = cannot_run(runnable, "engine.overrides.bukcet_size=5")
+    assert "engine.overrides.bukcet_size = 5" in message
+    assert "remedy:  write engine.overrides.bucket_size" in message
+    assert "overlap_grad_reduce" in message
+    check_config(load_config(runnable, ["engine.overrides.bucket_size=5"]), 2)
+
+
 def test_tensor_parallel_must_divide_the_model(runnable: Path) -> None:
     message = cannot_run(runnable, "engine.parallel.tensor=4", world_size=4)
     assert "engine.parallel.tensor = 4" in message

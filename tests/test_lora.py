@@ -154,13 +154,15 @@ def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Pat
     for tokens, gaps in zip(result["tokens"], result["gaps"], strict=True):
         assert tokens["merged"] == tokens["adapter"] == tokens["peft"]
         assert max(gaps.values()) < 1e-4
-    adapter_elements = 4 * 4 * (3 * 128 + 256 + 128 + 128 + 2 * 128 + 512 + 256 + 128)  # q, k, v and gate, up: A each
+    adapter_elements = 4 * 4 * (128 + 256 + 128 + 128 + 128 + 512 + 256 + 128)  # q, k, v and gate, up share an A
     assert result["bytes"]["adapter"] == 4 * adapter_elements
     assert result["bytes"]["merged"] == sum(t.nbytes for t in load_file(Path(model) / "model.safetensors").values())
     adapter_to_merged, merged_to_adapter = result["refused"]
     assert "True" in adapter_to_merged and "started without adapters" in adapter_to_merged
     assert "True" in merged_to_adapter and "takes no others" in merged_to_adapter
     assert result["serves_on"]
+    assert len(result["held"]) == 4 * (7 + 4), "a B for each of PEFT's linears, an A for each of megatron-core's"
+    assert all(result["held"].values())
 
 
 # ----------------------------------------------------------------------------------------------------- saved, resumed

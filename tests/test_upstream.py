@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from engine import parallel  # noqa: F401  (the device layer comes before megatron-core)
+from engine.ddp_fields import ddp_fields
 from tests.tiny_models import write_tiny_model
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -30,6 +31,11 @@ from mbridge.models.qwen2 import Qwen2Bridge
 )
 def test_versions_that_the_work_arounds_were_written_for(package: str, expected: str) -> None:
     assert version(package) == expected
+
+
+def test_fields_of_the_ddp_config_are_found_in_its_source() -> None:
+    """engine/ddp_fields.py"""
+    assert list(ddp_fields()) == [field.name for field in dataclasses.fields(DistributedDataParallelConfig)]
 
 
 def test_megatron_core_still_brings_an_older_fsdp() -> None:

@@ -1,0 +1,43 @@
+"""LoRA in the benches: an engine with adapters, a vLLM that serves them, and both ways to bring them there.
+
+Leaves out the measuring (bench_sync.py, bench_rollout.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from engine.config import LoraConfig
+from engine.lora import adapted_linears
+from megasync.weights import build_adapter_source, build_exporter
+
+if TYPE_CHECKING:
+    from megasync.bench_rank import BenchRank
+    from megasync.config import Config
+
+
+def lora_config(config: Config) -> LoraConfig:
+    """Adapters of rank `bench.lora_rank` on all linears."""
+    return LoraConfig(rank=config.bench.lora_rank, alpha=2.0 * config.bench.lora_rank)
+
+
+class LoraSide:
+    """`merged` and `adapter` are the two weight sources; `pool` and `publisher` are for the adapter alone."""
+
+    def __init__(self, bench: BenchRank) -> None:
+        lora = lora_config(bench.config)
+        self.engine = bench.build_engine(dataclasses.replace(bench.config.engine, lora=lora))
+        self.merged, self.adapter = build_exporter(self.engine), build_adapter_source(self.engine)
+        self.pool = bench.start_pool(adapter_rank=lora.rank)
+        self.publisher = bench.publisher(self.adapter, self.pool)
+        own = self._stage_bytes() if self.adapter.is_sender else 0
+        self.adapter_bytes = sum(bench.from_all(own))
+
+    def _stage_bytes(self) -> int:
+        """What training trains on this pipeline stage: an A and a B for each linear, over all tensor-parallel ranks."""
+        linears = [linear for _, linear in adapted_linears(self.engine.chunks)]
+        return sum(
+            linear.lora_a.shape[0] * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
+            for linear in linears
+        )

@@ -1,0 +1,97 @@
+"""What every bench of bench_worker.py has on each trainer rank: the layout, vLLM replicas, and a comparison of weights.
+
+Leaves out what is measured (bench_sync.py, bench_rollout.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from bridge.publish import Publisher
+from bridge.verify import digest_value
+from engine import parallel
+from engine.engine import Engine
+from engine.sample import Sample
+from megasync.bench_replica import WORKER_EXTENSION, BenchPool
+from megasync.weights import build_publisher, replica_config, start_ray
+
+if TYPE_CHECKING:
+    from bridge.sender import WeightSource
+    from engine.config import EngineConfig
+    from megasync.config import Config
+
+SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
+Measured = dict[str, Any]
+
+
+class BenchRank(ABC):
+    """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed)
+        self._pools: list[BenchPool] = []
+        self._publishers: list[Publisher] = []
+
+    @abstractmethod
+    def run(self) -> Measured:
+        """Measure; on rank 0 what bench_summary.py takes."""
+
+    def say(self, text: str) -> None:
+        """A line of progress, from rank 0. Not collective."""
+        if self.layout.rank == 0:
+            print(text, flush=True)
+
+    def build_engine(self, engine: EngineConfig) -> Engine:
+        return Engine(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
+
+    def train(self, engine: Engine) -> None:
+        """One optimizer step, so that there are new weights to bring over."""
+        engine.update(engine.prepare(SAMPLES))
+
+    def start_pool(self, adapter_rank: int = 0) -> BenchPool | None:
+        """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first."""
+        if self.layout.rank != 0:
+            return None
+        start_ray("local")
+        replica = replica_config(self.config)
+        replica = replace(replica, adapter_rank=adapter_rank, engine_arguments={"worker_extension_cls": WORKER_EXTENSION})
+        self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
+        self._pools.append(BenchPool.start(replica, self.config.rollout.replicas))
+        return self._pools[-1]
+
+    def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
+        """As a training run's, taken down by `close`."""
+        self._publishers.append(build_publisher(source, pool, self.config.sync))
+        return self._publishers[-1]
+
+    def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:
+        """Whether every replica computes with exactly what the source has.
+
+        Raises:
+            RuntimeError: it does not; names tensors that differ.
+        """
+        own = {tensor: digest_value(value) for tensor, value in source}
+        digests = {key: digest for part in self.from_all(own) for key, digest in part.items()}
+        for held in pool.read_digests(list(digests), 600.0) if pool is not None else []:
+            wrong = [key for key, digest in digests.items() if held.get(key) != digest]
+            if wrong:
+                raise RuntimeError(f"{name}: vLLM holds other values than the trainer in {', '.join(wrong[:5])}")
+        return True
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Each rank's value, on every rank."""
+        values: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def close(self) -> None:
+        """Take everything down. Not collective; safe after any failure."""
+        for publisher in self._publishers:
+            publisher.close()
+        for pool in self._pools:
+            pool.close()

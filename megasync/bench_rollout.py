@@ -1,0 +1,81 @@
+"""`python -m megasync.bench rollout` on one trainer rank: how fast vLLM generates from merged weights and from an adapter.
+
+An engine trains adapters for some steps and brings them to two replicas, merged to one and alone to the other; it is checked
+that they hold what was sent. Then both generate from the same prompts, greedily, in alternating order, while the
+other one and the trainer are idle. Leaves out tables (bench_tables.py).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from bridge.messages import GenerationRequest
+from megasync.bench_lora import LoraSide
+from megasync.bench_rank import BenchRank, Measured
+
+if TYPE_CHECKING:
+    from bridge.messages import Completion
+    from bridge.sender import WeightSource
+    from megasync.bench_replica import BenchPool
+    from megasync.config import Config
+
+NUM_STEPS = 3
+
+
+class RolloutBench(BenchRank):
+    """Everything of one rank. Methods are collective; rank 0 alone has pools and results."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.lora = LoraSide(self)
+        self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
+        self.sources: dict[str, WeightSource] = {"merged": self.lora.merged, "adapter": self.lora.adapter}
+        merged = self.publisher(self.lora.merged, self.pools["merged"])
+        self.publishers = {"merged": merged, "adapter": self.lora.publisher}
+
+    def run(self) -> Measured:
+        for _ in range(NUM_STEPS):
+            self.train(self.lora.engine)
+        same_weights: dict[str, bool] = {}
+        for way, publisher in self.publishers.items():
+            publisher.publish(NUM_STEPS)
+            same_weights[way] = self.compare(way, self.sources[way], self.pools[way])
+        rounds: list[Measured] = []
+        tokens: dict[str, list[tuple[int, ...]]] = {}
+        for index in range(-1, self.config.bench.rounds):  # -1 warms up
+            for way in list(self.pools)[:: -1 if index % 2 else 1]:
+                if (pool := self.pools[way]) is not None:
+                    seconds, tokens[way] = self._generate(pool)
+                    num_tokens = sum(map(len, tokens[way]))
+                    self.say(f"round {index + 1} of {self.config.bench.rounds}  {way:<8}{num_tokens / seconds:.1f} tokens/s")
+                    rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": num_tokens})
+                dist.barrier()
+        counted = [measured for measured in rounds if measured["round"] >= 0]
+        return {"rounds": counted, "same_weights": same_weights, "same_tokens": _share_of_equal(tokens)}
+
+    def _generate(self, pool: BenchPool) -> tuple[float, list[tuple[int, ...]]]:
+        begin = time.perf_counter()
+        completions: list[list[Completion]] = pool.generate(self._requests()).result()
+        return time.perf_counter() - begin, [completion.token_ids for group in completions for completion in group]
+
+    def _requests(self) -> list[GenerationRequest]:
+        """The same at every call."""
+        sizes, generator = self.config.bench, random.Random(self.config.run.seed)
+        vocabulary: int = self.lora.engine.hf_bridge.hf_config.vocab_size
+        prompts = [
+            tuple(generator.randrange(vocabulary) for _ in range(sizes.prompt_tokens))
+            for _ in range(sizes.num_prompts)
+        ]
+        limit = self.config.rollout.max_new_tokens
+        return [GenerationRequest(prompt, 1, limit, temperature=0.0) for prompt in prompts]
+
+
+def _share_of_equal(tokens: dict[str, list[tuple[int, ...]]]) -> float:
+    """The share of completions that are token for token the same from both; 0 where nothing was generated."""
+    pairs = list(zip(*tokens.values(), strict=True))
+    equal: int = sum(first == second for first, second in pairs)
+    return equal / max(1, len(pairs))

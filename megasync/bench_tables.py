@@ -1,0 +1,150 @@
+"""The benches' results as tables for people. Leaves out how they were measured and summarised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megasync.bench_summary import OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+MIB = 2**20
+WAYS = {
+    "stream": "ours: one stream of buckets",
+    "per_tensor": "mbridge export_weights, a message a tensor",
+    "disk": "safetensors to the disk, vLLM reload",
+    "lora merged": "ours: adapters merged into the stream",
+    "lora adapter": "ours: adapters alone, to a vLLM that serves them",
+}
+STAGES = {
+    "pause": "running requests end",
+    "begin": "replicas check the manifest",
+    "gather": "shards become Hugging Face tensors, adapters merged",
+    "pack": "copy into the bucket, digest",
+    "wait": "vLLM has not yet loaded the bucket before last",
+    "load": "vLLM loads the last buckets",
+    "commit": "vLLM finishes, prefix cache reset",
+    "readback": "what vLLM holds is compared",
+    "resume": "requests go on",
+}
+
+
+def show_sync(results: dict[str, Any]) -> None:
+    """`bench sync`."""
+    console = _console()
+    _print_setting(console, results)
+    summary = results["summary"]
+    for way in summary:
+        console.print(f"{way:<14}{WAYS[way]}")
+    titles = ("way", "seconds", "least", "most", "x ours", "messages", "MiB")
+    numbers = ("seconds_median", "seconds_least", "seconds_most")
+    rows = [
+        [
+            way,
+            *(f"{s[name]:.3f}" for name in numbers),
+            f"{s['times_ours']:.2f}",
+            str(s["messages"]),
+            f"{s['bytes'] / MIB:.1f}",
+        ]
+        for way, s in summary.items()
+    ]
+    _print_table(console, "weight sync, medians", titles, rows)
+    rows = [
+        [process, *(f"{s['extra_bytes_most'][process] / MIB:.0f}" for s in summary.values())]
+        for process in summary["stream"]["extra_bytes_most"]
+    ]
+    _print_table(console, "peak memory above what was there before, MiB", ("process", *summary), rows)
+    console.print("shared memory and mapped files count in every process that touches them\n")
+    _print_stages(console, results)
+    _print_targets(console, results)
+
+
+def show_rollout(results: dict[str, Any]) -> None:
+    """`bench rollout`."""
+    console, sizes, summary = _console(), results["config"]["bench"], results["summary"]
+    console.print(
+        f"{sizes['num_prompts']} prompts of {sizes['prompt_tokens']} tokens, "
+        f"{results['config']['rollout']['max_new_tokens']} new tokens each, greedy; LoRA rank {sizes['lora_rank']}; "
+        f"{sizes['rounds']} rounds"
+    )
+    titles = ("way", "tokens/s", "seconds", "least", "most", "tokens")
+    rows = [
+        [
+            way,
+            f"{s['tokens_per_second_median']:.1f}",
+            *(f"{s[name]:.3f}" for name in ("seconds_median", "seconds_least", "seconds_most")),
+            str(s["tokens"]),
+        ]
+        for way, s in summary.items()
+    ]
+    _print_table(console, "generation, medians", titles, rows)
+    console.print(
+        f"the adapter generates at {results['adapter_times_merged']:.2f} times the speed of merged weights; "
+        f"{results['same_tokens']:.0%} of the completions are the same from both"
+    )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False)
+
+
+def _print_setting(console: Console, results: dict[str, Any]) -> None:
+    model, config = results["model"], results["config"]
+    adapter = f"; LoRA rank {config['bench']['lora_rank']}" if "adapter" in results else ""
+    console.print(
+        f"{model['parameters'] / 1e6:.1f} M parameters, {model['tensors']} tensors, {model['bytes'] / MIB:.0f} MiB; "
+        f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
+        f"{config['engine']['parallel']['tensor']}{adapter}; {config['bench']['rounds']} rounds"
+    )
+
+
+def _print_stages(console: Console, results: dict[str, Any]) -> None:
+    stages, summary = results["stage_seconds_median"], results["summary"]
+    ways = [way for way in OURS if way in stages]
+    rows = []
+    for name in stages["stream"]:
+        cells = [f"{stages[way].get(name, 0.0):.3f}" for way in ways]
+        share = stages["stream"][name] / summary["stream"]["seconds_median"]
+        rows.append([name, *cells, f"{share:.0%}"])
+    _print_table(console, "where our time goes, on rank 0, seconds", ("stage", *ways, "of stream"), rows)
+    for name in stages["stream"]:
+        console.print(f"{name:<9}{STAGES[name]}")
+    console.print()
+
+
+def _print_table(console: Console, title: str, headers: Sequence[str], rows: list[list[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for position, header in enumerate(headers):
+        table.add_column(header, justify="right" if position else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_targets(console: Console, results: dict[str, Any]) -> None:
+    targets, largest, bucket = results["targets"], results["model"]["largest_tensor"], results["bucket_bytes"]
+    speed, memory = targets["disk_times_ours"], targets["stream_extra_bytes"]
+    console.print(
+        f"disk takes {speed['is']:.2f} times as long as ours; aimed at: at least {speed['at_least']:g}\n"
+        f"ours takes at most {memory['is'] / MIB:.1f} MiB more in any process; aimed at: at most "
+        f"{memory['at_most'] / MIB:.1f} MiB, 2 buckets of {bucket / MIB:g} MiB and the largest tensor, {largest['name']} of "
+        f"{largest['bytes'] / MIB:g} MiB"
+    )
+    if "adapter" not in results:
+        return
+    merged, adapter, sent = (
+        targets[name] for name in ("lora_merged_times_stream", "stream_times_lora_adapter", "lora_adapter_bytes")
+    )
+    console.print(
+        f"lora merged takes {merged['is']:.2f} times as long as stream; aimed at: at most {merged['at_most']:g}\n"
+        f"lora adapter is {adapter['is']:.1f} times as fast as stream; aimed at: at least {adapter['at_least']:g}\n"
+        f"lora adapter moves {sent['is'] / MIB:.3f} MiB for the {results['adapter']['bytes'] / MIB:.3f} MiB that are trained; "
+        f"aimed at: at most 1 % more"
+    )
