@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from engine import checkpoint, lora, peft
 from engine.engine import Engine
 from engine.sample import Sample
-from megasync.session import build_adapter_source
+from megasync.weights import build_adapter_source
 from tests.engine_cases import engine, exporter, random_samples
 
 
