@@ -107,6 +107,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "engine.wrap": ("megatron_fsdp", "ddp"),
     "engine.recompute": ("none", "full"),
+    "engine.fusions": ("auto", "all", "none"),
     "engine.lora.sync": ("merged", "adapter"),
     "engine.lora.targets": LORA_TARGETS,
     "engine.optimizer.name": ("adam",),
