@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bridge.config import SyncConfig
 from engine.config import LORA_TARGETS, AlgorithmConfig, EngineConfig, ModelConfig
+from megasync.bench_train_config import SHAPES, VARIANTS, TrainBenchConfig
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    bench_train: TrainBenchConfig = field(default_factory=TrainBenchConfig)
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -119,6 +121,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.importance_correction": ("none", "tis"),
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "checkpoint.resume": ("auto", "never"),
+    "bench_train.shapes": tuple(SHAPES),
+    "bench_train.variants": tuple(VARIANTS),
 }
 
 
@@ -202,4 +206,11 @@ RANGES: dict[str, Range] = {
     "bench.num_kv_heads": _COUNT,
     "bench.head_dim": _COUNT,
     "bench.vocabulary_size": _COUNT,
+    "bench_train.num_ranks": _COUNT,
+    "bench_train.steps": _COUNT,
+    "bench_train.warm_up_steps": _NOT_NEGATIVE,
+    "bench_train.num_microbatches": _COUNT,
+    "bench_train.num_sequences": _COUNT,
+    "bench_train.sequence_length": Range(least=2),
+    "bench_train.variant_seconds": _POSITIVE,
 }
