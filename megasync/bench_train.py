@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench_train_config import SHAPES, VARIANTS
+from megasync.bench_train_config import SHAPES
 from megasync.config_load import config_to_dict, load_config, save_config
 from megasync.errors import main_errors
 from megasync.files import write_atomically
@@ -80,11 +80,12 @@ class Ranks:
         except subprocess.TimeoutExpired:
             code = None
         self.end()
-        took = {"total_seconds": time.monotonic() - begin}
-        if code == 0 and self.results.exists():
-            return {**json.loads(self.results.read_text(encoding="utf-8")), **took}
-        what = f"exit code {code}" if code is not None else f"not done after {limit_seconds:g} s"
-        return {"error": f"{what}:\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}", **took}
+        took: dict[str, Any] = {"total_seconds": time.monotonic() - begin}
+        if code != 0:
+            what = f"exit code {code}" if code is not None else f"not done after {limit_seconds:g} s"
+            took["error"] = f"{what}:\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}"
+        measured = json.loads(self.results.read_text(encoding="utf-8")) if self.results.exists() else {}
+        return {**measured, **took}
 
     def end(self) -> None:
         """SIGTERM, and SIGKILL where that does not help. Safe to call when they are over."""
@@ -131,9 +132,12 @@ def _environment() -> dict[str, Any]:
 
 def _line(variant: str, measured: dict[str, Any]) -> str:
     if "error" in measured:
-        return f"{variant}: failed, {measured['error']}"
+        print(f"{variant}: failed, {measured['error']}")
+    if "share_of_ceiling" not in measured:
+        return f"{variant}: not measured"
     share = f"{measured['share_of_ceiling']:.1%} of {measured['ceiling_flops'] / 1e12:.4g} TFLOP/s"
-    return f"{variant}: {measured['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {share}, {measured['total_seconds']:.0f} s in all"
+    tokens = f"{measured['tokens_per_second_per_gpu']:.0f} tokens/s/GPU"
+    return f"{variant}: {tokens}, {share}, {measured['total_seconds']:.0f} s in all"
 
 
 def show(results: dict[str, Any]) -> None:
@@ -146,7 +150,7 @@ def show(results: dict[str, Any]) -> None:
     for title in TITLES:
         table.add_column(title, justify="left" if title == "variant" else "right")
     for variant, measured in results["variants"].items():
-        if "error" in measured:
+        if "share_of_ceiling" not in measured:
             table.add_row(variant, "failed")
             continue
         flops = (measured[f"{name}_flops_per_gpu"] / 1e12 for name in ("model", "attention"))

@@ -1,6 +1,6 @@
 """One rank of `python -m megasync.bench_train`, which starts it: trains one variant on random tokens from random weights.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.bench_train_rank CONFIG.yaml ddp OUT.json
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.bench_train_rank CONFIG.yaml ddp OUT.json
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from megasync.config import Config
 from megasync.config_load import load_config
 from megasync.files import write_atomically
 
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-
 Measured = dict[str, Any]
 
 
@@ -44,6 +42,8 @@ class DotProductCore(CoreAttention):
     """megatron-core's DotProductAttention in the place of ours, for packed sequences of one length."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any) -> None:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
         super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
         self.core = DotProductAttention(config, layer_number, attn_mask_type, attention_type, **options)
 
@@ -66,7 +66,7 @@ def build_engine(config: Config, variant_name: str) -> Engine:
         tokens_per_microbatch=bench.num_sequences * bench.sequence_length,
     )
     if variant.dot_product:
-        engine.model.CoreAttention = DotProductCore  # type: ignore[misc]
+        vars(engine.model)["CoreAttention"] = DotProductCore  # what the layer spec names
     algorithm = dataclasses.replace(config.algorithm, name="sft", num_minibatches=1)
     return RandomEngine(config.model, settings, algorithm, num_steps=bench.warm_up_steps + bench.steps)
 
@@ -101,8 +101,8 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(config: Config, variant_name: str) -> Measured:
-    """Train and time; the same result on every rank."""
+def measure(config: Config, variant_name: str, results_path: Path) -> None:
+    """Train and time; rank 0 writes the results."""
     bench = config.bench_train
     shapes = Shapes.read(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
     begin = time.perf_counter()
@@ -115,21 +115,26 @@ def measure(config: Config, variant_name: str) -> Measured:
     rounds: list[Measured] = []
     for step in range(bench.warm_up_steps + bench.steps):
         samples = random_samples(config, step, built.layout.data_size, shapes.vocab_size)
-        clock = [_now()]
+        begin = _now()
         minibatches = built.prepare(samples)
-        clock.append(_now())
+        prepared = _now()
         metrics = built.update(minibatches)
-        clock.append(_now())
-        prepare, update = (later - earlier for earlier, later in zip(clock, clock[1:], strict=False))
-        rounds.append({"prepare_seconds": prepare, "update_seconds": update, "loss": metrics["loss/sft"]} | metrics)
+        seconds = {"prepare_seconds": prepared - begin, "update_seconds": _now() - prepared}
+        rounds.append({**seconds, "loss": metrics["loss/sft"], **metrics})
     ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
     totals = torch.tensor([float(peak_bytes()), ceiling], dtype=torch.float64, device=built.device)
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     measured |= {"peak_bytes": int(totals[0]), "ceiling_flops": float(totals[1]), "steps": rounds}
     measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
+    _write(results_path, measured)
     if bench.profile and device.has_cuda():
         measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
-    return measured
+        _write(results_path, measured)
+
+
+def _write(path: Path, measured: Measured) -> None:
+    if dist.get_rank() == 0:
+        write_atomically(path, json.dumps(measured))
 
 
 def _now() -> float:
@@ -176,9 +181,7 @@ def main(arguments: Sequence[str]) -> int:
         time.sleep(0.1)
     config = load_config(config_path)
     parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
-    measured = measure(config, variant_name)
-    if dist.get_rank() == 0:
-        write_atomically(Path(results_path), json.dumps(measured))
+    measure(config, variant_name, Path(results_path))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is measured is written: no need to wait until all is freed

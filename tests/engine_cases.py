@@ -45,6 +45,7 @@ def engine(
         parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
+        fusions=options.pop("fusions", "auto"),
         optimizer=OptimizerConfig(**optimizer),
         lora=LoraConfig(**options.pop("lora", {})),
     )
@@ -90,7 +91,7 @@ def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[
     return results
 
 
-def first_ratios(path: str, wraps: list[str], max_examples: int) -> list[list[float]]:
+def first_ratios(path: str, cases: list[dict[str, Any]], max_examples: int) -> list[list[float]]:
     """ratio/first_minibatch_mean for batches of any lengths that hypothesis comes up with, the same on every rank."""
     import hypothesis.strategies as st
     from hypothesis import given, settings
@@ -114,8 +115,8 @@ def first_ratios(path: str, wraps: list[str], max_examples: int) -> list[list[fl
         return ratios
 
     results = []
-    for wrap in wraps:
-        with engine(path, wrap, name="grpo") as built:
+    for case in cases:
+        with engine(path, name="grpo", **case) as built:
             results.append(ratios_of(built))
     return results
 
