@@ -123,3 +123,16 @@ def test_resumed_run_equals_the_uninterrupted_one(models: dict[tuple[str, bool],
         assert result["resumed"] == result["whole"]
         assert result["kept"] == ["step_00000006"]
         assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4
+
+
+def test_offload_between_steps_changes_nothing(models: dict[tuple[str, bool], str]) -> None:
+    """Losses, gradient norms and final log-probs bit for bit; what was taken off the device was really given up."""
+    wraps = ("ddp", "megatron_fsdp")
+    cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for wrap in wraps for dtype in ("float32", "bfloat16")]
+    cases += [{"wrap": wrap, "dtype": "bfloat16", "kinds": ("gradients", "optimizer")} for wrap in wraps]
+    cases = [{"path": models["qwen3", True], **case} for case in cases]
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:offloaded_losses", {"cases": cases})[0], strict=True):
+        print(case, result)
+        assert result["same"]
+        assert result["left"] == 0 or "kinds" in case
+        assert result["freed"] > 0
