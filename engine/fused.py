@@ -9,6 +9,7 @@ Source of the log-probs under tensor parallelism: the log-sum-exp of the ranks' 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ import torch.distributed as dist
 
 from engine import device
 
-CHOICES = ("auto", "all", "none")
 _on_any_length: Any = torch._dynamo.maybe_mark_dynamic
 
 
 def chosen(fusions: str) -> bool:
     """Whether `engine.fusions` comes out as on: `auto` means with CUDA, where torch can compile."""
     if fusions == "auto":
-        return device.has_cuda() and not torch._dynamo.config.disable
+        compiles = not torch._dynamo.config.disable and os.environ.get("TORCHDYNAMO_DISABLE") != "1"
+        return device.has_cuda() and compiles
     return fusions == "all"
 
 

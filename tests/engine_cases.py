@@ -46,6 +46,7 @@ def engine(
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
         fusions=options.pop("fusions", "auto"),
+        overrides=options.pop("overrides", {}),
         optimizer=OptimizerConfig(**optimizer),
         lora=LoraConfig(**options.pop("lora", {})),
     )

@@ -39,7 +39,8 @@ def test_wraps_and_layouts_train_alike(models: dict[tuple[str, bool], str]) -> N
         *({**case, "tensor": 2} for case in one),
         {**one[0], "tensor": 2, "sequence": True},
         {**one[0], "pipeline": 2},
-        {**one[0], "pipeline": 2, "fusions": "all"},
+        {**one[0], "overrides": {"overlap_grad_reduce": True}},
+        {**one[0], "pipeline": 2, "fusions": "all", "overrides": {"overlap_grad_reduce": True}},
         {**one[0], "tensor": 2, "sequence": True, "fusions": "all"},
         {**one[1], "fusions": "all", "recompute": "full"},
     ]
