@@ -19,7 +19,7 @@ class TrainBenchConfig:
     sequence_length: int = 2048
     variants: tuple[str, ...] = ("ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product")
     variant_seconds: float = 300.0  # a variant that takes longer is ended
-    profile: bool = False  # with CUDA: one more step, and the kernels that take longest in it
+    profile: tuple[str, ...] = ()  # variants that, with CUDA, take one more step to see which kernels take longest
 
 
 class Variant(NamedTuple):

@@ -127,7 +127,7 @@ def measure(config: Config, variant_name: str, results_path: Path) -> None:
     measured |= {"peak_bytes": int(totals[0]), "ceiling_flops": float(totals[1]), "steps": rounds}
     measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
     _write(results_path, measured)
-    if bench.profile and device.has_cuda():
+    if variant_name in bench.profile and device.has_cuda():
         measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
         _write(results_path, measured)
 

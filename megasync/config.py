@@ -123,6 +123,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "checkpoint.resume": ("auto", "never"),
     "bench_train.shapes": tuple(SHAPES),
     "bench_train.variants": tuple(VARIANTS),
+    "bench_train.profile": tuple(VARIANTS),
 }
 
 
