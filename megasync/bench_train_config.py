@@ -20,6 +20,7 @@ class TrainBenchConfig:
     variants: tuple[str, ...] = ("ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product")
     variant_seconds: float = 300.0  # a variant that takes longer is ended
     profile: tuple[str, ...] = ()  # variants that, with CUDA, take one more step to see which kernels take longest
+    offload: tuple[str, ...] = ()  # variants whose state is moved to host memory and back at the end, and timed
 
 
 class Variant(NamedTuple):

@@ -22,6 +22,7 @@ import engine.model
 from engine import device, fused, parallel
 from engine.attention import CoreAttention
 from engine.engine import Engine
+from engine.offload import KINDS, Offload
 from engine.sample import Sample
 from megasync.bench_train_config import VARIANTS, Shapes
 from megasync.config import Config
@@ -130,6 +131,9 @@ def measure(config: Config, variant_name: str, results_path: Path) -> None:
     if variant_name in bench.profile and device.has_cuda():
         measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
         _write(results_path, measured)
+    if variant_name in bench.offload:
+        measured["offload"] = time_offload(built)
+        _write(results_path, measured)
 
 
 def _write(path: Path, measured: Measured) -> None:
@@ -172,6 +176,23 @@ def profile(built: Engine, samples: list[Sample]) -> Measured:
         "kernel_seconds": sum(event.self_device_time_total for event in kernels) / 1e6,
         "kernels": [[event.key[:120], event.self_device_time_total / 1e3, event.count] for event in kernels[:40]],
     }
+
+
+def time_offload(built: Engine) -> Measured:
+    """Of each kind and of all together: bytes of this rank's device and the seconds away and back."""
+    begin = _now()
+    offload = Offload(built)
+    offload.offload()
+    offload.reload()
+    measured: Measured = {"first_seconds": _now() - begin}  # page-locks the host memory that the others use again
+    for kinds in (*((kind,) for kind in KINDS), KINDS):
+        begin = _now()
+        num_bytes = offload.offload(kinds)
+        away = _now()
+        offload.reload()
+        seconds = {"offload_seconds": away - begin, "reload_seconds": _now() - away}
+        measured["+".join(kinds)] = {"bytes": num_bytes, **seconds}
+    return measured
 
 
 def main(arguments: Sequence[str]) -> int:

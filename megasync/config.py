@@ -124,6 +124,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "bench_train.shapes": tuple(SHAPES),
     "bench_train.variants": tuple(VARIANTS),
     "bench_train.profile": tuple(VARIANTS),
+    "bench_train.offload": tuple(VARIANTS),
 }
 
 

@@ -20,6 +20,7 @@ def test_variants_are_measured_and_train_alike(tmp_path: Path, capfd: pytest.Cap
     """Plain DDP against the dot product with all fusions, in fp32."""
     variants = ["ddp_no_fusions", "megatron_fsdp_dot_product"]
     overrides = [*TINY, *SHORT, f"run.dir={tmp_path}", "engine.fusions=all", f"bench_train.variants=[{','.join(variants)}]"]
+    overrides.append(f"bench_train.offload=[{variants[1]}]")
     out = tmp_path / "out.json"
     code = bench_train.main(["--config", CONFIG, *overrides, "--json", str(out)])
     assert code == 0, capfd.readouterr().out
@@ -32,6 +33,10 @@ def test_variants_are_measured_and_train_alike(tmp_path: Path, capfd: pytest.Cap
         losses.append([step["loss"] for step in measured["steps"]])
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    offload = results["variants"][variants[1]]["offload"]
+    parts = [offload[kind]["bytes"] for kind in ("parameters", "gradients", "optimizer")]
+    assert sum(parts) == offload["parameters+gradients+optimizer"]["bytes"]
+    assert min(parts) > 0
     shown = capfd.readouterr().out
     assert all(name in shown for name in variants)
 
