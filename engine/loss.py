@@ -67,7 +67,7 @@ def aggregation_weights(batch: MicroBatch, num_tokens: int, num_samples: int, ag
     """
     if aggregation == "token_mean":
         return batch.mask / max(num_tokens, 1)
-    counts = torch.zeros(int(batch.segment.max()) + 1, device=batch.mask.device)
+    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # asking `segment` would wait for the device
     counts.index_add_(0, batch.segment, batch.mask)
     return batch.mask / counts.clamp(min=1)[batch.segment] / max(num_samples, 1)
 
