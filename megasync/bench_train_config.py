@@ -19,8 +19,8 @@ class TrainBenchConfig:
     sequence_length: int = 2048
     variants: tuple[str, ...] = ("ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product")
     variant_seconds: float = 300.0  # a variant that takes longer is ended
-    profile: tuple[str, ...] = ()  # variants that, with CUDA, take one more step to see which kernels take longest
-    offload: tuple[str, ...] = ()  # variants whose state is moved to host memory and back at the end, and timed
+    profile: tuple[str, ...] = ("none",)  # variants that, with CUDA, take one more step to see which kernels take longest
+    offload: tuple[str, ...] = ("none",)  # variants whose state is moved to host memory and back at the end, and timed
 
 
 class Variant(NamedTuple):

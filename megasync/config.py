@@ -123,8 +123,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "checkpoint.resume": ("auto", "never"),
     "bench_train.shapes": tuple(SHAPES),
     "bench_train.variants": tuple(VARIANTS),
-    "bench_train.profile": tuple(VARIANTS),
-    "bench_train.offload": tuple(VARIANTS),
+    "bench_train.profile": ("none", *VARIANTS),
+    "bench_train.offload": ("none", *VARIANTS),
 }
 
 
