@@ -5,6 +5,7 @@ device.py      lets megatron-core, megatron-fsdp and mbridge run where there is 
 parallel.py    process groups
 model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge
 attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm
+fused.py       rotary embedding and log-probs in one kernel each, with CUDA
 lora.py        low-rank adapters on the frozen linears
 peft.py        adapters to and from PEFT's folders; peft_folder.py says what a folder may be, without torch
 wrap.py        the wrap table: `ddp` and `megatron_fsdp`; ddp_fields.py has the names of `overrides`, without torch
@@ -13,4 +14,5 @@ batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 engine.py      Engine: log_probs, train, whole_parameters
 checkpoint.py  save and resume, cut-off safe
+offload.py     parameters, gradients and optimizer state to host memory and back
 """

@@ -1,7 +1,9 @@
 """What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
 
 No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through torch.nn.attention.varlen; otherwise
-sequences of similar length are laid side by side for scaled_dot_product_attention. Leaves out context parallelism and dropout.
+sequences of similar length are laid side by side for scaled_dot_product_attention. With fusions the rotary embedding is done
+here too (megatron-core's, rope_utils.py:185, asks the device for the lengths twice a layer). Leaves out context parallelism
+and dropout.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
+from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a packed batch, and how to lay it out for scaled_dot_product_attention."""
+
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
@@ -81,6 +85,7 @@ class CoreAttention(torch.nn.Module):
         if config.context_parallel_size > 1:
             raise ValueError(f"engine.parallel.context={config.context_parallel_size}: only 1 is supported by CoreAttention")
         self.scale = softmax_scale
+        self.rotates = bool(config.no_rope_freq)  # megatron-core was told to leave the rotary embedding out
 
     def forward(
         self,
@@ -93,8 +98,18 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         if packed_seq_params is None:
+            assert not self.rotates
             out = self._dense(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out.permute(2, 0, 1, 3).flatten(2)
+        if self.rotates:
+            assert isinstance(packed_seq_params, PackedSequences)
+            assert packed_seq_params.rotary is not None
+            query, key = fused.rotate(query, key, packed_seq_params.rotary)
+        return self._packed(query, key, value, packed_seq_params)
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
         if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
         assert isinstance(packed_seq_params, PackedSequences)

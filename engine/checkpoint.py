@@ -214,10 +214,11 @@ def _restore_optimizer(optimizer: Any, entries: list[dict[str, Any]]) -> None:
                 key: _like(parameter, value) if torch.is_tensor(value) and value.dim() else value
                 for key, value in entry["state"].items()
             }
-    for parameter in _parameters(optimizer):  # torch's AdamW counts steps on the CPU
-        state = optimizer.state.get(parameter, {})
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].cpu()
+    for group in optimizer.param_groups:  # torch's AdamW counts steps on the CPU, unless it is fused (adam.py:163)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].to(parameter.device if group.get("fused") else "cpu")
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,7 @@ class EngineConfig:
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of megatron-core's DistributedDataParallelConfig
     tokens_per_microbatch: int = 16384
     recompute: str = "none"  # none | full
+    fusions: str = "auto"  # auto: one kernel for each memory-bound piece of a step, with CUDA | all: everywhere | none
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 

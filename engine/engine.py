@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import device, lora, loss, parallel, peft
+from engine import device, fused, lora, loss, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
@@ -70,14 +71,18 @@ class Engine:
         self.layout = parallel.layout()
         self.device = device.compute_device()
         self.hf_bridge = build_bridge(model, engine)
-        chunks = build_chunks(self.hf_bridge, weights_path or model.path)
+        self.use_fused = fused.chosen(engine.fusions)
+        if device.has_cuda() and self.layout.rank == 0:
+            print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
+        chunks = self._start_chunks(weights_path or model.path)
         if engine.lora.rank:
             lora.add_adapters(chunks, engine.lora, seed)
             if adapter := adapter_path or engine.lora.adapter_path:
                 peft.load_adapter(chunks, Path(adapter), engine.lora, self.hf_bridge, Path(model.path))
         self.model_config: Any = gpt_model(chunks[0]).config
         self.chunks = wrap_chunks(engine, self.model_config, chunks)
-        self.optimizer = build_optimizer(_reporting_norm(engine).optimizer, self.chunks, self.hf_bridge.dtype)
+        optimizer = _reporting_norm(engine).optimizer
+        self.optimizer = build_optimizer(optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
@@ -86,6 +91,9 @@ class Engine:
         self.reference: list[torch.nn.Module] | None = None
         if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
+
+    def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
+        return build_chunks(self.hf_bridge, path)
 
     def prepare(self, samples: Sequence[Sample]) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs."""
@@ -179,14 +187,14 @@ class Engine:
         self.optimizer.zero_grad()
         with lora.training(self.chunks):
             outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
-        sums = self._reduce(outputs)
         self.schedule.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
+        sums = self._reduce(outputs)  # after the step: it waits for the device
         self._require_finite(sums, float(grad_norm))
         return {**sums, "grad_norm": float(grad_norm), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
-        log_probs = loss.token_log_probs(logits, micro.labels, self.temperature)
+        log_probs = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
         weights = loss.aggregation_weights(
             micro, minibatch.num_tokens, minibatch.num_samples, self.algorithm.loss_aggregation
         )
@@ -205,10 +213,17 @@ class Engine:
         forward_only: bool,
     ) -> list[Any]:
         """megatron-core's schedule over the micro-batches; what `loss_function` reports, on the last stage, else []."""
+        options = {}
+        if self.use_fused and self.hf_bridge.dtype is not torch.float32:
+            options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
-            logits = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences)
+            if self.use_fused and micro.sequences.rotary is None:
+                micro.sequences.rotary = fused.rotary_tables(
+                    gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q
+                )
+            logits = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
             return logits, partial(loss_function, micro)
 
         iterators = [iter(microbatches) for _ in chunks]
@@ -226,7 +241,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def _log_prob_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = loss.token_log_probs(logits, micro.labels, self.temperature)
+        values = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
         return values.new_zeros(()), values
 
     def _greedy_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

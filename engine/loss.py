@@ -9,25 +9,31 @@ from collections.abc import Sequence
 
 import torch
 
-from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
+from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
 from engine.batch import MicroBatch
 from engine.config import AlgorithmConfig
 
+from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
 
 
-def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+def token_log_probs(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, use_fused: bool = False
+) -> torch.Tensor:
     """Natural log-prob of each label under softmax(logits / temperature).
 
     Args:
         logits: [1, T, vocabulary / tensor size], this tensor-parallel rank's part of the vocabulary; not changed.
         labels: int64 [1, T].
+        use_fused: see fused.token_log_probs; else megatron-core's cross entropy on float32 logits.
 
     Returns:
         float32 [T], the same on every tensor-parallel rank; gradients flow to `logits`.
     """
+    if use_fused:
+        return fused.token_log_probs(logits[0], labels[0], temperature, mpu.get_tensor_model_parallel_group())
     scaled = logits.float() / temperature  # a new tensor: cross_entropy.py subtracts the maximum in place
     if scaled.data_ptr() == logits.data_ptr():
         scaled = scaled.clone()
@@ -61,7 +67,7 @@ def aggregation_weights(batch: MicroBatch, num_tokens: int, num_samples: int, ag
     """
     if aggregation == "token_mean":
         return batch.mask / max(num_tokens, 1)
-    counts = torch.zeros(int(batch.segment.max()) + 1, device=batch.mask.device)
+    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # asking `segment` would wait for the device
     counts.index_add_(0, batch.segment, batch.mask)
     return batch.mask / counts.clamp(min=1)[batch.segment] / max(num_samples, 1)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine import device, parallel, upstream
+from engine import device, fused, parallel, upstream
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
@@ -86,13 +86,14 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     hf_config.rope_theta = upstream.rope_theta(hf_config)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
+    use_fused = fused.chosen(engine.fusions)
     recompute: dict[str, Any] = {}
     if engine.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=use_fused,  # SwiGLU; there is no bias and no dropout, so bias_dropout_fusion has nothing to do
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
@@ -101,13 +102,15 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         batch_p2p_comm=True,
+        # attention.py:917 then leaves the rotary embedding to CoreAttention
+        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
         **recompute,
     )
     return bridge
 
 
-def build_chunks(bridge: Bridge, path: str | Path) -> list[torch.nn.Module]:
-    """This rank's model chunks with the folder's weights, not yet wrapped.
+def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Module]:
+    """This rank's model chunks with the folder's weights, not yet wrapped. No path: random weights, drawn on the device.
 
     Raises:
         ValueError: the folder lacks a tensor that the model needs.
@@ -116,6 +119,8 @@ def build_chunks(bridge: Bridge, path: str | Path) -> list[torch.nn.Module]:
         chunks: list[torch.nn.Module] = bridge.get_model(
             bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
         )
+    if path is None:
+        return chunks
     try:
         with torch.no_grad():
             bridge.load_weights(chunks, str(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
+from engine import parallel, upstream  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
 from engine.config import OptimizerConfig
 
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -17,10 +17,15 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
-def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtype: torch.dtype) -> Any:
-    """megatron-core's optimizer over the wrapped chunks; fp32 main weights when `dtype` is bfloat16."""
+def build_optimizer(
+    config: OptimizerConfig, chunks: list[torch.nn.Module], dtype: torch.dtype, use_fused: bool = False
+) -> Any:
+    """megatron-core's optimizer over the wrapped chunks; fp32 main weights when `dtype` is bfloat16.
+
+    With `use_fused`, Adam is one kernel and so is clipping.
+    """
     ddp_config: Any = chunks[0].ddp_config
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=config.name,
             lr=config.learning_rate,
@@ -37,6 +42,11 @@ def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtyp
         ),
         chunks,
     )
+    if use_fused:
+        upstream.use_foreach_clipping()
+        for group in (group for inner in inner_optimizers(optimizer) for group in inner.param_groups):
+            group["fused"] = True  # get_megatron_optimizer has no argument for it; adam.py:163 reads it at every step
+    return optimizer
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps: int) -> OptimizerParamScheduler:

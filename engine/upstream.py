@@ -41,6 +41,33 @@ def add_fsdp_fields(ddp_config: Any) -> None:
             setattr(ddp_config, field.name, field.default)
 
 
+def use_foreach_clipping() -> None:
+    """Gradient norm and clipping over all tensors at once, where megatron-core falls back to its own loops.
+
+    Without TransformerEngine and apex, utils.py:1200 brings each tensor's norm to the host by itself (hundreds of waits a
+    step) and :1212 launches two kernels a tensor.
+    """
+    import torch
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    def l2_norm(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], _each: bool) -> tuple[torch.Tensor, None]:
+        tensors = [tensor for tensor in lists[0] if tensor.numel()]
+        norms = torch._foreach_norm(tensors) if tensors else [torch.zeros((), device=lists[0][0].device)]
+        return torch.linalg.vector_norm(torch.stack(list(norms))).float().view(1), None
+
+    def scale(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], factor: float) -> None:
+        source, target = lists
+        if target is not source:
+            torch._foreach_copy_(target, source)
+        torch._foreach_mul_(target, factor)
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = scale
+
+
 def rope_theta(hf_config: Any) -> float:
     """mbridge 0.15.1 (llm_bridge.py:_get_gptmodel_args) reads `rope_theta`; transformers 5 keeps it in rope_parameters."""
     parameters = getattr(hf_config, "rope_parameters", None) or {}

@@ -130,7 +130,9 @@ def ddp_config(config: EngineConfig) -> DistributedDataParallelConfig:
                 f"Fields: {', '.join(sorted(fields))}"
             )
     values = dict(WRAPS[config.wrap].fields)
-    if not device.has_cuda():
+    if device.has_cuda():
+        values["overlap_grad_reduce"] = True
+    else:
         values["gradient_reduce_div_fusion"] = False  # gloo has no ReduceOp.PREMUL_SUM
     return DistributedDataParallelConfig(**{**values, **config.overrides})
 

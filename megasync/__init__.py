@@ -7,6 +7,7 @@ quickstart.py   model, data, warm-up and RL in one command; assets.py writes mod
 export.py       a run's weights as a Hugging Face folder
 bench.py        weight sync measured against the usual ways; bench_worker.py is a rank of it, bench_memory.py the meter,
                 bench_replica.py and bench_vllm.py the replica's side
+bench_train.py  training speed by variant; bench_train_rank.py is a rank of it, bench_train_config.py its keys and variants
 config.py       all keys of a config; config_load.py reads them, config_check.py tries them against model and data
 log.py          what a run writes down; report.py, timeline.py and progress.py show it
 """

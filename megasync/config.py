@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bridge.config import SyncConfig
 from engine.config import LORA_TARGETS, AlgorithmConfig, EngineConfig, ModelConfig
+from megasync.bench_train_config import SHAPES, VARIANTS, TrainBenchConfig
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    bench_train: TrainBenchConfig = field(default_factory=TrainBenchConfig)
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -110,6 +112,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "engine.wrap": ("megatron_fsdp", "ddp"),
     "engine.recompute": ("none", "full"),
+    "engine.fusions": ("auto", "all", "none"),
     "engine.lora.sync": ("merged", "adapter"),
     "engine.lora.targets": LORA_TARGETS,
     "engine.optimizer.name": ("adam",),
@@ -121,6 +124,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.importance_correction": ("none", "tis"),
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "checkpoint.resume": ("auto", "never"),
+    "bench_train.shapes": tuple(SHAPES),
+    "bench_train.variants": tuple(VARIANTS),
+    "bench_train.profile": ("none", *VARIANTS),
+    "bench_train.offload": ("none", *VARIANTS),
 }
 
 
@@ -207,4 +214,11 @@ RANGES: dict[str, Range] = {
     "bench.lora_rank": _NOT_NEGATIVE,
     "bench.num_prompts": _COUNT,
     "bench.prompt_tokens": _COUNT,
+    "bench_train.num_ranks": _COUNT,
+    "bench_train.steps": _COUNT,
+    "bench_train.warm_up_steps": _NOT_NEGATIVE,
+    "bench_train.num_microbatches": _COUNT,
+    "bench_train.num_sequences": _COUNT,
+    "bench_train.sequence_length": Range(least=2),
+    "bench_train.variant_seconds": _POSITIVE,
 }

@@ -45,6 +45,8 @@ def engine(
         parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
+        fusions=options.pop("fusions", "auto"),
+        overrides=options.pop("overrides", {}),
         optimizer=OptimizerConfig(**optimizer),
         lora=LoraConfig(**options.pop("lora", {})),
     )
@@ -90,7 +92,32 @@ def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[
     return results
 
 
-def first_ratios(path: str, wraps: list[str], max_examples: int) -> list[list[float]]:
+def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[dict[str, Any]]:
+    """Losses without and with an offload of `kinds` after each step, and what was left of the storages meanwhile."""
+    from engine.offload import KINDS, Offload, _storages
+
+    results = []
+    for case in cases:
+        case = dict(case)
+        path, kinds = case.pop("path"), case.pop("kinds", KINDS)
+        histories, left, freed = [], 0, 0
+        for moves in (False, True):
+            with engine(path, name="grpo", kl_coefficient=0.01, **case) as built:
+                offload, history = Offload(built), []
+                for step in range(num_steps):
+                    metrics = built.update(built.prepare(random_samples(16, seed=step)))
+                    history.append((metrics["loss/policy"], metrics["grad_norm"]))
+                    if moves:
+                        freed = offload.offload(kinds)
+                        left += sum(storage.nbytes() for kind in kinds for storage in _storages(built, kind))
+                        offload.reload()
+                history.append([values.tolist() for values in built.log_probs(random_samples(4, seed=99))])
+                histories.append(history)
+        results.append({"same": histories[0] == histories[1], "left": left, "freed": freed})
+    return results
+
+
+def first_ratios(path: str, cases: list[dict[str, Any]], max_examples: int) -> list[list[float]]:
     """ratio/first_minibatch_mean for batches of any lengths that hypothesis comes up with, the same on every rank."""
     import hypothesis.strategies as st
     from hypothesis import given, settings
@@ -114,8 +141,8 @@ def first_ratios(path: str, wraps: list[str], max_examples: int) -> list[list[fl
         return ratios
 
     results = []
-    for wrap in wraps:
-        with engine(path, wrap, name="grpo") as built:
+    for case in cases:
+        with engine(path, name="grpo", **case) as built:
             results.append(ratios_of(built))
     return results
 

@@ -39,6 +39,10 @@ def test_wraps_and_layouts_train_alike(models: dict[tuple[str, bool], str]) -> N
         *({**case, "tensor": 2} for case in one),
         {**one[0], "tensor": 2, "sequence": True},
         {**one[0], "pipeline": 2},
+        {**one[0], "overrides": {"overlap_grad_reduce": True}},
+        {**one[0], "pipeline": 2, "fusions": "all", "overrides": {"overlap_grad_reduce": True}},
+        {**one[0], "tensor": 2, "sequence": True, "fusions": "all"},
+        {**one[1], "fusions": "all", "recompute": "full"},
     ]
     reference, fsdp = run_ranks(1, "tests.engine_cases:losses", {"cases": one})[0]
     assert_close(fsdp, reference, 1e-5)
@@ -102,7 +106,8 @@ def test_log_probs_equal_transformers(models: dict[tuple[str, bool], str]) -> No
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_first_ratio_is_one_for_any_mix_of_lengths(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
     """Old and current log-probs come from the same code at the same positions."""
-    arguments = {"path": models["qwen3", True], "wraps": ["ddp", "megatron_fsdp"], "max_examples": 30}
+    cases = [{"wrap": "ddp"}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "fusions": "all"}]
+    arguments = {"path": models["qwen3", True], "cases": cases, "max_examples": 30}
     for ratios in run_ranks(num_ranks, "tests.engine_cases:first_ratios", arguments)[0]:
         assert len(ratios) >= 20
         assert max(abs(ratio - 1) for ratio in ratios) < 1e-6
@@ -112,9 +117,23 @@ def test_resumed_run_equals_the_uninterrupted_one(models: dict[tuple[str, bool],
     """Losses and gradient norms bit for bit; the export gives transformers' log-probs (compared in fp32)."""
     layouts: list[dict[str, Any]] = [{"wrap": "ddp"}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "pipeline": 2}]
     cases = [{**layout, "dtype": dtype} for layout in layouts for dtype in ("float32", "bfloat16")]
+    cases += [{"wrap": wrap, "dtype": "bfloat16", "fusions": "all"} for wrap in ("ddp", "megatron_fsdp")]
     arguments = {"path": models["qwen3", True], "root": str(tmp_path), "cases": cases, "steps": 6, "stop": 3}
     for case, result in zip(cases, run_ranks(2, "tests.engine_cases:resumed_losses", arguments)[0], strict=True):
         print(case)
         assert result["resumed"] == result["whole"]
         assert result["kept"] == ["step_00000006"]
         assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4
+
+
+def test_offload_between_steps_changes_nothing(models: dict[tuple[str, bool], str]) -> None:
+    """Losses, gradient norms and final log-probs bit for bit; what was taken off the device was really given up."""
+    wraps = ("ddp", "megatron_fsdp")
+    cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for wrap in wraps for dtype in ("float32", "bfloat16")]
+    cases += [{"wrap": wrap, "dtype": "bfloat16", "kinds": ("gradients", "optimizer")} for wrap in wraps]
+    cases = [{"path": models["qwen3", True], **case} for case in cases]
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:offloaded_losses", {"cases": cases})[0], strict=True):
+        print(case, result)
+        assert result["same"]
+        assert result["left"] == 0 or "kinds" in case
+        assert result["freed"] > 0

@@ -1,0 +1,153 @@
+"""Moves parameters, gradients and optimizer state out of device memory between steps, and back, for whoever shares the device.
+
+A storage is copied into page-locked host memory and shrunk to nothing; every tensor that is a view of it, in DDP's buffers, in
+Megatron-FSDP's and in the optimizer, stays what it is and is whole again after `reload`. Gradients are not copied: a step
+begins by setting them to zero. Without CUDA the same is done with ordinary host memory. Not collective; every rank does it.
+
+    offload = Offload(engine)
+    offload.offload(("gradients", "optimizer"))   # vLLM generates
+    offload.reload()                              # before the engine or an export is used again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from engine import device
+from engine.engine import Engine
+from engine.optimizer import inner_optimizers
+
+KINDS = ("parameters", "gradients", "optimizer")
+CHUNK_BYTES = 2**28  # torch rounds page-locked memory up to a power of two
+
+
+class Offload:
+    """What has been moved off the device, and the host memory for it, which is kept for the next time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.chunks: list[torch.Tensor] = []  # uint8 [CHUNK_BYTES] each
+        self.away: list[tuple[torch.UntypedStorage, int, int | None]] = []  # storage, bytes, place on the host if copied
+
+    def offload(self, kinds: Sequence[str] = KINDS) -> int:
+        """Take these kinds off the device; returns the bytes that came free on it.
+
+        Raises:
+            ValueError: a kind is not one of KINDS, or something is away already.
+        """
+        unknown = [kind for kind in kinds if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"offload of {unknown[0]!r}: choose from {', '.join(KINDS)}")
+        if self.away:
+            raise ValueError("offload: what was taken off the device before is still away; call reload() first")
+        device.synchronize()  # other streams may still use what is shrunk here
+        if "gradients" in kinds:
+            self.engine.optimizer.zero_grad()
+        seen: set[int] = set()
+        place = 0
+        for kind in KINDS:  # a tensor that is two things, such as fp32 weights that the optimizer steps, is the first of them
+            for storage in _storages(self.engine, kind):
+                size = storage.nbytes()
+                if storage._cdata in seen or size == 0:
+                    continue
+                seen.add(storage._cdata)
+                if kind in kinds:
+                    copied = kind != "gradients"
+                    self.away.append((storage, size, place if copied else None))
+                    place += size if copied else 0
+        self._each_copied(to_host=True)
+        device.synchronize()
+        for storage, _, _ in self.away:
+            storage.resize_(0)
+        if device.has_cuda():
+            torch.cuda.empty_cache()
+        return sum(size for _, size, _ in self.away)
+
+    def reload(self) -> None:
+        """Bring everything back; gradients are zero. Does nothing when nothing is away."""
+        for storage, size, place in self.away:
+            storage.resize_(size)
+            if place is None:
+                _bytes(storage).zero_()
+        self._each_copied(to_host=False)
+        device.synchronize()
+        self.away = []
+
+    def _each_copied(self, to_host: bool) -> None:
+        for storage, size, place in self.away:
+            if place is None:
+                continue
+            begin = 0
+            whole = _bytes(storage)
+            for piece in self._host(place, size):
+                part = whole[begin : begin + piece.numel()]
+                target, source = (piece, part) if to_host else (part, piece)
+                target.copy_(source, non_blocking=True)
+                begin += piece.numel()
+
+    def _host(self, place: int, size: int) -> Iterator[torch.Tensor]:
+        """Host memory from `place` on, `size` bytes of it, in pieces."""
+        end = place + size
+        while place < end:
+            number, offset = divmod(place, CHUNK_BYTES)
+            while len(self.chunks) <= number:
+                self.chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.has_cuda()))
+            length = min(CHUNK_BYTES - offset, end - place)
+            yield self.chunks[number][offset : offset + length]
+            place += length
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of the storage, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _storages(engine: Engine, kind: str) -> Iterator[torch.UntypedStorage]:
+    tensors = {"parameters": _parameters, "gradients": _gradients, "optimizer": _optimizer}[kind](engine)
+    for tensor in tensors:
+        yield getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+def _fsdp_groups(chunk: Any) -> list[Any]:
+    """Megatron-FSDP's parameter groups; none for DDP."""
+    buffer = getattr(getattr(chunk, "module", None), "param_and_grad_buffer", None)
+    return list(buffer.parameter_groups) if buffer is not None else []
+
+
+def _group_buffers(engine: Engine, names: Iterable[str]) -> Iterator[torch.Tensor]:
+    for group in (group for chunk in engine.chunks for group in _fsdp_groups(chunk)):
+        for buffer in (getattr(group, name, None) for name in names):
+            if buffer is not None and buffer.data is not None:
+                yield buffer.data
+
+
+def _parameters(engine: Engine) -> Iterator[torch.Tensor]:
+    for chunk in (*engine.chunks, *(engine.reference or [])):
+        yield from (parameter.data for parameter in chunk.parameters())
+        for group in _fsdp_groups(chunk):
+            yield from (parameter.data for parameter in group.params)  # whole ones, where they stay gathered
+    yield from _group_buffers(engine, ("model_weight_buffer",))
+
+
+def _gradients(engine: Engine) -> Iterator[torch.Tensor]:
+    for chunk in engine.chunks:
+        yield from (buffer.grad_data for buffer in _ddp_buffers(chunk))
+    yield from _group_buffers(engine, ("main_grad_buffer",))
+
+
+def _ddp_buffers(chunk: Any) -> list[Any]:
+    """megatron-core's DDP names its list of buffers like torch's method Module.buffers."""
+    buffers = getattr(chunk, "buffers", [])
+    return [*buffers, *chunk.expert_parallel_buffers] if isinstance(buffers, list) else []
+
+
+def _optimizer(engine: Engine) -> Iterator[torch.Tensor]:
+    yield from _group_buffers(engine, ("main_weight_buffer",))
+    for inner in inner_optimizers(engine.optimizer):
+        for group in inner.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())

@@ -1,0 +1,185 @@
+"""Measures training speed on this machine: tokens and model FLOP/s, as a share of what matrix products reach here.
+
+Starts the ranks of one variant after another (bench_train_rank.py has what they do); one that fails leaves the others alone.
+Model FLOP/s count 6 for each parameter and token, attention apart. Leaves out rollouts and weight sync.
+
+    python -m megasync.bench_train --config configs/bench_train.yaml [key=value ...] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasync.bench_train_config import SHAPES
+from megasync.config_load import config_to_dict, load_config, save_config
+from megasync.errors import main_errors
+from megasync.files import write_atomically
+from megasync.processes import end_with_parent
+from megasync.ranks import num_gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megasync.config import Config
+
+PACKAGES = ("torch", "triton", "megatron-core", "megatron-fsdp", "mbridge", "transformers")
+LOG_TAIL = 2500  # characters of a failed variant's output that are shown
+TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")
+
+
+def prepare(config: Config) -> Config:
+    """The config with a model folder: one with only a config.json is written where model.path is empty."""
+    if config.model.path:
+        return config
+    folder = config.run.folder / "model"
+    bench = config.bench_train
+    hf_config = {**SHAPES[bench.shapes].hf_config(bench.sequence_length), "torch_dtype": config.model.dtype}
+    write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+
+
+class Ranks:
+    """The processes of one variant. They import everything, then wait for `go`."""
+
+    def __init__(self, config: Config, variant: str) -> None:
+        folder = config.run.folder
+        self.results, self.log, self.turn = (folder / f"{variant}.{kind}" for kind in ("json", "log", "go"))
+        for path in (self.results, self.turn):
+            path.unlink(missing_ok=True)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+        ranks = ["--nproc-per-node", str(config.bench_train.num_ranks), "-m", "megasync.bench_train_rank"]
+        arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*torchrun, *ranks, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run)
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+
+    def run(self, limit_seconds: float) -> dict[str, Any]:
+        """Let them go and wait; what was measured, or `error` with the end of their output."""
+        self.turn.touch()
+        begin = time.monotonic()
+        try:
+            code: int | None = self.process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.end()
+        took: dict[str, Any] = {"total_seconds": time.monotonic() - begin}
+        if code != 0:
+            what = f"exit code {code}" if code is not None else f"not done after {limit_seconds:g} s"
+            took["error"] = f"{what}:\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}"
+        measured = json.loads(self.results.read_text(encoding="utf-8")) if self.results.exists() else {}
+        return {**measured, **took}
+
+    def end(self) -> None:
+        """SIGTERM, and SIGKILL where that does not help. Safe to call when they are over."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def measure_train(config: Config, paths: Sequence[Path]) -> dict[str, Any]:
+    """All variants, one after another; what is known so far is written to `paths` after each.
+
+    With GPUs the next variant's ranks import their libraries while one is measured, which needs only the CPU.
+    """
+    bench = config.bench_train
+    save_config(config, config.run.folder / "config.yaml")
+    results = {"bench": "train", **_environment(), "config": config_to_dict(config), "variants": {}}
+    waiting: list[Ranks] = []
+    ahead = 1 if num_gpus() else 0
+    try:
+        for index, variant in enumerate(bench.variants):
+            started = index + len(waiting)
+            waiting += [Ranks(config, name) for name in bench.variants[started : index + 1 + ahead]]
+            results["variants"][variant] = waiting[0].run(bench.variant_seconds)
+            waiting.pop(0)
+            for path in paths:
+                write_atomically(path, json.dumps(results, indent=1) + "\n")
+            print(_line(variant, results["variants"][variant]), flush=True)
+    finally:
+        for ranks in waiting:
+            ranks.end()
+    return results
+
+
+def _environment() -> dict[str, Any]:
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {"versions": versions, "python": platform.python_version(), "machine": platform.machine(), "gpus": num_gpus()}
+
+
+def _line(variant: str, measured: dict[str, Any]) -> str:
+    if "error" in measured:
+        print(f"{variant}: failed, {measured['error']}")
+    if "share_of_ceiling" not in measured:
+        return f"{variant}: not measured"
+    share = f"{measured['share_of_ceiling']:.1%} of {measured['ceiling_flops'] / 1e12:.4g} TFLOP/s"
+    tokens = f"{measured['tokens_per_second_per_gpu']:.0f} tokens/s/GPU"
+    return f"{variant}: {tokens}, {share}, {measured['total_seconds']:.0f} s in all"
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(title="training, medians", title_justify="left")
+    for title in TITLES:
+        table.add_column(title, justify="left" if title == "variant" else "right")
+    for variant, measured in results["variants"].items():
+        if "share_of_ceiling" not in measured:
+            table.add_row(variant, "failed")
+            continue
+        flops = (measured[f"{name}_flops_per_gpu"] / 1e12 for name in ("model", "attention"))
+        table.add_row(
+            variant,
+            f"{measured['tokens_per_second_per_gpu']:.0f}",
+            *(f"{value:.4g}" for value in flops),
+            f"{measured['ceiling_flops'] / 1e12:.4g}",
+            f"{measured['share_of_ceiling']:.1%}",
+            f"{measured['peak_bytes'] / 2**30:.1f}",
+            f"{measured['steps'][-1]['loss']:.4f}",
+        )
+    console.print(table)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0: all measured; 2: the config is wrong, nothing was started; 1: a variant failed, the others are there."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.bench_train", description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench_train.variants=[ddp]")
+    parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_train.yaml")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
+    given = parser.parse_intermixed_args(arguments)
+    with main_errors():
+        config = prepare(load_config(given.config, given.overrides))
+    paths = [config.run.folder / "bench_train.json", *([given.json] if given.json is not None else [])]
+    results = measure_train(config, paths)
+    show(results)
+    return int(any("error" in measured for measured in results["variants"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

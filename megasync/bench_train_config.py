@@ -1,0 +1,92 @@
+"""The keys of `bench_train` and what they choose from. No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class TrainBenchConfig:
+    """What `python -m megasync.bench_train` measures."""
+
+    shapes: str = "3b"  # 3b | 7b | tiny, where model.path is empty
+    num_ranks: int = 2
+    steps: int = 4  # that count
+    warm_up_steps: int = 2  # before, kernels are compiled in them
+    num_microbatches: int = 4  # of each data-parallel rank in a step
+    num_sequences: int = 4  # packed in a micro-batch
+    sequence_length: int = 2048
+    variants: tuple[str, ...] = ("ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product")
+    variant_seconds: float = 300.0  # a variant that takes longer is ended
+    profile: tuple[str, ...] = ("none",)  # variants that, with CUDA, take one more step to see which kernels take longest
+    offload: tuple[str, ...] = ("none",)  # variants whose state is moved to host memory and back at the end, and timed
+
+
+class Variant(NamedTuple):
+    """One way to train."""
+
+    wrap: str
+    fusions: bool = True  # as engine.fusions says; else none
+    dot_product: bool = False  # megatron-core's DotProductAttention, all activations recomputed: else it does not fit
+
+
+VARIANTS = {
+    "ddp": Variant("ddp"),
+    "megatron_fsdp": Variant("megatron_fsdp"),
+    "ddp_no_fusions": Variant("ddp", fusions=False),
+    "megatron_fsdp_no_fusions": Variant("megatron_fsdp", fusions=False),
+    "ddp_dot_product": Variant("ddp", dot_product=True),
+    "megatron_fsdp_dot_product": Variant("megatron_fsdp", dot_product=True),
+}
+
+
+class Shapes(NamedTuple):
+    """Sizes of a Qwen2.5."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+    @classmethod
+    def read(cls, hf_config: dict[str, Any]) -> Shapes:
+        """Those of a config.json."""
+        return cls(*(hf_config[name] for name in cls._fields))
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, tied embeddings once."""
+        head_dim = self.hidden_size // self.num_attention_heads
+        kv_size = 2 * self.num_key_value_heads * head_dim
+        attention = (2 * self.hidden_size + kv_size) * self.hidden_size + self.hidden_size + kv_size
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * layer + embeddings + self.hidden_size
+
+    def attention_flops(self, sequence_length: int) -> int:
+        """Of the two products with the causal attention matrix, a token, forward and backward."""
+        return 6 * self.num_hidden_layers * self.hidden_size * (sequence_length + 1)
+
+    def hf_config(self, sequence_length: int) -> dict[str, Any]:
+        """A config.json."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "initializer_range": 0.02,
+            "max_position_embeddings": sequence_length,
+            **self._asdict(),
+        }
+
+
+SHAPES = {
+    "3b": Shapes(2048, 11008, 36, 16, 2, 151936, True),
+    "7b": Shapes(3584, 18944, 28, 28, 4, 152064, False),
+    "tiny": Shapes(64, 128, 2, 4, 2, 512, True),
+}

@@ -1,0 +1,212 @@
+"""One rank of `python -m megasync.bench_train`, which starts it: trains one variant on random tokens from random weights.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.bench_train_rank CONFIG.yaml ddp OUT.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import engine.model
+from engine import device, fused, parallel
+from engine.attention import CoreAttention
+from engine.engine import Engine
+from engine.offload import KINDS, Offload
+from engine.sample import Sample
+from megasync.bench_train_config import VARIANTS, Shapes
+from megasync.config import Config
+from megasync.config_load import load_config
+from megasync.files import write_atomically
+
+Measured = dict[str, Any]
+
+
+class RandomEngine(Engine):
+    """An engine that needs no weights on the disk."""
+
+    def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
+        return engine.model.build_chunks(self.hf_bridge, None)
+
+
+class DotProductCore(CoreAttention):
+    """megatron-core's DotProductAttention in the place of ours, for packed sequences of one length."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any) -> None:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
+        self.core = DotProductAttention(config, layer_number, attn_mask_type, attention_type, **options)
+
+    def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+        length = packed_seq_params.max_seqlen_q
+        parts = [x.reshape(-1, length, *x.shape[1:]).transpose(0, 1).contiguous() for x in (query, key, value)]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)[None, None]
+        out: torch.Tensor = self.core(*parts, hidden)
+        return out.transpose(0, 1).reshape(query.shape[0], -1)
+
+
+def build_engine(config: Config, variant_name: str) -> Engine:
+    """The variant's engine; its process groups are there."""
+    variant, bench = VARIANTS[variant_name], config.bench_train
+    settings = dataclasses.replace(
+        config.engine,
+        wrap=variant.wrap,
+        fusions=config.engine.fusions if variant.fusions else "none",
+        recompute="full" if variant.dot_product else config.engine.recompute,
+        tokens_per_microbatch=bench.num_sequences * bench.sequence_length,
+    )
+    if variant.dot_product:
+        vars(engine.model)["CoreAttention"] = DotProductCore  # what the layer spec names
+    algorithm = dataclasses.replace(config.algorithm, name="sft", num_minibatches=1)
+    return RandomEngine(config.model, settings, algorithm, num_steps=bench.warm_up_steps + bench.steps)
+
+
+def random_samples(config: Config, step: int, data_size: int, vocabulary_size: int) -> list[Sample]:
+    """A step's sequences, the same on every rank; all but the first token of each are trained on."""
+    bench = config.bench_train
+    count = data_size * bench.num_microbatches * bench.num_sequences
+    generator = torch.Generator().manual_seed(1000 * config.run.seed + step)
+    tokens = torch.randint(0, min(vocabulary_size, 30000), (count, bench.sequence_length), generator=generator)
+    return [Sample((row[0],), tuple(row[1:])) for row in tokens.tolist()]
+
+
+def product_ceiling() -> float:
+    """FLOP/s of large matrix products: bf16 8192^3 with CUDA, fp32 512^3 without."""
+    size, dtype, count = (8192, torch.bfloat16, 20) if device.has_cuda() else (512, torch.float32, 5)
+    a, b = (torch.randn(size, size, device=device.compute_device(), dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    device.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        a @ b
+    device.synchronize()
+    return count * 2 * size**3 / (time.perf_counter() - begin)
+
+
+def peak_bytes() -> int:
+    """Of device memory that torch has handed out, or of this process's memory without CUDA."""
+    if device.has_cuda():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(config: Config, variant_name: str, results_path: Path) -> None:
+    """Train and time; rank 0 writes the results."""
+    bench = config.bench_train
+    shapes = Shapes.read(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+    begin = time.perf_counter()
+    built = build_engine(config, variant_name)
+    measured: Measured = {
+        "fusions": fused.describe(built.config.fusions),
+        "recompute": built.config.recompute,
+        "build_seconds": time.perf_counter() - begin,
+    }
+    rounds: list[Measured] = []
+    for step in range(bench.warm_up_steps + bench.steps):
+        samples = random_samples(config, step, built.layout.data_size, shapes.vocab_size)
+        begin = _now()
+        minibatches = built.prepare(samples)
+        prepared = _now()
+        metrics = built.update(minibatches)
+        seconds = {"prepare_seconds": prepared - begin, "update_seconds": _now() - prepared}
+        rounds.append({**seconds, "loss": metrics["loss/sft"], **metrics})
+    ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
+    totals = torch.tensor([float(peak_bytes()), ceiling], dtype=torch.float64, device=built.device)
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    measured |= {"peak_bytes": int(totals[0]), "ceiling_flops": float(totals[1]), "steps": rounds}
+    measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
+    _write(results_path, measured)
+    if variant_name in bench.profile and device.has_cuda():
+        measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
+        _write(results_path, measured)
+    if variant_name in bench.offload:
+        measured["offload"] = time_offload(built)
+        _write(results_path, measured)
+
+
+def _write(path: Path, measured: Measured) -> None:
+    if dist.get_rank() == 0:
+        write_atomically(path, json.dumps(measured))
+
+
+def _now() -> float:
+    device.synchronize()
+    return time.perf_counter()
+
+
+def _speed(config: Config, shapes: Shapes, rounds: list[Measured], ceiling: float) -> Measured:
+    """Per GPU, from the median step."""
+    bench = config.bench_train
+    seconds = sorted(step["update_seconds"] for step in rounds)[len(rounds) // 2]
+    split = config.engine.parallel.tensor * config.engine.parallel.pipeline
+    tokens = bench.num_microbatches * bench.num_sequences * bench.sequence_length / split
+    model_flops = 6 * shapes.num_parameters * tokens / seconds
+    return {
+        "step_seconds_median": seconds,
+        "tokens_per_second_per_gpu": tokens / seconds,
+        "model_flops_per_gpu": model_flops,
+        "attention_flops_per_gpu": shapes.attention_flops(bench.sequence_length) * tokens / seconds,
+        "share_of_ceiling": model_flops / ceiling,
+    }
+
+
+def profile(built: Engine, samples: list[Sample]) -> Measured:
+    """One more step: its wall time, the time kernels ran (all streams added) and those that take longest, on this rank."""
+    minibatches = built.prepare(samples)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        begin = _now()
+        built.update(minibatches)
+        seconds = _now() - begin
+    kernels = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    return {
+        "wall_seconds": seconds,
+        "kernel_seconds": sum(event.self_device_time_total for event in kernels) / 1e6,
+        "kernels": [[event.key[:120], event.self_device_time_total / 1e3, event.count] for event in kernels[:40]],
+    }
+
+
+def time_offload(built: Engine) -> Measured:
+    """Of each kind and of all together: bytes of this rank's device and the seconds away and back."""
+    begin = _now()
+    offload = Offload(built)
+    offload.offload()
+    offload.reload()
+    measured: Measured = {"first_seconds": _now() - begin}  # page-locks the host memory that the others use again
+    for kinds in (*((kind,) for kind in KINDS), KINDS):
+        begin = _now()
+        num_bytes = offload.offload(kinds)
+        away = _now()
+        offload.reload()
+        seconds = {"offload_seconds": away - begin, "reload_seconds": _now() - away}
+        measured["+".join(kinds)] = {"bytes": num_bytes, **seconds}
+    return measured
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure one variant; rank 0 writes the JSON. With `go` as a fourth argument, a file whose coming is waited for."""
+    config_path, variant_name, results_path, *go = arguments
+    while go and not Path(go[0]).exists():  # all is imported; the device is another variant's
+        time.sleep(0.1)
+    config = load_config(config_path)
+    parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
+    measure(config, variant_name, Path(results_path))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # what is measured is written: no need to wait until all is freed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
