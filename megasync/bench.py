@@ -1,10 +1,11 @@
-"""Measures weight sync on this machine against the two usual ways, and generation from LoRA, merged and as an adapter.
+"""Measures weight sync on this machine against the two usual ways, generation from LoRA's two ways, and training.
 
-Starts the trainer ranks itself (bench_sync.py and bench_rollout.py say what is measured and how), then prints tables and,
-with --json, writes every round down. Leaves out training.
+Starts the trainer ranks itself (bench_sync.py, bench_rollout.py and bench_train_rank.py say what is measured and how), then
+prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync import bench_train
 from megasync.bench_summary import summarise_rollout, summarise_sync
 from megasync.bench_tables import show_rollout, show_sync
 from megasync.config_check import MAX_SERVED_RANK, check_config
@@ -139,14 +141,17 @@ def _environment() -> Results:
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring."""
     parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
-    about = "sync: ours, message by message, over the disk, and LoRA's two ways; rollout: tokens/s with LoRA's two ways"
-    parser.add_argument("verb", choices=list(VERBS), help=about)
+    about = "sync: ours, message by message, over the disk, and LoRA's two ways; rollout: tokens/s with LoRA's two ways; train"
+    parser.add_argument("verb", choices=[*VERBS, "train"], help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     given = parser.parse_intermixed_args(arguments)
     with main_errors():
-        config = prepare(load_config(given.config, given.overrides), given.verb)
+        config = load_config(given.config, given.overrides)
+        config = prepare(config, given.verb) if given.verb in VERBS else bench_train.prepare(config)
+    if given.verb == "train":
+        return bench_train.run(config, given.json)
     results = measure(given.verb, config)
     if results is None:
         return 1

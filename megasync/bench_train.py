@@ -3,12 +3,11 @@
 Starts the ranks of one variant after another (bench_train_rank.py has what they do); one that fails leaves the others alone.
 Model FLOP/s count 6 for each parameter and token, attention apart. Leaves out rollouts and weight sync.
 
-    python -m megasync.bench_train --config configs/bench_train.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -23,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench_train_config import SHAPES
-from megasync.config_load import config_to_dict, load_config, save_config
-from megasync.errors import main_errors
+from megasync.config_load import config_to_dict, save_config
 from megasync.files import write_atomically
 from megasync.processes import end_with_parent
 from megasync.ranks import num_gpus
@@ -166,20 +164,8 @@ def show(results: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit code 0: all measured; 2: the config is wrong, nothing was started; 1: a variant failed, the others are there."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.bench_train", description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench_train.variants=[ddp]")
-    parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_train.yaml")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
-    given = parser.parse_intermixed_args(arguments)
-    with main_errors():
-        config = prepare(load_config(given.config, given.overrides))
-    paths = [config.run.folder / "bench_train.json", *([given.json] if given.json is not None else [])]
-    results = measure_train(config, paths)
+def run(config: Config, json_path: Path | None) -> int:
+    """Measure by a prepared config and show it. Exit code 0: all measured; 1: a variant failed, the others are there."""
+    results = measure_train(config, [config.run.folder / "bench_train.json", *([json_path] if json_path is not None else [])])
     show(results)
     return int(any("error" in measured for measured in results["variants"].values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ from megasync.config_load import load_config
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "configs" / "bench_cpu.yaml")
 MIB = 2**20
-TINY = ("hidden_size=64", "intermediate_size=128", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16")
+TINY = ("hidden_size=64", "intermediate_size=128", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=32")
 
 
 def small(folder: Path) -> list[str]:
