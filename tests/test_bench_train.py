@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasync import bench, bench_train
+from megasync import bench
 from megasync.bench_train_config import SHAPES, VARIANTS, Shapes
 
 ROOT = Path(__file__).resolve().parent.parent
