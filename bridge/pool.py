@@ -154,6 +154,7 @@ class ReplicaPool:
                 message,
                 replica=replica,
                 first_reader=replica * self.config.tensor_parallel,
+                num_readers=self.num_readers,
                 manifest_json=None if known else message.manifest_json,
             )
             refs.append(actor.begin.remote(own))
@@ -193,6 +194,11 @@ class ReplicaPool:
             if out:
                 failed.append(replica)
         return failed
+
+    def ordinary_layers(self) -> dict[str, str]:
+        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
+        (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
+        return dict(layers)
 
     def read_digests(self, names: list[str], timeout: float) -> list[dict[str, int]]:
         """verify.digest_value by HF name of what each replica holds."""

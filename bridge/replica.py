@@ -79,8 +79,11 @@ class Replica:
         The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
         call runs: all enter the scheduler at once, with nothing cached.
         """
+        version = FOLDER_VERSION
 
         async def submit(queues: list[Any]) -> None:
+            nonlocal version
+            version = self.version if self.version is not None else FOLDER_VERSION
             for request in requests:
                 for sample in range(request.num_samples):
                     queue = await vllm_api.submit(
@@ -89,7 +92,7 @@ class Replica:
                     queues.append(queue)
 
         outputs = iter(await self._run(submit))
-        return [[vllm_api.to_completion(next(outputs)) for _ in range(r.num_samples)] for r in requests]
+        return [[vllm_api.to_completion(next(outputs), version) for _ in range(r.num_samples)] for r in requests]
 
     async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
         """Log-probs of given tokens, from the second of each list on."""
@@ -171,7 +174,7 @@ class Replica:
 
     async def commit(self, version: int) -> None:
         """Finish the reload, stamp the version and forget cached prefixes, which were computed with other weights."""
-        await self._engine.finish_weight_update(str(version))
+        await vllm_api.finish_update(self._engine, version)
         if self.config.adapter_rank:
             await self._engine.collective_rpc("megasync_load_adapter")
         if not await self._engine.reset_prefix_cache():
@@ -199,6 +202,11 @@ class Replica:
         """State, version (None: none that it could serve) and why it failed."""
         self._notice_death()
         return self._state.value, self.version, self._failure
+
+    async def ordinary_layers(self) -> dict[str, str]:
+        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
+        answers = await self._engine.collective_rpc("megasync_ordinary")
+        return dict(answers[0])
 
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         """Full tensors by HF name, rebuilt from what all workers hold."""

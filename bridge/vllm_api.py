@@ -1,8 +1,8 @@
-"""All that depends on the vLLM version, read in vllm(-cpu) 0.32.0; file:line notes are relative to its package.
+"""All that depends on the vLLM version: 0.26 and 0.32; file:line notes are relative to the package of vllm(-cpu) 0.32.0.
 
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
-build_engine, stop_engine, pause   an AsyncLLM from a ReplicaConfig
+build_engine, stop_engine, pause, finish_update   an AsyncLLM from a ReplicaConfig
 submit, score_request, to_completion, to_scores   requests and outputs
 begin_reload, finish_reload, unloaded_layers, ... vLLM's layer-wise reload
 
@@ -12,6 +12,7 @@ the trainer imports this file too.
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import signal
@@ -23,7 +24,8 @@ from bridge import vllm_adapter
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -33,6 +35,7 @@ BACKEND = "megasync"
 REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
 DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
 SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
+AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
 SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
 # Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
@@ -150,6 +153,14 @@ async def pause(engine: Any, mode: str) -> None:
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
+async def finish_update(engine: Any, version: int) -> None:
+    """End a weight update and stamp what is generated from now on; 0.26 has no stamps (v1/engine/async_llm.py:1093 there)."""
+    if "weight_version" in inspect.signature(engine.finish_weight_update).parameters:
+        await engine.finish_weight_update(str(version))
+    else:
+        await engine.finish_weight_update()
+
+
 def mix_seed(seed: int, sample: int) -> int:
     """A seed for one sample that shares no noise with its neighbours' (splitmix64's finaliser)."""
     z = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
@@ -199,13 +210,17 @@ async def submit_score(
     return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
 
 
-def to_completion(output: Any) -> Completion:
-    """From a finished RequestOutput with one sample."""
+def to_completion(output: Any, version: int) -> Completion:
+    """From a finished RequestOutput with one sample.
+
+    `version` is what the replica served when it took the request; vLLM 0.26, which stamps no outputs, has no other. It is
+    that of every token, since a sync begins when running requests have ended.
+    """
     sample = output.outputs[0]
     tokens = tuple(sample.token_ids)
     log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
-    versions = [FOLDER_VERSION] * len(tokens)
-    for span in sample.weight_versions or ():
+    versions = [version] * len(tokens)
+    for span in getattr(sample, "weight_versions", None) or ():
         label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
         versions[span.start : span.end] = [label] * (span.end - span.start)
     return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
@@ -215,6 +230,13 @@ def to_scores(output: Any) -> list[float]:
     """Log-probs of a finished scoring request's tokens from the second on; the first has none."""
     entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return [entry[token].logprob for token, entry in entries]
+
+
+def config_scope(vllm_config: Any) -> AbstractContextManager[Any]:
+    """What layers look up while they are loaded; 0.26 does not set it around weight updates (v1/worker/gpu_worker.py:1338)."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(vllm_config)  # type: ignore[no-any-return]
 
 
 def is_tied(model: torch.nn.Module) -> bool:
@@ -228,20 +250,43 @@ def loadable_parameters(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-def begin_reload(model: torch.nn.Module) -> None:
-    """Raw `load_weights` on a live model fails on CPUs, where weights are packed away after loading.
+def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | None]:
+    """Tells of a layer why vLLM does not compute with its weights as they were loaded; None where it does.
+
+    The embedding looks rows up in its weight; the copy that CPUs pack of it (vocab_parallel_embedding.py:67) is not used. A
+    tied head's is, and is renewed after every sync (repack_tied_head).
+    """
+    tied_head = model.lm_head if is_tied(model) else None
+
+    def reason(layer: Any) -> str | None:
+        method = getattr(layer, "quant_method", None)
+        if layer is tied_head or type(layer).__name__ == "VocabParallelEmbedding":
+            return None if type(method).__name__ in AS_LOADED else f"{type(method).__name__} changes weights after loading"
+        if hasattr(layer, "cpu_linear"):
+            return "oneDNN packs its weight after loading"
+        if method is not None and type(method).__name__ not in AS_LOADED:
+            return f"{type(method).__name__} changes weights after loading"
+        if method is None and hasattr(layer, "process_weights_after_loading"):
+            return f"{type(layer).__name__} changes weights after loading"
+        return None
+
+    return reason
+
+
+def begin_reload(layers: Iterable[torch.nn.Module]) -> None:
+    """Raw `load_weights` on live layers fails on CPUs, where weights are packed away after loading.
 
     From here on the old weights are gone in part: there is no way back but a new replica. On CPUs the packed ones are
     given up at once, so that old and new never fill memory together.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    for layer in model.modules():
+    for layer in layers:
         vars(layer).pop("cpu_linear", None)  # the packed copy of the old weight; loading packs the new one
-    initialize_layerwise_reload(model)
+        initialize_layerwise_reload(layer)
 
 
-def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, model_config: Any) -> None:
     """Process what was deferred; on CPUs also pack the tied head anew.
 
     A CPU head keeps a packed copy of its weight (model_executor/layers/vocab_parallel_embedding.py:67), which the
@@ -249,7 +294,8 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    finalize_layerwise_reload(model, model_config)
+    for layer in layers:
+        finalize_layerwise_reload(layer, model_config)
     repack_tied_head(model)
 
 
@@ -258,6 +304,7 @@ def repack_tied_head(model: torch.nn.Module) -> None:
     if is_tied(model):
         head: Any = model.lm_head
         if head.weight.device.type == "cpu":
+            vars(head).pop("cpu_linear", None)
             head.quant_method.process_weights_after_loading(head)
 
 
