@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bridge.config import ReplicaConfig
-    from bridge.messages import BeginSync, Completion, GenerationRequest
+    from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
@@ -199,6 +199,10 @@ class ReplicaPool:
         """Layers of the first worker that take vLLM's own loader in a sync, and why."""
         (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
         return dict(layers)
+
+    def sync_spans(self) -> list[list[StageSpan]]:
+        """What the last sync's time went to, replica by replica."""
+        return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
     def read_digests(self, names: list[str], timeout: float) -> list[dict[str, int]]:
         """verify.digest_value by HF name of what each replica holds."""

@@ -243,7 +243,7 @@ class _Pass:
 
     def _send(self, writer: Writer, index: int, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if self._stream._verify == "readback":
-            self.result.digests.append(digest_value(tensor.cpu()))
+            self.result.digests.append(digest_value(tensor))
         for bucket, piece in self._stream._places[index]:
             if piece is bucket.pieces[0]:
                 self._account("pack")

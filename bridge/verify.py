@@ -47,6 +47,8 @@ def digest_bytes(data: torch.Tensor) -> int:
     one for that change; other changes, exchanged words among them, escape with a chance of about 2**-64. It finds
     faults, it does not stop forgers.
     """
+    if data.device.type != "cpu":
+        return int(digest_in_slabs(data)) & MASK
     num_bytes = data.numel()
     whole = num_bytes // 8 * 8
     aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()

@@ -124,7 +124,7 @@ def to_shard(fields: list[Any]) -> Shard:
 
 def read_digests(model: torch.nn.Module) -> dict[str, int]:
     """digest_value of every full tensor, for a worker that holds the whole model."""
-    return {name: digest_value(tensor.cpu()) for name, _, tensor in hf_slices(model, lambda _: True)}
+    return {name: digest_value(tensor) for name, _, tensor in hf_slices(model, lambda _: True)}
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -26,6 +27,7 @@ STORE_SECONDS = 10e-3  # between two looks into the store
 STORE_TIMEOUT = timedelta(seconds=60)
 GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
 SCHEME = "tcp://"
+MAX_UNDER_WAY = 8
 ABORT, JOINED = "abort", "joined"
 
 
@@ -36,6 +38,7 @@ class Channel:
         self.rank, self.size, self.device = rank, size, device
         self._store, self._group = store, None
         self._next_look = 0.0
+        self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # gloo's broadcasts, of which the last may not be over
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @staticmethod
@@ -45,11 +48,13 @@ class Channel:
         return Channel(store, 0, size, device), f"{SCHEME}{own_address()}:{store.port}"
 
     @staticmethod
-    def connect(endpoint: str, rank: int, size: int, device: torch.device) -> Channel:
+    def connect(endpoint: str, rank: int, size: int, device: torch.device, deadline: float) -> Channel:
         """A reader's side. Raises TransportError when nobody listens there."""
         host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
+        left = min(STORE_TIMEOUT, timedelta(seconds=max(1.0, deadline - time.time())))
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=left)
+            store.set_timeout(STORE_TIMEOUT)
         except RuntimeError as error:
             raise TransportError(f"cannot reach the sender at {endpoint}: {_first_line(error)}") from None
         return Channel(store, rank, size, device)
@@ -81,6 +86,7 @@ class Channel:
                 self.stream.wait_event(after)
             work = self._group.broadcast([data], options)
             if self.stream is None:
+                self._under_way.append(work)
                 return work
             work.wait()  # of the stream, not of this thread
             return self.stream.record_event()
@@ -142,16 +148,21 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Leave the group. What is under way in it ends: NCCL's kernels at once, gloo's calls when their peers leave, too."""
+        """Leave the group. What is under way in it ends: NCCL's kernels at once, gloo's calls at the sync's deadline."""
         group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_leave, args=(group, self.stream is not None), daemon=True).start()
+        if group is not None and self.stream is not None:
+            group.abort()
+        elif group is not None:
+            threading.Thread(target=_leave, args=([group], list(self._under_way)), daemon=True).start()
+        self._under_way.clear()
 
 
-def _leave(group: Any, is_nccl: bool) -> None:
-    if is_nccl:
-        group.abort()
-    del group  # gloo's destructor waits for its calls
+def _leave(group: list[Any], under_way: list[Any]) -> None:
+    """Let a gloo group go once nothing is under way in it: its destructor waits for that with Python's lock held."""
+    while not all(work.is_completed() for work in under_way):
+        time.sleep(STORE_SECONDS)
+    under_way.clear()
+    group.clear()
 
 
 def abort_at(endpoint: str, reason: str) -> None:

@@ -135,7 +135,7 @@ class GroupReader:
     def _join(self, stage: int, deadline: float) -> Channel:
         channel = self._channels[stage]
         if channel is None:
-            channel = Channel.connect(self.endpoints[stage], 1 + self._reader, 1 + self._num_readers, self._device)
+            channel = Channel.connect(self.endpoints[stage], 1 + self._reader, 1 + self._num_readers, self._device, deadline)
             self._channels[stage] = channel
         channel.meet(deadline)
         return channel
