@@ -52,11 +52,11 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-class _ViewTracer(TorchDispatchMode):
+class _ViewTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which view a tensor without memory was copied from, for `reshape` and `contiguous`, which copy what is strided."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._origins: dict[int, torch.Tensor] = {}  # memory of a copy -> the view that was copied
         self._copies: list[torch.Tensor] = []  # kept, so that their memory is not used again
 

@@ -150,11 +150,11 @@ class UnplannableError(RuntimeError):
     """A loader does more than to copy."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes copies from a tensor without memory into a real one, and lets nothing change a real one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.constants: list[torch.Tensor] = []
 
@@ -288,7 +288,7 @@ def _record(specs: tuple[TensorSpec, ...], load: Loader, owners: _Owners) -> lis
     for target in recorder.constants:
         name = owners.name_of(target)
         if name is not None and target.is_contiguous():
-            owners.constants[name, target.storage_offset()] = target.numel()
+            owners.constants[name, int(target.storage_offset())] = target.numel()
     return results
 
 
@@ -310,8 +310,8 @@ def matching_regions(source: torch.Tensor, target: torch.Tensor) -> tuple[Region
         return None
     rows, columns = (dims[0], dims[1]) if len(dims) == 2 else ([1, dims[0][0], dims[0][0]], dims[0])
     return (
-        Region(source.storage_offset(), rows[0], columns[0], max(1, rows[1])),
-        Region(target.storage_offset(), rows[0], columns[0], max(1, rows[2])),
+        Region(int(source.storage_offset()), rows[0], columns[0], max(1, rows[1])),
+        Region(int(target.storage_offset()), rows[0], columns[0], max(1, rows[2])),
     )
 
 

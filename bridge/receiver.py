@@ -24,6 +24,8 @@ from bridge.plan import Plan, bake
 from bridge.unpack import Reader, Unpacking, open_reader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -192,10 +194,17 @@ class WorkerExtension:
 
     weight_transfer_engine: BucketReceiver
     model_runner: Any
+    start_weight_update: Callable[[], None]  # vLLM's worker has these (v1/worker/gpu_worker.py:1507, :1550)
+    update_weights: Callable[[dict[str, Any]], None]
 
     def megasync_begin(self, fields: dict[str, Any]) -> list[str]:
         self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
         return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
+
+    def megasync_receive(self, version: int) -> None:
+        """AsyncLLM's start_weight_update and update_weights in one call."""
+        self.start_weight_update()
+        self.update_weights({"version": version})
 
     def megasync_ordinary(self) -> dict[str, str]:
         return self.weight_transfer_engine.ordinary()

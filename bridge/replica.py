@@ -66,7 +66,8 @@ class Replica:
         try:
             for descriptor in (1, 2):
                 os.dup2(self._log.fileno(), descriptor)
-            self._engine = vllm_api.build_engine(self.config)
+            with vllm_api.noticing_failure(self._log_text):
+                self._engine = vllm_api.build_engine(self.config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
             told = f"{error}\n{summarise_log(self._log_text())}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
@@ -168,14 +169,10 @@ class Replica:
 
     async def receive(self, version: int) -> None:
         """Load the stream that was begun; comes back when every worker has all of it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._advance(Event.RECEIVE)
         self._spans = []
-        with self._span("start"):
-            await self._engine.start_weight_update()
         with self._span("update"):
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+            await self._engine.collective_rpc("megasync_receive", args=(version,))
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from bridge import vllm_adapter
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -36,6 +37,8 @@ REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by i
 DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
 SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
+START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
+FAILED_START_SECONDS = 20.0
 SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
 # Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
@@ -134,6 +137,46 @@ def build_engine(config: ReplicaConfig) -> Any:
     if config.adapter_rank:
         arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
+
+
+@contextmanager
+def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
+    """Around build_engine: an engine core that has said that it failed and does not end is ended, so that the start fails too.
+
+    The client waits for a message of the core or for its end (v1/engine/utils.py), which a core that is held up in its exit,
+    by CUDA or by threads of its own, gives neither of.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if START_FAILURE in read_log():
+                if not over.wait(FAILED_START_SECONDS):
+                    end_children(os.getpid())
+                return
+
+    thread = threading.Thread(target=watch, name="watch-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_children(pid: int) -> None:
+    """Kill all descendants of a process, Python's resource tracker aside, which cleans up after them."""
+    for child in _children(pid):
+        end_children(child)
+        if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(child, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def stop_engine(engine: Any, timeout: float) -> None:

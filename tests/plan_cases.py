@@ -31,6 +31,7 @@ def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module
     ).create_engine_config()  # fmt: skip
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
+            os.environ["VLLM_DIST_IDENT"] = os.environ["MASTER_PORT"]  # a worker process gets it from its executor
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             parallel_state.init_distributed_environment(size, rank, "env://", rank, "gloo")
             parallel_state.initialize_model_parallel(tensor_parallel)

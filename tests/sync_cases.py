@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from bridge.config import ReplicaConfig, SyncConfig
 from bridge.messages import SyncError
 from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
+from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
 from tests.engine_cases import engine, exporter, random_samples
 
@@ -135,6 +137,16 @@ class Renamed:
                 yield name + "_x", tensor
 
 
+def damaging(finish: Any) -> Any:
+    """What a sender's digests say of bucket 3 is not what it sent."""
+
+    def damaged(writer: GroupWriter, *args: Any) -> None:
+        writer._digests[3] ^= 1
+        finish(writer, *args)
+
+    return damaged
+
+
 def refused_syncs(path: str) -> dict[str, Any]:
     """A missing and a renamed tensor from two trainer ranks; every rank must hear of it and nothing may change."""
     import ray
@@ -158,6 +170,14 @@ def refused_syncs(path: str) -> dict[str, Any]:
             dist.barrier()
             Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(3)
             told["serves"] = pool.versions if pool is not None else None
+            publisher = Publisher(source, pool, SyncConfig("nccl", BUCKET_BYTES))
+            publisher.publish(4)
+            with mock.patch.object(GroupWriter, "finish", damaging(GroupWriter.finish)):
+                try:
+                    publisher.publish(5)
+                except SyncError as error:
+                    told["damaged"] = str(error)
+            told["failed"] = pool.versions if pool is not None else None
     finally:
         if pool is not None:
             pool.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,6 @@ def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(tmp_path: Path) ->
         assert zero[change] == one[change], "the same error on every rank"
         assert zero[f"{change} serves"] == [1]
     assert zero["serves"] == [3]
+    assert zero["damaged"] == one["damaged"]
+    assert re.search(r"out of service.*bucket 3 of \d+ of stage 0 \(model\.layers\..*\) arrived damaged", zero["damaged"])
+    assert zero["failed"] == [4]

@@ -18,9 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import distributed
 
 from bridge.transport.shm import TransportError
+
+dist: Any = distributed  # its stores and backends are not typed
 
 POLL_SECONDS = 50e-6
 STORE_SECONDS = 10e-3  # between two looks into the store
@@ -36,10 +38,11 @@ class Channel:
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._store, self._group = store, None
+        self._store = store
+        self._group: Any = None
         self._next_look = 0.0
         self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # gloo's broadcasts, of which the last may not be over
-        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def listen(size: int, device: torch.device) -> tuple[Channel, str]:
@@ -69,11 +72,10 @@ class Channel:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = GROUP_TIMEOUT
             with torch.cuda.device(self.device):
-                group: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
+                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
         else:
             left = timedelta(seconds=max(1.0, deadline - time.time()))
-            group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, left)
-        self._group = group
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, left)
 
     def broadcast(self, data: torch.Tensor, deadline: float, after: Any = None) -> Any:
         """Send or take `data` [n] uint8, on CUDA after the event `after`; what `arrived` and `wait` take."""
