@@ -169,9 +169,9 @@ class ReplicaPool:
         """Let all replicas load the stream; a Ray reference each."""
         return [actor.receive.remote(version) for actor in self._actors]
 
-    def raise_if_failed(self, refs: list[Any]) -> bool:
-        """Whether all references are done; raises the first error among those that are."""
-        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool:
+        """Whether all references are done within `seconds`; raises the first error among those that are."""
+        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
         if finished:
             self.gather(finished)
         return not waiting

@@ -214,10 +214,9 @@ class Publisher:
         if self._pool is None:
             return None
         try:
-            while not self._pool.raise_if_failed(refs):
+            while not self._pool.raise_if_failed(refs, POLL_SECONDS):
                 if time.time() > deadline:
                     return f"deadline of {self._config.timeout_seconds:g} s passed: replicas still load"
-                time.sleep(POLL_SECONDS / 10)
         except RuntimeError as error:
             return str(error)
         return None
