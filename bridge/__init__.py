@@ -16,8 +16,10 @@ transport/         how bytes travel: shm, nccl
 receiver.py        the receiving side inside each vLLM worker
 unpack.py          buckets become parameters, or tensors
 plan.py            the baked plan: which piece of a bucket belongs where in a worker's parameters
+bake.py            such a plan from a model's own loaders
 vllm_adapter.py    adapters in a running vLLM
 vllm_api.py        everything that depends on the vLLM version, but for
+vllm_reload.py     vLLM's layer-wise reload, and
 vllm_readback.py   what a vLLM worker holds, in Hugging Face names
 replica.py         what runs in the Ray actor of one vLLM replica
 pool.py            ReplicaPool: those actors as rank 0 of the trainer sees them

@@ -17,10 +17,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from bridge import vllm_adapter, vllm_api, vllm_readback
+from bridge import vllm_adapter, vllm_readback, vllm_reload
+from bridge.bake import bake
 from bridge.manifest import Manifest, find_differences, read_folder_manifest
 from bridge.messages import BeginSync
-from bridge.plan import Plan, bake
+from bridge.plan import Plan
 from bridge.unpack import Reader, Unpacking, open_reader
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parameters = vllm_api.loadable_parameters(self.model)
+        self._parameters = vllm_reload.loadable_parameters(self.model)
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
         self._plan: Plan | None = None
@@ -84,8 +85,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._close_reader()
             self._reader = open_reader(message, self.parallel_config.rank, self.device)
         if message.adapter is None and (self._plan is None or self._plan.manifest is not manifest or not self._plan.is_current):
-            with vllm_api.config_scope(self.vllm_config):
-                self._plan = bake(manifest, self.model, self.model.load_weights, vllm_api.transformation(self.model))
+            with vllm_reload.config_scope(self.vllm_config):
+                self._plan = bake(manifest, self.model, self.model.load_weights, vllm_reload.transformation(self.model))
         self._sync = message
         return []
 
@@ -97,7 +98,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if self._held is None:
             self._held = read_folder_manifest(Path(self.model_config.model))
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        return find_differences(manifest, self._held, dtype, tied=vllm_api.is_tied(self.model))
+        return find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
 
     def _find_adapter_problems(self, message: BeginSync, manifest: Manifest) -> list[str]:
         """An adapter needs a replica that was started for adapters; its base weights never change."""
@@ -110,8 +111,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def start_weight_update(self) -> None:
         if self._sync is None or self._sync.adapter is None:
-            with vllm_api.config_scope(self.vllm_config):
-                vllm_api.begin_reload(self._ordinary_layers)
+            with vllm_reload.config_scope(self.vllm_config):
+                vllm_reload.begin_reload(self._ordinary_layers)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the stream. On any error all sides are told, through the segments.
@@ -123,7 +124,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if sync is None or reader is None or sync.version != update_info.version:
             raise RuntimeError(f"version {update_info.version} was not begun")
         try:
-            with vllm_api.config_scope(self.vllm_config):
+            with vllm_reload.config_scope(self.vllm_config):
                 self._load(sync, reader)
         except BaseException as error:
             reader.abort(f"{self._name(sync)}: {error}")
@@ -139,14 +140,14 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             return
         loaded: set[str] | None = set()
         if not all(plan.is_planned(index) for index in range(len(self._manifest.tensors))):
-            loaded = vllm_api.load_stream(self.model, stream)
+            loaded = vllm_reload.load_stream(self.model, stream)
         for _ in stream:  # a loader that left early: take the rest, so that no one waits for us
             pass
         names = [spec.name for spec in self._manifest.tensors]
         problems = [f"{name} never arrived" for index, name in enumerate(names) if index not in unpacking.arrived]
         if loaded is not None:
             problems += [f"vLLM loaded nothing into {name}" for name in sorted(self._left_to_loader(plan) - loaded)]
-        problems += vllm_api.unloaded_layers(self.model)
+        problems += vllm_reload.unloaded_layers(self.model)
         if problems:
             raise RuntimeError("not covered: " + "; ".join(problems))
 
@@ -156,12 +157,13 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     @property
     def _ordinary_layers(self) -> list[torch.nn.Module]:
-        return self._plan.ordinary_layers if self._plan is not None else []
+        """What is reloaded: without a plan the whole model."""
+        return self._plan.ordinary_layers if self._plan is not None else [self.model]
 
     def finish_weight_update(self) -> None:
         if self._sync is None or self._sync.adapter is None:
-            with vllm_api.config_scope(self.vllm_config):
-                vllm_api.finish_reload(self._ordinary_layers, self.model, self.model_config)
+            with vllm_reload.config_scope(self.vllm_config):
+                vllm_reload.finish_reload(self._ordinary_layers, self.model, self.model_config)
             self._sync = None
 
     def load_adapter(self) -> None:

@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from bridge import vllm_api
+from bridge import vllm_reload
+from bridge.bake import bake
 from bridge.bucket import plan_buckets
 from bridge.manifest import read_folder_manifest
-from bridge.plan import Plan, bake
+from bridge.plan import Plan
 
 BUCKET_BYTES = 100_000
 
@@ -59,8 +60,8 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
     for family, (before, after) in families.items():
         config, model = build_model(before, tensor_parallel)
         manifest = read_folder_manifest(before)
-        with vllm_api.config_scope(config):
-            plan = bake(manifest, model, model.load_weights, vllm_api.transformation(model))
+        with vllm_reload.config_scope(config):
+            plan = bake(manifest, model, model.load_weights, vllm_reload.transformation(model))
         scatter_all(plan, load_file(Path(after) / "model.safetensors"))
         loaded = dict(build_model(after, tensor_parallel)[1].named_parameters())
         results[family] = {

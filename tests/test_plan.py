@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from bridge.bake import bake, matching_regions
 from bridge.bucket import plan_buckets
 from bridge.manifest import Manifest, TensorSpec
-from bridge.plan import Copy, Region, bake, cut, matching_regions
+from bridge.plan import Copy, Region, cut
 
 
 class Fused(nn.Module):

@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.worker.gpu_worker import Worker
 
-from bridge import vllm_adapter, vllm_api
+from bridge import vllm_adapter, vllm_api, vllm_reload
 from bridge.receiver import BucketReceiver, WorkerExtension
 
 
@@ -106,8 +106,8 @@ def test_stamps_win_over_the_served_version() -> None:
 
 
 def test_layers_that_stay_as_loaded_change_weights_on_cpus_only() -> None:
-    """vllm_api.AS_LOADED: what these methods do after loading asks for another platform than CUDA first."""
-    assert (UnquantizedLinearMethod.__name__, UnquantizedEmbeddingMethod.__name__) == vllm_api.AS_LOADED
+    """vllm_reload.AS_LOADED: what these methods do after loading asks for another platform than CUDA first."""
+    assert (UnquantizedLinearMethod.__name__, UnquantizedEmbeddingMethod.__name__) == vllm_reload.AS_LOADED
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         code = inspect.getsource(method.process_weights_after_loading).split("\n", 1)[1].strip()
         assert code.startswith("if current_platform.is_cpu():")
