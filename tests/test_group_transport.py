@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -80,10 +81,14 @@ def test_all_buckets_arrive_time_after_time(group) -> None:
 
 def test_damage_is_found_at_the_end_and_named(group) -> None:
     futures = group.receive()
-    group.send(damage=2)
-    for future in futures:
-        with pytest.raises(DamagedError, match=r"buckets \[2\] of stage 0 arrived damaged"):
+    with suppress(TransportError):  # it may hear of it before it ends
+        group.send(damage=2)
+    told = []
+    for future in futures:  # one finds it, the other one finds it too or hears of it
+        with pytest.raises(TransportError, match=r"buckets \[2\] of stage 0 arrived damaged") as caught:
             future.result(20)
+        told.append(caught.type)
+    assert DamagedError in told
 
 
 def test_a_reader_that_fails_stops_the_sender_and_the_other_readers() -> None:
