@@ -179,7 +179,9 @@ class SyncReport:
     `seconds`: from begin to the end of commit and verification. `pause_seconds`: how long no replica took on new
     requests; the wait for running ones is in it. `stages`: pause, begin, then gather, pack and wait for each bucket
     that this rank sends (gather alone where it sends none; their lengths are measured, within a bucket they are laid
-    end to end), load, commit, readback, resume.
+    end to end), load, commit, readback, resume. With CUDA gather and pack are the time to queue work, which runs while the
+    rank waits. `ordinary`: vLLM layers that take vLLM's own loader instead of the baked plan (plan.py), in the first worker
+    of the first replica, each with the reason; known on rank 0.
     """
 
     version: int
