@@ -8,12 +8,18 @@ adapter.py         the adapters alone as what a sync carries
 bucket.py          tensors become fixed-size buckets and back (pure functions)
 messages.py        the typed messages and states of a sync
 publish.py         Publisher: one sync as a transaction, on every trainer rank
+connection.py      what all sides agree on before the first sync
+ranks.py           what the trainer's ranks tell each other
 sender.py          one rank's pass over its weights: gather, pack, hand over, or drain
 verify.py          digests, and full tensors rebuilt from shards
-transport/         how bytes travel: shm
-receiver.py        the receiving side inside each vLLM worker; scratch.py is memory that it uses over and over
+transport/         how bytes travel: shm, nccl
+receiver.py        the receiving side inside each vLLM worker
+unpack.py          buckets become parameters, or tensors
+plan.py            the baked plan: which piece of a bucket belongs where in a worker's parameters
+bake.py            such a plan from a model's own loaders
 vllm_adapter.py    adapters in a running vLLM
 vllm_api.py        everything that depends on the vLLM version, but for
+vllm_reload.py     vLLM's layer-wise reload, and
 vllm_readback.py   what a vLLM worker holds, in Hugging Face names
 replica.py         what runs in the Ray actor of one vLLM replica
 pool.py            ReplicaPool: those actors as rank 0 of the trainer sees them

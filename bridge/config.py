@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class SyncConfig:
     """How weights travel to the replicas."""
 
-    transport: str = "auto"  # auto | shm
+    transport: str = "auto"  # shm (one host) | nccl (process groups: NCCL, gloo on CPUs) | auto: nccl with CUDA, else shm
     bucket_bytes: int = 512 * 2**20  # YAML also takes 512MiB and the like
     verify: str = "digest"  # none | digest | readback (digest, and every tensor read back and compared after commit)
     timeout_seconds: float = 60.0  # deadline of one sync

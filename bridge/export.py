@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.manifest import Manifest, TensorSpec
 from bridge.merge import merge_into, squared_error
@@ -51,6 +52,27 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
+class _ViewTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which view a tensor without memory was copied from, for `reshape` and `contiguous`, which copy what is strided."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._origins: dict[int, torch.Tensor] = {}  # memory of a copy -> the view that was copied
+        self._copies: list[torch.Tensor] = []  # kept, so that their memory is not used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self._origins[result.untyped_storage()._cdata] = args[0]
+            self._copies.append(result)
+        return result
+
+    def origin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view whose elements, in order, are those of `tensor`; of a part of a copy the part itself."""
+        view = self._origins.get(tensor.untyped_storage()._cdata)
+        return view if view is not None and tensor.is_contiguous() and tensor.numel() == view.numel() else tensor
+
+
 class Exporter:
     """The weight source of one trainer rank: `manifest()` and iteration over (Hugging Face name, tensor).
 
@@ -68,13 +90,20 @@ class Exporter:
         num_stages: int = 1,
         data_rank: int = 0,
         gather_bytes: int = 64 * 2**20,
+        stays: bool = False,
     ) -> None:
-        """`hf_bridge`: an mbridge Bridge; `tensor_group`: the tensor-parallel group, None for size 1."""
+        """`hf_bridge`: an mbridge Bridge; `tensor_group`: the tensor-parallel group, None for size 1.
+
+        `stays`: whether `units` gives parameters that are whole and in their place all the time, not gathered for a while.
+        """
         self.units, self.hf_bridge = units, hf_bridge
         self.tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
         self.stage, self.num_stages = stage, num_stages
         self.data_rank, self.gather_bytes = data_rank, gather_bytes
         self._manifest: Manifest | None = None
+        self._stays = stays and self.tensor_group is None
+        self._lasting: list[torch.Tensor] | None = None
+        self._lasting_parameters: list[tuple[torch.nn.Parameter, int]] = []  # with the addresses that they had
         self._merge_sums = torch.zeros(2, dtype=torch.float64)  # lost and moved, squared: see merge.squared_error
 
     @property
@@ -100,6 +129,41 @@ class Exporter:
                 for name, parameter, shards in self._gather(part):
                     if self.is_sender:
                         yield from self._convert(name, parameter, shards)
+
+    @torch.no_grad()
+    def lasting_tensors(self) -> list[torch.Tensor] | None:
+        """This stage's tensors in the manifest's order as views of the parameters, which show their values at any time.
+
+        Made once, and anew when a parameter has moved. A view may be strided and of another shape than its tensor, with the
+        elements in the tensor's order. None where parameters do not stay, or where a tensor is computed from them: with
+        shards to gather, adapters to merge, or conversions that do more than to take views and put them in order.
+        """
+        if not self._stays:
+            return None
+        if self._lasting is None or any(p.data_ptr() != address for p, address in self._lasting_parameters):
+            members = [member for unit in self.units() for member in members_of(unit)]
+            views = [self._views(member) for member in members]
+            if any(view is None for view in views):
+                self._stays = False
+                return None
+            self._lasting = [tensor for view in views if view is not None for tensor in view]
+            self._lasting_parameters = [(member.parameter, member.parameter.data_ptr()) for member in members]
+        return self._lasting
+
+    def _views(self, member: Member) -> list[torch.Tensor] | None:
+        """What the conversion makes of a parameter, as views of it; None where it makes something else."""
+        weight = member.parameter.detach()
+        if member.adapter is not None:
+            return None
+        shadow = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        tracer = _ViewTracer()
+        with tracer:
+            converted = [tensor for _, tensor in self._convert(member.name, member.parameter, [shadow])]
+        origins = [tracer.origin(tensor) for tensor in converted]
+        if any(o.untyped_storage()._cdata != shadow.untyped_storage()._cdata or o.dtype != shadow.dtype for o in origins):
+            return None
+        start = weight.storage_offset()
+        return [weight.as_strided(o.shape, o.stride(), start + o.storage_offset()) for o in origins]
 
     def merge_error(self) -> float:
         """|round(W + D) - (W + D)| / |D| over the whole model at the last pass, D the adapters' update; 0 without one.

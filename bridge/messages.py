@@ -107,8 +107,10 @@ class BeginSync:
     """Opens a sync. The bucket plan is not in it: both sides make it from manifest, stages and bucket size.
 
     `manifest_json` is None when the replica already holds the manifest of that digest. `stage_sizes` are numbers of
-    tensors. `sync_index` counts the syncs of these segments, so that bucket k of a stage with n has the sequence number
-    sync_index * n + k. `first_reader` is the index of the replica's first worker among all replicas' workers.
+    tensors. `endpoints` are one a stage: a segment's path (transport/shm.py), or where its sender listens
+    (transport/nccl.py). `sync_index` counts the syncs of these endpoints, so that bucket k of a stage with n has
+    the sequence number sync_index * n + k. `first_reader` is the index of the replica's first worker among all
+    `num_readers` workers of all replicas.
     """
 
     version: int
@@ -116,9 +118,10 @@ class BeginSync:
     manifest_json: str | None
     stage_sizes: tuple[int, ...]
     bucket_bytes: int
-    segments: tuple[str, ...]
+    endpoints: tuple[str, ...]
     sync_index: int
     first_reader: int
+    num_readers: int
     replica: int
     verify: bool
     deadline: float  # wall clock, seconds since the epoch
@@ -129,7 +132,7 @@ class BeginSync:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> BeginSync:
-        whole = fields | {"stage_sizes": tuple(fields["stage_sizes"]), "segments": tuple(fields["segments"])}
+        whole = fields | {"stage_sizes": tuple(fields["stage_sizes"]), "endpoints": tuple(fields["endpoints"])}
         return BeginSync(**whole)
 
 
@@ -176,7 +179,9 @@ class SyncReport:
     `seconds`: from begin to the end of commit and verification. `pause_seconds`: how long no replica took on new
     requests; the wait for running ones is in it. `stages`: pause, begin, then gather, pack and wait for each bucket
     that this rank sends (gather alone where it sends none; their lengths are measured, within a bucket they are laid
-    end to end), load, commit, readback, resume.
+    end to end), load, commit, readback, resume. With CUDA gather and pack are the time to queue work, which runs while the
+    rank waits. `ordinary`: vLLM layers that take vLLM's own loader instead of the baked plan (plan.py), in the first worker
+    of the first replica, each with the reason; known on rank 0.
     """
 
     version: int
@@ -186,6 +191,7 @@ class SyncReport:
     verified: bool
     num_buckets: int
     stages: tuple[StageSpan, ...]
+    ordinary: dict[str, str]
 
     @property
     def gb_per_second(self) -> float:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bridge.config import ReplicaConfig
-    from bridge.messages import BeginSync, Completion, GenerationRequest
+    from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
@@ -154,6 +154,7 @@ class ReplicaPool:
                 message,
                 replica=replica,
                 first_reader=replica * self.config.tensor_parallel,
+                num_readers=self.num_readers,
                 manifest_json=None if known else message.manifest_json,
             )
             refs.append(actor.begin.remote(own))
@@ -168,9 +169,9 @@ class ReplicaPool:
         """Let all replicas load the stream; a Ray reference each."""
         return [actor.receive.remote(version) for actor in self._actors]
 
-    def raise_if_failed(self, refs: list[Any]) -> bool:
-        """Whether all references are done; raises the first error among those that are."""
-        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool:
+        """Whether all references are done within `seconds`; raises the first error among those that are."""
+        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
         if finished:
             self.gather(finished)
         return not waiting
@@ -193,6 +194,15 @@ class ReplicaPool:
             if out:
                 failed.append(replica)
         return failed
+
+    def ordinary_layers(self) -> dict[str, str]:
+        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
+        (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
+        return dict(layers)
+
+    def sync_spans(self) -> list[list[StageSpan]]:
+        """What the last sync's time went to, replica by replica."""
+        return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
     def read_digests(self, names: list[str], timeout: float) -> list[dict[str, int]]:
         """verify.digest_value by HF name of what each replica holds."""

@@ -1,33 +1,33 @@
-"""The receiving side inside each vLLM worker: buckets become tensors and go through vLLM's own weight loader.
+"""The receiving side inside each vLLM worker: a sync's tensors reach the parameters, by plan or by vLLM's own loader.
 
 A WeightTransferEngine plug-in (vllm/distributed/weight_transfer/base.py, the part of that API that has stayed the same
 since 0.26). One sync is begin (through WorkerExtension), start_weight_update, one update_weights, and
-finish_weight_update. Leaves out the RPCs (replica.py) and the bytes' way (transport/).
+finish_weight_update. Leaves out the RPCs (replica.py), how buckets become tensors (unpack.py) and the plan (plan.py).
 """
 
 from __future__ import annotations
 
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from bridge import vllm_adapter, vllm_api, vllm_readback
-from bridge.bucket import Bucket, Piece, buffer_bytes, plan_buckets
-from bridge.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
+from bridge import vllm_adapter, vllm_readback, vllm_reload
+from bridge.bake import bake
+from bridge.manifest import Manifest, find_differences, read_folder_manifest
 from bridge.messages import BeginSync
-from bridge.transport.shm import ShmReader, TransportError
+from bridge.plan import Plan
+from bridge.unpack import Reader, Unpacking, open_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
+
+    import torch
 
 
 @dataclass
@@ -45,9 +45,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """Takes the whole stream of a sync in one `receive_weights`, checks it, and finishes vLLM's reload.
 
-    Memory besides vLLM's own: the mapped buffers, and copies of the tensors at their borders: of one that lies in
-    several buckets, and of those of a layer that is not complete when its bucket ends (vLLM keeps what it is given till
-    then).
+    Memory besides vLLM's own: the buffers. Where a layer is not planned also copies of tensors: of one that lies in several
+    buckets, and of those of a layer that is not complete when its bucket ends (vLLM keeps what it is given till then); what
+    comes through a process group is copied in any case.
     """
 
     init_info_cls = InitInfo
@@ -55,10 +55,11 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parameters = vllm_api.loadable_parameters(self.model)
+        self._parameters = vllm_reload.loadable_parameters(self.model)
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
-        self._reader: ShmReader | None = None
+        self._plan: Plan | None = None
+        self._reader: Reader | None = None
         self._sync: BeginSync | None = None
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         self.lora_manager: Any = None  # vLLM's, where the replica was started for adapters
@@ -80,18 +81,24 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if reasons:
             self._manifest = None
             return reasons
-        worker = self.parallel_config.rank
-        if self._reader is None or self._reader.paths != message.segments:
+        if self._reader is None or self._reader.endpoints != message.endpoints:
             self._close_reader()
-            self._reader = ShmReader(message.segments, message.first_reader + worker)
+            self._reader = open_reader(message, self.parallel_config.rank, self.device)
+        if message.adapter is None and (self._plan is None or self._plan.manifest is not manifest or not self._plan.is_current):
+            with vllm_reload.config_scope(self.vllm_config):
+                self._plan = bake(manifest, self.model, self.model.load_weights, vllm_reload.transformation(self.model))
         self._sync = message
         return []
+
+    def ordinary(self) -> dict[str, str]:
+        """The layers that are not planned, and why."""
+        return dict(self._plan.ordinary) if self._plan is not None else {}
 
     def _find_differences(self, manifest: Manifest) -> list[str]:
         if self._held is None:
             self._held = read_folder_manifest(Path(self.model_config.model))
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        return find_differences(manifest, self._held, dtype, tied=vllm_api.is_tied(self.model))
+        return find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
 
     def _find_adapter_problems(self, message: BeginSync, manifest: Manifest) -> list[str]:
         """An adapter needs a replica that was started for adapters; its base weights never change."""
@@ -104,7 +111,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def start_weight_update(self) -> None:
         if self._sync is None or self._sync.adapter is None:
-            vllm_api.begin_reload(self.model)
+            with vllm_reload.config_scope(self.vllm_config):
+                vllm_reload.begin_reload(self._ordinary_layers)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the stream. On any error all sides are told, through the segments.
@@ -116,31 +124,46 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if sync is None or reader is None or sync.version != update_info.version:
             raise RuntimeError(f"version {update_info.version} was not begun")
         try:
-            self._load(sync, reader)
+            with vllm_reload.config_scope(self.vllm_config):
+                self._load(sync, reader)
         except BaseException as error:
             reader.abort(f"{self._name(sync)}: {error}")
             raise
 
-    def _load(self, sync: BeginSync, reader: ShmReader) -> None:
+    def _load(self, sync: BeginSync, reader: Reader) -> None:
         assert self._manifest is not None
-        arrived: set[str] = set()
-        stream = _receive(sync, self._manifest, reader, self.device, arrived)
-        if sync.adapter is not None:
+        plan = self._plan if sync.adapter is None else None
+        unpacking = Unpacking(sync, self._manifest, reader, self.device, plan)
+        stream = iter(unpacking)
+        if plan is None:
             self._adapter_tensors = {name: tensor.clone() for name, tensor in stream}  # the bucket's memory is only lent
             return
-        loaded = vllm_api.load_stream(self.model, stream)
+        loaded: set[str] | None = set()
+        if not all(plan.is_planned(index) for index in range(len(self._manifest.tensors))):
+            loaded = vllm_reload.load_stream(self.model, stream)
         for _ in stream:  # a loader that left early: take the rest, so that no one waits for us
             pass
-        problems = [f"{name} never arrived" for name in self._manifest.by_name if name not in arrived]
+        names = [spec.name for spec in self._manifest.tensors]
+        problems = [f"{name} never arrived" for index, name in enumerate(names) if index not in unpacking.arrived]
         if loaded is not None:
-            problems += [f"vLLM loaded nothing into {name}" for name in sorted(self._parameters - loaded)]
-        problems += vllm_api.unloaded_layers(self.model)
+            problems += [f"vLLM loaded nothing into {name}" for name in sorted(self._left_to_loader(plan) - loaded)]
+        problems += vllm_reload.unloaded_layers(self.model)
         if problems:
             raise RuntimeError("not covered: " + "; ".join(problems))
 
+    def _left_to_loader(self, plan: Plan) -> set[str]:
+        """Parameters of the layers that are not planned."""
+        return {name for name in self._parameters if name.rpartition(".")[0] in plan.ordinary}
+
+    @property
+    def _ordinary_layers(self) -> list[torch.nn.Module]:
+        """What is reloaded: without a plan the whole model."""
+        return self._plan.ordinary_layers if self._plan is not None else [self.model]
+
     def finish_weight_update(self) -> None:
         if self._sync is None or self._sync.adapter is None:
-            vllm_api.finish_reload(self.model, self.model_config)
+            with vllm_reload.config_scope(self.vllm_config):
+                vllm_reload.finish_reload(self._ordinary_layers, self.model, self.model_config)
             self._sync = None
 
     def load_adapter(self) -> None:
@@ -185,119 +208,25 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return f"replica {sync.replica} worker {self.parallel_config.rank}"
 
 
-def _receive(
-    sync: BeginSync, manifest: Manifest, reader: ShmReader, device: torch.device, arrived: set[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of all stages in order; their names gather in `arrived`."""
-    first = 0
-    for stage, size in enumerate(sync.stage_sizes):
-        part = Manifest(manifest.tensors[first : first + size])
-        first += size
-        if buffer_bytes(part, sync.bucket_bytes) != reader.buffer_bytes(stage):
-            raise TransportError(f"stage {stage}: buffers and bucket size do not fit together")
-        for name, tensor in _receive_stage(sync, stage, part, reader):
-            arrived.add(name)
-            yield name, tensor.to(device)
-
-
-def _receive_stage(
-    sync: BeginSync, stage: int, manifest: Manifest, reader: ShmReader
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor that lies in one bucket is lent: a view, which gets memory of its own when the bucket is given back."""
-    tensor = torch.empty(0)
-    for bucket, data in _read_ahead(sync, stage, manifest, reader):
-        lent: list[_Lent] = []
-        for piece in bucket.pieces:
-            spec = manifest.tensors[piece.tensor]
-            if 0 < piece.num_bytes == spec.num_bytes:
-                tensor = _lend(data, spec, piece, lent)
-            else:
-                if piece.tensor_offset == 0:
-                    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-                _copy_piece(tensor, data, piece)
-            if _is_complete(spec, piece):
-                yield spec.name, tensor
-        _take_back(lent)
-        reader.release(stage)
-
-
-def _read_ahead(
-    sync: BeginSync, stage: int, manifest: Manifest, reader: ShmReader
-) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """The stage's buckets in order. A thread waits for the next one and checks its digest while this one is loaded."""
-    buckets = plan_buckets(manifest, sync.bucket_bytes)
-
-    def read(bucket: Bucket) -> torch.Tensor:
-        sequence = sync.sync_index * len(buckets) + bucket.index
-        try:
-            return reader.read(stage, sequence, bucket.num_bytes, sync.deadline, verify=sync.verify)
-        except TransportError as error:
-            raise TransportError(f"{describe_bucket(bucket, len(buckets), stage, manifest)} {error}") from error
-
-    thread = ThreadPoolExecutor(1, thread_name_prefix="megasync-read")
-    try:
-        coming = [thread.submit(read, bucket) for bucket in buckets[:1]]
-        for bucket in buckets:
-            data = coming.pop().result()
-            coming = [thread.submit(read, following) for following in buckets[bucket.index + 1 : bucket.index + 2]]
-            yield bucket, data
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
-
-
-class _Lent(NamedTuple):
-    """A tensor that was given to the loader as a view of a bucket; `memory` lives as long as any view of it does."""
-
-    name: str
-    tensor: weakref.ref[torch.Tensor]
-    memory: weakref.ref[Any]
-
-
-def _lend(data: torch.Tensor, spec: TensorSpec, piece: Piece, lent: list[_Lent]) -> torch.Tensor:
-    memory = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].numpy()
-    tensor = torch.frombuffer(memory, dtype=getattr(torch, spec.dtype))
-    tensor.resize_(spec.shape)  # and no view, which would keep its base, and so the memory, alive
-    lent.append(_Lent(spec.name, weakref.ref(tensor), weakref.ref(memory)))
-    return tensor
-
-
-def _take_back(lent: list[_Lent]) -> None:
-    """Before a bucket's memory is used again: what is still held, by a layer that is not complete, moves out of it."""
-    for name, held, memory in lent:
-        tensor = held()
-        if tensor is not None:
-            tensor.data = tensor.clone()
-        del tensor
-        if memory() is not None:
-            raise TransportError(f"vLLM's loader keeps a part of {name}, whose memory is needed for the next bucket")
-
-
-def _copy_piece(tensor: torch.Tensor, data: torch.Tensor, piece: Piece) -> None:
-    target = tensor.view(-1).view(torch.uint8)
-    source = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-    target[piece.tensor_offset : piece.tensor_offset + piece.num_bytes].copy_(source)
-
-
-def _is_complete(spec: TensorSpec, piece: Piece) -> bool:
-    return piece.tensor_offset + piece.num_bytes == spec.num_bytes
-
-
-def describe_bucket(bucket: Bucket, num_buckets: int, stage: int, manifest: Manifest) -> str:
-    """For people: which bucket, and the tensors in it."""
-    first, last = (manifest.tensors[bucket.pieces[end].tensor].name for end in (0, -1))
-    tensors = first if first == last else f"{first} to {last}"
-    return f"bucket {bucket.index} of {num_buckets} of stage {stage} ({tensors})"
-
-
 class WorkerExtension:
     """Methods that vLLM mixes into its worker class, called by name through `collective_rpc`."""
 
     weight_transfer_engine: BucketReceiver
     model_runner: Any
+    start_weight_update: Callable[[], None]  # vLLM's worker has these (v1/worker/gpu_worker.py:1507, :1550)
+    update_weights: Callable[[dict[str, Any]], None]
 
     def megasync_begin(self, fields: dict[str, Any]) -> list[str]:
         self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
         return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
+
+    def megasync_receive(self, version: int) -> None:
+        """AsyncLLM's start_weight_update and update_weights in one call."""
+        self.start_weight_update()
+        self.update_weights({"version": version})
+
+    def megasync_ordinary(self) -> dict[str, str]:
+        return self.weight_transfer_engine.ordinary()
 
     def megasync_load_adapter(self) -> None:
         self.weight_transfer_engine.load_adapter()

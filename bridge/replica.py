@@ -12,13 +12,15 @@ import os
 import re
 import sys
 import tempfile
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bridge import vllm_api
-from bridge.messages import FOLDER_VERSION, Event, ReplicaState, next_state
+from bridge.messages import FOLDER_VERSION, Event, ReplicaState, StageSpan, next_state
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     import torch
 
@@ -44,6 +46,7 @@ class Replica:
         self._state = ReplicaState.SERVING
         self._failure = ""
         self._in_sync = False  # the lock is held for a sync
+        self._spans: list[StageSpan] = []
         self._num_running = 0  # generate and score calls whose requests are in the engine
         self._ids = itertools.count()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 # has no name to leave behind; the engine's children write to it
@@ -63,7 +66,8 @@ class Replica:
         try:
             for descriptor in (1, 2):
                 os.dup2(self._log.fileno(), descriptor)
-            self._engine = vllm_api.build_engine(self.config)
+            with vllm_api.noticing_failure(self._log_text):
+                self._engine = vllm_api.build_engine(self.config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
             told = f"{error}\n{summarise_log(self._log_text())}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
@@ -79,8 +83,11 @@ class Replica:
         The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
         call runs: all enter the scheduler at once, with nothing cached.
         """
+        version = FOLDER_VERSION
 
         async def submit(queues: list[Any]) -> None:
+            nonlocal version
+            version = self.version if self.version is not None else FOLDER_VERSION
             for request in requests:
                 for sample in range(request.num_samples):
                     queue = await vllm_api.submit(
@@ -89,7 +96,7 @@ class Replica:
                     queues.append(queue)
 
         outputs = iter(await self._run(submit))
-        return [[vllm_api.to_completion(next(outputs)) for _ in range(r.num_samples)] for r in requests]
+        return [[vllm_api.to_completion(next(outputs), version) for _ in range(r.num_samples)] for r in requests]
 
     async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
         """Log-probs of given tokens, from the second of each list on."""
@@ -162,20 +169,21 @@ class Replica:
 
     async def receive(self, version: int) -> None:
         """Load the stream that was begun; comes back when every worker has all of it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._advance(Event.RECEIVE)
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        self._spans = []
+        with self._span("update"):
+            await self._engine.collective_rpc("megasync_receive", args=(version,))
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
         """Finish the reload, stamp the version and forget cached prefixes, which were computed with other weights."""
-        await self._engine.finish_weight_update(str(version))
-        if self.config.adapter_rank:
-            await self._engine.collective_rpc("megasync_load_adapter")
-        if not await self._engine.reset_prefix_cache():
-            raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
+        with self._span("finish"):
+            await vllm_api.finish_update(self._engine, version)
+            if self.config.adapter_rank:
+                await self._engine.collective_rpc("megasync_load_adapter")
+        with self._span("reset cache"):
+            if not await self._engine.reset_prefix_cache():
+                raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
         self.version = version
 
@@ -199,6 +207,15 @@ class Replica:
         """State, version (None: none that it could serve) and why it failed."""
         self._notice_death()
         return self._state.value, self.version, self._failure
+
+    async def sync_spans(self) -> list[StageSpan]:
+        """What the last sync's time went to in here, for the timeline."""
+        return self._spans
+
+    async def ordinary_layers(self) -> dict[str, str]:
+        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
+        answers = await self._engine.collective_rpc("megasync_ordinary")
+        return dict(answers[0])
 
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         """Full tensors by HF name, rebuilt from what all workers hold."""
@@ -229,6 +246,12 @@ class Replica:
     @property
     def _has_adapter(self) -> bool:
         return self.config.adapter_rank > 0 and self.version != FOLDER_VERSION
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        start = time.time()
+        yield
+        self._spans.append(StageSpan(name, start, time.time()))
 
     def _leave_sync(self) -> None:
         if self._in_sync:

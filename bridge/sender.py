@@ -13,7 +13,6 @@ import torch
 
 from bridge.bucket import Bucket, Piece, plan_buckets
 from bridge.messages import StageSpan
-from bridge.transport.shm import ShmWriter
 from bridge.verify import as_bytes, digest_value
 
 if TYPE_CHECKING:
@@ -45,13 +44,38 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
+class Writer(Protocol):
+    """The sending side of a transport: transport/shm.py or transport/nccl.py. All but `abort` raise TransportError."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    def start(self, deadline: float, check: Callable[[], None]) -> None: ...
+
+    def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor: ...
+
+    def publish(self, num_bytes: int, *, verify: bool) -> None: ...
+
+    def finish(self, deadline: float, check: Callable[[], None]) -> None: ...
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StageStream:
-    """Streams one pass of a source. `writer` is None on ranks that send nothing."""
+    """Streams one pass of a source. `writer` is None on ranks that send nothing.
+
+    A source with a method `lasting_tensors` that gives the tensors of the whole stage, in memory that stays (see
+    export.Exporter), is packed from there: a bucket is one torch._foreach_copy_, over views that are made once.
+    """
 
     def __init__(
-        self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: ShmWriter | None, *, verify: str
+        self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: Writer | None, *, verify: str
     ) -> None:
         self.source, self.manifest, self.writer, self._verify = source, manifest, writer, verify
+        self._packings: dict[tuple[int, int], Packing] = {}
+        self._packed_tensors: list[torch.Tensor] | None = None
         self.buckets = plan_buckets(manifest, bucket_bytes)
         self._places: list[list[tuple[Bucket, Piece]]] = [[] for _ in manifest.tensors]
         for bucket in self.buckets:
@@ -64,6 +88,12 @@ class StageStream:
         The result holds the first error, if any; an error stops the sending, not the pass.
         """
         pass_ = _Pass(self, deadline, check)
+        pass_.start()
+        lasting = getattr(self.source, "lasting_tensors", lambda: None)() if self._verify != "readback" else None
+        if lasting is not None:
+            pass_.send_lasting(lasting)
+            pass_.finish()
+            return pass_.result
         stream = iter(self.source)
         try:
             for spec in self.manifest.tensors:
@@ -75,7 +105,17 @@ class StageStream:
                 pass
         except Exception as error:  # noqa: BLE001 # whatever the source raises has to reach all ranks
             pass_.fail(f"stage {self.source.stage}: the weight source failed: {type(error).__name__}: {error}")
+        pass_.finish()
         return pass_.result
+
+    def packing(self, bucket: Bucket, buffer: torch.Tensor, tensors: list[torch.Tensor]) -> Packing:
+        """How a bucket is filled from lasting tensors; kept as long as buffer and tensors are the same."""
+        if self._packed_tensors is not tensors:
+            self._packings, self._packed_tensors = {}, tensors
+        key = (bucket.index, buffer.data_ptr())
+        if key not in self._packings:
+            self._packings[key] = Packing(bucket, buffer, tensors)
+        return self._packings[key]
 
     def send_piece(self, buffer: torch.Tensor, spec: TensorSpec, piece: Piece, tensor: torch.Tensor) -> None:
         """Copy a piece into the bucket: one copy, none in between, unless the tensor is both split and strided."""
@@ -84,6 +124,41 @@ class StageStream:
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         else:
             target.copy_(as_bytes(tensor)[piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
+
+
+class Packing:
+    """A bucket's pieces as views: those that foreach copies in one kernel, and the rest.
+
+    A source may be strided and of another shape than its tensor, as long as its elements are in the tensor's order. Of one
+    that is both strided and cut by the bucket's border a contiguous copy is made at each pass.
+    """
+
+    def __init__(self, bucket: Bucket, buffer: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        self._dense: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cut: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
+        for piece in bucket.pieces:
+            tensor = tensors[piece.tensor]
+            target = buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].view(tensor.dtype)
+            start = piece.tensor_offset // tensor.element_size()
+            part = slice(start, start + target.numel())
+            if tensor.is_contiguous():
+                targets, sources = self._dense.setdefault(tensor.dtype, ([], []))
+                targets.append(target)
+                sources.append(tensor.view(-1)[part])
+            elif target.numel() == tensor.numel():
+                self._strided.append((target.view(tensor.shape), tensor))
+            else:
+                self._cut.append((target, tensor, part))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for targets, sources in self._dense.values():
+            torch._foreach_copy_(targets, sources)
+        for target, source in self._strided:
+            target.copy_(source)
+        for target, source, part in self._cut:
+            target.copy_(source.reshape(-1)[part])
 
 
 class StreamResult:
@@ -127,11 +202,48 @@ class _Pass:
         if self.result.problem is None:
             self.result.problem = problem
             if self._stream.writer is not None:
-                self._stream.writer.segment.abort(problem)
+                self._stream.writer.abort(problem)
 
-    def _send(self, writer: ShmWriter, index: int, spec: TensorSpec, tensor: torch.Tensor) -> None:
+    def start(self) -> None:
+        """Join the readers; at the first pass that waits for them."""
+        try:
+            if self._stream.writer is not None:
+                self._stream.writer.start(self._deadline, self._check)
+        except RuntimeError as error:
+            self.fail(str(error))
+        self._account("wait")
+
+    def send_lasting(self, tensors: list[torch.Tensor]) -> None:
+        """All buckets from tensors that stay where they are."""
+        writer, verify = self._stream.writer, self._stream._verify != "none"
+        if writer is None or self.result.problem is not None:
+            return
+        try:
+            for bucket in self._stream.buckets:
+                self._account("gather")
+                buffer = writer.acquire(self._deadline, self._check)
+                self._account("wait")
+                self._stream.packing(bucket, buffer, tensors).run()
+                writer.publish(bucket.num_bytes, verify=verify)
+                self._account("pack")
+                self._close_spans()
+        except RuntimeError as error:
+            self.fail(str(error))
+
+    def finish(self) -> None:
+        """Until all is sent."""
+        writer = self._stream.writer
+        if writer is not None and self.result.problem is None:
+            try:
+                writer.finish(self._deadline, self._check)
+            except RuntimeError as error:
+                self.fail(str(error))
+            self._account("wait")
+        self._close_spans()
+
+    def _send(self, writer: Writer, index: int, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if self._stream._verify == "readback":
-            self.result.digests.append(digest_value(tensor.cpu()))
+            self.result.digests.append(digest_value(tensor))
         for bucket, piece in self._stream._places[index]:
             if piece is bucket.pieces[0]:
                 self._account("pack")

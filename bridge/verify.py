@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MASK = 2**64 - 1
 CHUNK_WORDS = 32768  # 256 KiB: chunk and scratch stay in a core's cache
+SLAB_CHUNKS = 64  # 16 MiB: what is computed on the way stays in a GPU's second-level cache
 CHUNK_FACTOR = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
 
@@ -34,7 +35,7 @@ def _multipliers(device: torch.device) -> torch.Tensor:
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
         value = (z ^ (z >> 31)) & ~0x1FFFF | (2 * position + 1)
-        values.append(value - 2**64 if value >= 2**63 else value)
+        values.append(_signed(value))
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
@@ -46,6 +47,8 @@ def digest_bytes(data: torch.Tensor) -> int:
     one for that change; other changes, exchanged words among them, escape with a chance of about 2**-64. It finds
     faults, it does not stop forgers.
     """
+    if data.device.type != "cpu":
+        return int(digest_in_slabs(data)) & MASK
     num_bytes = data.numel()
     whole = num_bytes // 8 * 8
     aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
@@ -62,6 +65,53 @@ def digest_bytes(data: torch.Tensor) -> int:
     for chunk_sum in torch.stack(sums).tolist():
         digest = (digest * CHUNK_FACTOR + chunk_sum) & MASK
     return (digest + num_bytes * LENGTH_FACTOR) & MASK
+
+
+def digest_on_device(data: torch.Tensor) -> torch.Tensor:
+    """digest_bytes as an int64 tensor [] on the device of `data`, in two's complement; on CUDA nothing waits for it."""
+    if data.device.type == "cpu":
+        return torch.tensor(_signed(digest_bytes(data)), dtype=torch.int64)
+    return digest_in_slabs(data)
+
+
+def digest_in_slabs(data: torch.Tensor) -> torch.Tensor:
+    """digest_bytes in few large operations, SLAB_CHUNKS chunks at a time; scratch memory is that of one slab."""
+    num_bytes = data.numel()
+    whole = num_bytes // 8 * 8
+    words = (data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()).view(torch.int64)
+    num_whole_chunks = words.numel() // CHUNK_WORDS
+    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    tail[: num_bytes - whole] = data[whole:]
+    chunks = words[: num_whole_chunks * CHUNK_WORDS].view(-1, CHUNK_WORDS)
+    rest = words[num_whole_chunks * CHUNK_WORDS :]
+    sums = [_slab_sums(chunks[start : start + SLAB_CHUNKS]) for start in range(0, num_whole_chunks, SLAB_CHUNKS)]
+    if rest.numel():
+        sums.append(_slab_sums(rest[None]))
+    sums.append(_slab_sums(tail.view(torch.int64)[None, : (num_bytes - whole + 7) // 8]))
+    joined = torch.cat(sums)
+    return (joined * _powers(data.device, joined.numel())).sum() + _signed(num_bytes * LENGTH_FACTOR & MASK)
+
+
+def _slab_sums(chunks: torch.Tensor) -> torch.Tensor:
+    """The sum of each row [rows] of a slab [rows, up to CHUNK_WORDS]."""
+    mixed = torch.bitwise_right_shift(chunks, 32)
+    mixed.add_(chunks).mul_(_multipliers(chunks.device)[: chunks.shape[1]])
+    return mixed.sum(1)
+
+
+@lru_cache(maxsize=64)
+def _powers(device: torch.device, count: int) -> torch.Tensor:
+    """CHUNK_FACTOR to the power of count - 1 down to 0, modulo 2**64: Horner's rule as a dot product."""
+    values, power = [], 1
+    for _ in range(count):
+        values.append(_signed(power))
+        power = power * CHUNK_FACTOR & MASK
+    return torch.tensor(values[::-1], dtype=torch.int64, device=device)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 def _chunk_sum(words: torch.Tensor) -> torch.Tensor:

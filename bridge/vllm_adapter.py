@@ -1,4 +1,6 @@
-"""Adapters in a running vLLM: loaded from memory into its one slot, read back, named by requests. Read in vllm(-cpu) 0.32.0.
+"""Adapters in a running vLLM: loaded from memory into its one slot, read back, named by requests.
+
+Read in vllm(-cpu) 0.26.0 and 0.32.0.
 
 The second file that depends on the vLLM version: LoRA managers have no public way to load an adapter but from a folder.
 Leaves out how tensors arrive (receiver.py) and what they mean (adapter.py). vLLM is imported inside the functions.
@@ -75,7 +77,7 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
         device=str(lora_manager.device),
         dtype=lora_manager.lora_config.lora_dtype,
         model_vocab_size=lora_manager.vocab_size,
-        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        weights_mapper=_renames(mapper) if mapper is not None else None,
     )
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(lora)
@@ -137,6 +139,11 @@ def read_digests(lora_manager: Any, sent: Iterable[str]) -> dict[str, int]:
         if digests.setdefault(name, digest) != digest:
             raise ValueError(f"vLLM holds different values of {name} in linears that share it")
     return digests
+
+
+def _renames(mapper: Any) -> Any:
+    """The mapper without what fuses linears, which the manager does itself; named otherwise in 0.26."""
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
 
 def unservable_adapters(lora_manager: Any, names: Iterable[str]) -> list[str]:

@@ -1,31 +1,32 @@
-"""All that depends on the vLLM version, read in vllm(-cpu) 0.32.0; file:line notes are relative to its package.
+"""All that depends on the vLLM version: 0.26 and 0.32; file:line notes are relative to the package of vllm(-cpu) 0.32.0.
 
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
-build_engine, stop_engine, pause   an AsyncLLM from a ReplicaConfig
+build_engine, stop_engine, pause, finish_update   an AsyncLLM from a ReplicaConfig
 submit, score_request, to_completion, to_scores   requests and outputs
-begin_reload, finish_reload, unloaded_layers, ... vLLM's layer-wise reload
 
-Leaves out reading weights back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is imported inside the functions:
-the trainer imports this file too.
+Leaves out loading weights (vllm_reload.py), reading them back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is
+imported inside the functions: the trainer imports this file too.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import signal
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge import vllm_adapter
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
+from bridge.vllm_reload import load_stream as load_stream  # noqa: PLC0414 # for those who load by themselves
+from bridge.vllm_reload import repack_tied_head as repack_tied_head  # noqa: PLC0414
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
+    from collections.abc import Callable, Iterator
 
     from bridge.config import ReplicaConfig
 
@@ -33,6 +34,8 @@ BACKEND = "megasync"
 REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
 DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
 SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
+START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
+FAILED_START_SECONDS = 20.0
 SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
 # Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
@@ -107,14 +110,15 @@ def build_engine(config: ReplicaConfig) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # as a class: CPUs make "mp" of "uni" (platforms/cpu.py:334)
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
+    one_worker = "uni" if torch.cuda.is_available() else UniProcExecutor  # CPUs make "mp" of "uni" (platforms/cpu.py:334)
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else UniProcExecutor,
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else one_worker,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES),
@@ -134,6 +138,46 @@ def build_engine(config: ReplicaConfig) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
 
 
+@contextmanager
+def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
+    """Around build_engine: an engine core that has said that it failed and does not end is ended, so that the start fails too.
+
+    The client waits for a message of the core or for its end (v1/engine/utils.py), which a core that is held up in its exit,
+    by CUDA or by threads of its own, gives neither of.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if START_FAILURE in read_log():
+                if not over.wait(FAILED_START_SECONDS):
+                    end_children(os.getpid())
+                return
+
+    thread = threading.Thread(target=watch, name="watch-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_children(pid: int) -> None:
+    """Kill all descendants of a process, Python's resource tracker aside, which cleans up after them."""
+    for child in _children(pid):
+        end_children(child)
+        if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+            os.kill(child, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def stop_engine(engine: Any, timeout: float) -> None:
     """End the engine's processes and give back what they left in /dev/shm.
 
@@ -149,6 +193,14 @@ def stop_engine(engine: Any, timeout: float) -> None:
 async def pause(engine: Any, mode: str) -> None:
     """AsyncLLM.pause_generation (v1/engine/async_llm.py:952) without its sleep of 20 ms, keeping the prefix cache."""
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+async def finish_update(engine: Any, version: int) -> None:
+    """End a weight update and stamp what is generated from now on; 0.26 has no stamps (v1/engine/async_llm.py:1093 there)."""
+    if "weight_version" in inspect.signature(engine.finish_weight_update).parameters:
+        await engine.finish_weight_update(str(version))
+    else:
+        await engine.finish_weight_update()
 
 
 def mix_seed(seed: int, sample: int) -> int:
@@ -200,13 +252,17 @@ async def submit_score(
     return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
 
 
-def to_completion(output: Any) -> Completion:
-    """From a finished RequestOutput with one sample."""
+def to_completion(output: Any, version: int) -> Completion:
+    """From a finished RequestOutput with one sample.
+
+    `version` is what the replica served when it took the request; vLLM 0.26, which stamps no outputs, has no other. It is
+    that of every token, since a sync begins when running requests have ended.
+    """
     sample = output.outputs[0]
     tokens = tuple(sample.token_ids)
     log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
-    versions = [FOLDER_VERSION] * len(tokens)
-    for span in sample.weight_versions or ():
+    versions = [version] * len(tokens)
+    for span in getattr(sample, "weight_versions", None) or ():
         label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
         versions[span.start : span.end] = [label] * (span.end - span.start)
     return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
@@ -216,75 +272,3 @@ def to_scores(output: Any) -> list[float]:
     """Log-probs of a finished scoring request's tokens from the second on; the first has none."""
     entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return [entry[token].logprob for token, entry in entries]
-
-
-def is_tied(model: torch.nn.Module) -> bool:
-    """Whether the head computes with the embedding's weights."""
-    head, config = getattr(model, "lm_head", None), getattr(model, "config", None)
-    return head is not None and bool(getattr(config, "tie_word_embeddings", False))
-
-
-def loadable_parameters(model: torch.nn.Module) -> set[str]:
-    """The model's own parameter names that a whole load covers; a tied head counts as the embedding."""
-    return {name for name, _ in model.named_parameters()}
-
-
-def begin_reload(model: torch.nn.Module) -> None:
-    """Raw `load_weights` on a live model fails on CPUs, where weights are packed away after loading.
-
-    From here on the old weights are gone in part: there is no way back but a new replica. On CPUs the packed ones are
-    given up at once, so that old and new never fill memory together.
-    """
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    for layer in model.modules():
-        vars(layer).pop("cpu_linear", None)  # the packed copy of the old weight; loading packs the new one
-    initialize_layerwise_reload(model)
-
-
-def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Process what was deferred; on CPUs also pack the tied head anew.
-
-    A CPU head keeps a packed copy of its weight (model_executor/layers/vocab_parallel_embedding.py:67), which the
-    reload of the embedding it is tied to does not renew (reload/layerwise.py:245): it would go on with the old weights.
-    """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(model, model_config)
-    repack_tied_head(model)
-
-
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied head anew on CPUs, after the embedding that it is tied to has changed."""
-    if is_tied(model):
-        head: Any = model.lm_head
-        if head.weight.device.type == "cpu":
-            head.quant_method.process_weights_after_loading(head)
-
-
-def unloaded_layers(model: torch.nn.Module) -> list[str]:
-    """Layers with parameters that have not got all of them, before `finish_reload`, with elements got and due.
-
-    Finalising would silently keep their old weights or process them in part (reload/layerwise.py:258-281). Rows that
-    only pad the vocabulary are never loaded.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    tied_head = model.lm_head if is_tied(model) else None
-    reasons = []
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if not info.can_load() or layer is tied_head or not any(p is not None for p in layer._parameters.values()):
-            continue
-        due = info.load_numel_total
-        if (indices := getattr(layer, "shard_indices", None)) is not None:
-            due -= indices.num_org_vocab_padding * layer.embedding_dim
-        if info.load_numel < due:
-            reasons.append(f"{name} got {info.load_numel} of {due} elements")
-    return reasons
-
-
-def load_stream(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-    """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say."""
-    loaded: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
-    return loaded

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bridge.manifest import TIED_HEAD
 from bridge.verify import Shard, as_bytes, digest_value
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
             full_names = [f"{hf_path}.{name}" for hf_path in hf_paths]
             if any(wanted(full_name) for full_name in full_names):
                 yield from _layer_slices(module, name, full_names)
+
+
+    head = getattr(model, "lm_head", None)
+    if type(head).__name__ == "VocabParallelEmbedding" and wanted(TIED_HEAD):
+        yield _vocabulary_rows(head, TIED_HEAD, unpacked_weight(head))  # in 0.26 a tied head is the embedding itself
 
 
 def _layer_slices(layer: Any, name: str, hf_names: list[str]) -> Iterator[Slice]:
@@ -124,7 +130,7 @@ def to_shard(fields: list[Any]) -> Shard:
 
 def read_digests(model: torch.nn.Module) -> dict[str, int]:
     """digest_value of every full tensor, for a worker that holds the whole model."""
-    return {name: digest_value(tensor.cpu()) for name, _, tensor in hf_slices(model, lambda _: True)}
+    return {name: digest_value(tensor) for name, _, tensor in hf_slices(model, lambda _: True)}
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -118,7 +118,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.optimizer.name": ("adam",),
     "engine.optimizer.decay": ("constant", "linear", "cosine"),
     "rollout.placement": ("separate",),
-    "sync.transport": ("auto", "shm"),
+    "sync.transport": ("auto", "shm", "nccl"),
     "sync.verify": ("none", "digest", "readback"),
     "algorithm.name": ("grpo", "sft"),
     "algorithm.importance_correction": ("none", "tis"),

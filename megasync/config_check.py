@@ -162,6 +162,9 @@ def _check_rollout(config: Config, shape: ModelShape) -> None:
         message = f"rollout.max_model_len = {rollout.max_model_len}: leaves no room for a prompt"
         needed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
         raise ConfigError(explain(message, allowed=needed, remedy="raise it, or write rollout.max_model_len=null"))
+    if config.sync.transport == "nccl" and rollout.placement == "colocated":
+        message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
+        raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
     good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]

@@ -171,6 +171,7 @@ def build_exporter(engine: Engine) -> Exporter:
         stage=engine.layout.pipeline_rank,
         num_stages=engine.layout.pipeline_size,
         data_rank=engine.layout.data_rank,
+        stays=engine.config.wrap == "ddp",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from bridge.config import ReplicaConfig, SyncConfig
 from bridge.messages import SyncError
 from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
+from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
 from tests.engine_cases import engine, exporter, random_samples
 
@@ -25,7 +27,7 @@ def start_pool(path: str) -> ReplicaPool:
     return ReplicaPool.start(ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26), 1)
 
 
-def publish_and_compare(path: str, cases: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
+def publish_and_compare(path: str, cases: list[dict[str, Any]], num_steps: int, transport: str = "auto") -> list[dict[str, Any]]:
     """Train, publish and read back `num_steps` times for each case, all against one replica."""
     import ray
 
@@ -35,7 +37,7 @@ def publish_and_compare(path: str, cases: list[dict[str, Any]], num_steps: int) 
     try:
         for number, case in enumerate(cases):
             with engine(path, name="sft", **case) as built:
-                results.append(follow(built, pool, num_steps, first_version=number * 100))
+                results.append(follow(built, pool, num_steps, number * 100, transport))
     finally:
         if pool is not None:
             pool.close()
@@ -43,21 +45,31 @@ def publish_and_compare(path: str, cases: list[dict[str, Any]], num_steps: int) 
     return results
 
 
-def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int) -> dict[str, Any]:
+def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int, transport: str) -> dict[str, Any]:
     """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps."""
     source = exporter(built)
-    publisher = Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES, verify="digest"))
+    publisher = Publisher(source, pool, SyncConfig(transport, BUCKET_BYTES, verify="digest"))
     differing: set[str] = set()
     versions, worst, moved = [], 0.0, 0
+    lasting, ordinary, num_pickled = False, {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
     before: dict[str, torch.Tensor] = {}
     for step in range(num_steps):
         built.update(built.prepare(random_samples(16, seed=step)))
-        report = publisher.publish(first_version + step)
+        with num_pickled:
+            report = publisher.publish(first_version + step)
+        if step == 0:
+            num_pickled.count = 0  # only the first sync may agree on objects
         samples = random_samples(6, seed=1000 + step)
         mine = built.log_probs(samples)
         exported = {name: tensor.clone() for name, tensor in source}
         if pool is None:
             continue
+        views = source.lasting_tensors()
+        if views is not None:
+            lasting = True
+            for view, (name, tensor) in zip(views, exported.items(), strict=True):
+                assert torch.equal(view.reshape(tensor.shape), tensor), name
+        ordinary = report.ordinary
         if "lm_head.weight" not in exported:  # tied: vLLM computes with a head of its own, which must be the embeddings
             exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
         held = pool.read_back()
@@ -70,7 +82,30 @@ def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_versio
         versions.append((report.version, pool.versions, report.verified))
         moved += sum(not torch.equal(before[name], exported[name]) for name in before) > 0
         before = exported
-    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved}
+    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "lasting": lasting,
+            "ordinary": ordinary, "num_pickled": num_pickled.count}
+
+
+class CallCounter:
+    """Counts calls of functions of a module while entered."""
+
+    def __init__(self, module: Any, names: tuple[str, ...]) -> None:
+        self.module, self.real, self.count = module, {name: getattr(module, name) for name in names}, 0
+
+    def __enter__(self) -> None:
+        for name, function in self.real.items():
+            setattr(self.module, name, self._counted(function))
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self.real.items():
+            setattr(self.module, name, function)
+
+    def _counted(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return counted
 
 
 class Renamed:
@@ -80,6 +115,8 @@ class Renamed:
         self.source, self.change, self.name = source, change, name
 
     def __getattr__(self, name: str) -> Any:
+        if name == "lasting_tensors":
+            raise AttributeError(name)
         return getattr(self.source, name)
 
     def manifest(self) -> Any:
@@ -100,6 +137,16 @@ class Renamed:
                 yield name + "_x", tensor
 
 
+def damaging(finish: Any) -> Any:
+    """What a sender's digests say of bucket 3 is not what it sent."""
+
+    def damaged(writer: GroupWriter, *args: Any) -> None:
+        writer._digests[3] ^= 1
+        finish(writer, *args)
+
+    return damaged
+
+
 def refused_syncs(path: str) -> dict[str, Any]:
     """A missing and a renamed tensor from two trainer ranks; every rank must hear of it and nothing may change."""
     import ray
@@ -114,7 +161,8 @@ def refused_syncs(path: str) -> dict[str, Any]:
             Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(1)
             for change in ("missing", "renamed"):
                 try:
-                    Publisher(Renamed(source, change, name), pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(2)
+                    config = SyncConfig("shm" if change == "missing" else "nccl", BUCKET_BYTES)
+                    Publisher(Renamed(source, change, name), pool, config).publish(2)
                 except SyncError as error:
                     told[change] = str(error)
                 if pool is not None:
@@ -122,6 +170,14 @@ def refused_syncs(path: str) -> dict[str, Any]:
             dist.barrier()
             Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(3)
             told["serves"] = pool.versions if pool is not None else None
+            publisher = Publisher(source, pool, SyncConfig("nccl", BUCKET_BYTES))
+            publisher.publish(4)
+            with mock.patch.object(GroupWriter, "finish", damaging(GroupWriter.finish)):
+                try:
+                    publisher.publish(5)
+                except SyncError as error:
+                    told["damaged"] = str(error)
+            told["failed"] = pool.versions if pool is not None else None
     finally:
         if pool is not None:
             pool.close()

@@ -132,6 +132,16 @@ def test_other_impossible_combinations(runnable: Path) -> None:
     check_config(load_config(runnable, ["algorithm.num_minibatches=32", "rollout.tensor_parallel=4"]), 2)
 
 
+def test_transports_that_cannot_be(runnable: Path) -> None:
+    check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
+    with pytest.raises(ConfigError, match=r"sync.transport = 'ipc'[\s\S]*auto, shm, nccl"):
+        load_config(runnable, ["sync.transport=ipc"])
+    config = load_config(runnable, ["sync.transport=nccl"])
+    colocated = replace(config, rollout=replace(config.rollout, placement="colocated"))
+    with pytest.raises(ConfigError, match=r"sync.transport = nccl: trainer and replicas share GPUs"):
+        check_config(colocated, 2)
+
+
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
     overrides = [
         "algorithm.name=sft",

@@ -7,7 +7,7 @@ import torch
 
 from bridge.bucket import plan_buckets
 from bridge.manifest import Manifest, TensorSpec
-from bridge.receiver import _Lent, _lend, _take_back
+from bridge.unpack import _Lent, _lend, _take_back
 from bridge.transport.shm import TransportError
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))

@@ -163,7 +163,21 @@ class ShmWriter:
 
     def __init__(self, segment: Segment, stage: int, reader_names: list[str]) -> None:
         self.segment, self.stage, self._reader_names = segment, stage, reader_names
+        self.endpoint = str(segment.path)
         self.sequence = 0
+
+    def start(self, deadline: float, check: Callable[[], None]) -> None:
+        """Nothing to do before a pass."""
+
+    def finish(self, deadline: float, check: Callable[[], None]) -> None:
+        """Nothing to wait for: what is published stays until it is read."""
+
+    def abort(self, reason: str) -> None:
+        """Wake up everyone who waits at the segment."""
+        self.segment.abort(reason)
+
+    def close(self) -> None:
+        self.segment.close()
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
         """The buffer [buffer_bytes] uint8 for the next bucket, once every reader has left it.
@@ -204,9 +218,9 @@ class ShmWriter:
 class ShmReader:
     """One vLLM worker's view of all stages' segments; `reader` is its index among all workers of all replicas."""
 
-    def __init__(self, paths: tuple[str, ...], reader: int) -> None:
-        self.paths, self.reader = paths, reader
-        self._segments = [Segment(Path(path), owner=False) for path in paths]
+    def __init__(self, endpoints: tuple[str, ...], reader: int) -> None:
+        self.endpoints, self.reader = endpoints, reader
+        self._segments = [Segment(Path(path), owner=False) for path in endpoints]
 
     def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
         """Bucket `sequence` of a stage: a view [num_bytes] uint8, good until `release`.

@@ -1,0 +1,193 @@
+"""A process group of one sender and its readers, beside torch.distributed's own: NCCL on CUDA devices, gloo on CPUs.
+
+The sender is rank 0 and holds the store through which the members find each other and tell of an abort. A member that
+aborts writes its reason there; the others look while they wait, so that nobody waits for one who is gone. Leaves out what
+is sent (nccl.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from bridge.transport.shm import TransportError
+
+dist: Any = distributed  # its stores and backends are not typed
+
+POLL_SECONDS = 50e-6
+STORE_SECONDS = 10e-3  # between two looks into the store
+STORE_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
+SCHEME = "tcp://"
+MAX_UNDER_WAY = 8
+ABORT, JOINED = "abort", "joined"
+
+
+class Channel:
+    """Broadcasts from rank 0. On CUDA everything is queued on `stream` and nothing blocks but `meet` and `wait`."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._store = store
+        self._group: Any = None
+        self._next_look = 0.0
+        self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # gloo's broadcasts, of which the last may not be over
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def listen(size: int, device: torch.device) -> tuple[Channel, str]:
+        """The sender's side, and the endpoint that readers connect to."""
+        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)  # noqa: S104
+        return Channel(store, 0, size, device), f"{SCHEME}{own_address()}:{store.port}"
+
+    @staticmethod
+    def connect(endpoint: str, rank: int, size: int, device: torch.device, deadline: float) -> Channel:
+        """A reader's side. Raises TransportError when nobody listens there."""
+        host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
+        left = min(STORE_TIMEOUT, timedelta(seconds=max(1.0, deadline - time.time())))
+        try:
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=left)
+            store.set_timeout(STORE_TIMEOUT)
+        except RuntimeError as error:
+            raise TransportError(f"cannot reach the sender at {endpoint}: {_first_line(error)}") from None
+        return Channel(store, rank, size, device)
+
+    def meet(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until all members are there and build the group; once."""
+        if self._group is not None:
+            return
+        self._store.add(JOINED, 1)
+        self.poll(lambda: self._store.add(JOINED, 0) >= self.size, deadline, "members of the group to join", check)
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = GROUP_TIMEOUT
+            with torch.cuda.device(self.device):
+                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
+        else:
+            left = timedelta(seconds=max(1.0, deadline - time.time()))
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, left)
+
+    def broadcast(self, data: torch.Tensor, deadline: float, after: Any = None) -> Any:
+        """Send or take `data` [n] uint8, on CUDA after the event `after`; what `arrived` and `wait` take."""
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=max(1.0, deadline - time.time())) if self.stream is None else GROUP_TIMEOUT
+        with self.on_stream():
+            if self.stream is not None and after is not None:
+                self.stream.wait_event(after)
+            work = self._group.broadcast([data], options)
+            if self.stream is None:
+                self._under_way.append(work)
+                return work
+            work.wait()  # of the stream, not of this thread
+            return self.stream.record_event()
+
+    def on_stream(self) -> Any:
+        """The scope in which work is queued on `stream`."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    def order(self, done: Any, deadline: float, what: str, check: Callable[[], None] = lambda: None) -> None:
+        """What follows on the current stream comes after the broadcast `done`. On CPUs this waits."""
+        if done is not None and self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+        elif done is not None:
+            self.wait(done, deadline, what, check)
+
+    def mark(self) -> Any:
+        """An event after all that is queued on the current stream; None on CPUs, where it is done."""
+        return torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
+
+    def wait(self, done: Any, deadline: float, what: str, check: Callable[[], None] = lambda: None) -> None:
+        """Until `done` is over: a broadcast, or on CUDA an event.
+
+        Raises:
+            TransportError: aborted by another member, over the deadline, or a member is gone.
+        """
+        if done is None:
+            return
+        self.poll(done.query if self.stream is not None else done.is_completed, deadline, what, check)
+        if self.stream is None:
+            try:
+                done.wait()
+            except RuntimeError as error:
+                self.raise_if_aborted()
+                raise TransportError(f"{what}: {_first_line(error)}") from None
+
+    def poll(self, ready: Callable[[], bool], deadline: float, what: str, check: Callable[[], None]) -> None:
+        """Until `ready`; raises TransportError on an abort and at the deadline, whatever `check` raises too."""
+        while not ready():
+            check()
+            if time.monotonic() > self._next_look:
+                self.raise_if_aborted()
+                self._next_look = time.monotonic() + STORE_SECONDS
+            if time.time() > deadline:
+                raise TransportError(f"deadline passed: waits for {what}")
+            time.sleep(POLL_SECONDS)
+
+    def raise_if_aborted(self) -> None:
+        try:
+            reason = self._store.get(ABORT).decode(errors="replace") if self._store.check([ABORT]) else None
+        except RuntimeError as error:
+            raise TransportError(f"the sender is gone: {_first_line(error)}") from None
+        if reason is not None:
+            raise TransportError(f"aborted: {reason}")
+
+    def abort(self, reason: str) -> None:
+        """Tell the others, the first reason stays, and leave the group."""
+        with suppress(RuntimeError):  # the sender is gone, and with it the store: there is nobody to tell
+            self._store.compare_set(ABORT, "", reason)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group. What is under way in it ends: NCCL's kernels at once, gloo's calls at the sync's deadline."""
+        group, self._group = self._group, None
+        if group is not None and self.stream is not None:
+            group.abort()
+        elif group is not None:
+            threading.Thread(target=_leave, args=([group], list(self._under_way)), daemon=True).start()
+        self._under_way.clear()
+
+
+def _leave(group: list[Any], under_way: list[Any]) -> None:
+    """Let a gloo group go once nothing is under way in it: its destructor waits for that with Python's lock held."""
+    while not all(work.is_completed() for work in under_way):
+        time.sleep(STORE_SECONDS)
+    under_way.clear()
+    group.clear()
+
+
+def abort_at(endpoint: str, reason: str) -> None:
+    """Tell the members of a group that this process is not in; nothing where the sender is gone."""
+    host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+        store.compare_set(ABORT, "", reason)
+    except RuntimeError:
+        return
+
+
+def own_address() -> str:
+    """The address under which other hosts reach this one; the loopback's where there is no network."""
+    target = os.environ.get("MASTER_ADDR", "")
+    target = target if target not in ("", "localhost", "127.0.0.1", "::1") else "192.0.2.1"  # RFC 5737: never sent to
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,174 @@
+"""Buckets through a process group, for replicas with devices of their own: NCCL between GPUs, gloo between CPUs.
+
+The sender of a stage and all vLLM workers are one group (channel.py), with two fixed buffers on each side. While bucket k
+is on the wire, the sender packs bucket k + 1 and the readers scatter bucket k - 1. On CUDA all of it is queued on two
+streams and the host waits once, at the end. Each side takes the 64-bit digest of every bucket on its own device; the
+sender's travel after the last bucket and the readers compare them then, which keeps the pipeline running. Leaves out what a
+bucket means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bridge.transport.channel import SCHEME, Channel, abort_at
+from bridge.transport.shm import TransportError
+from bridge.verify import digest_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NUM_BUFFERS = 2
+
+
+class GroupWriter:
+    """The sending side of one stage."""
+
+    def __init__(self, stage: int, num_buckets: int, buffer_bytes: int, num_readers: int, device: torch.device) -> None:
+        self.stage, self._num_buckets = stage, num_buckets
+        self._channel, self.endpoint = Channel.listen(1 + num_readers, device)
+        self.buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._digests = torch.zeros(num_buckets, dtype=torch.int64, device=device)
+        self._sent: list[Any] = [None] * NUM_BUFFERS
+        self._count, self._verify, self._deadline = 0, False, 0.0
+        self._abort_reason: str | None = None
+
+    def start(self, deadline: float, check: Callable[[], None]) -> None:
+        """Join the group; at the first pass that waits for all readers."""
+        self._count, self._deadline = 0, deadline
+        self._sent = [None] * NUM_BUFFERS
+        self._channel.meet(deadline, check)
+
+    def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
+        """The buffer [buffer_bytes] uint8 for the next bucket. On CUDA its former contents leave before what is queued next."""
+        check()
+        slot = self._count % NUM_BUFFERS
+        self._channel.order(self._sent[slot], deadline, self._waits(self._count - NUM_BUFFERS), check)
+        return self.buffers[slot]
+
+    def publish(self, num_bytes: int, *, verify: bool) -> None:
+        """Hand the acquired buffer's first `num_bytes` to the readers."""
+        slot = self._count % NUM_BUFFERS
+        data = self.buffers[slot][:num_bytes]
+        packed = self._channel.mark()
+        if verify and self._channel.stream is None:
+            self._digests[self._count] = digest_on_device(data)
+        self._sent[slot] = self._channel.broadcast(data, self._deadline, packed)
+        if verify and self._channel.stream is not None:  # beside the broadcast
+            self._digests[self._count] = digest_on_device(data)
+        self._verify = verify
+        self._count += 1
+
+    def finish(self, deadline: float, check: Callable[[], None]) -> None:
+        """Send the digests and wait until all is sent."""
+        last: list[Any] = list(self._sent)
+        if self._verify:
+            last.append(self._channel.broadcast(self._digests.view(torch.uint8), deadline, self._channel.mark()))
+        for done in last:
+            self._channel.wait(done, deadline, self._waits(self._count), check)
+
+    def abort(self, reason: str) -> None:
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _waits(self, num_buckets: int) -> str:
+        return f"the workers to take {num_buckets} buckets of stage {self.stage}"
+
+
+class GroupReader:
+    """One vLLM worker's side of all stages; `reader` is its index among the `num_readers` workers of all replicas."""
+
+    lends = False  # buffers are used again as soon as the consumer asks for the next bucket
+
+    def __init__(self, endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> None:
+        self.endpoints = endpoints
+        self._channels: list[Channel | None] = [None] * len(endpoints)
+        self._reader, self._num_readers, self._device = reader, num_readers, device
+        self._buffers: list[torch.Tensor] = []
+
+    def read(
+        self, stage: int, sizes: list[int], buffer_bytes: int, deadline: float, *, verify: bool
+    ) -> Iterator[torch.Tensor]:
+        """The stage's buckets in order, of `sizes` bytes each; a view [n] uint8, good until the next is asked for.
+
+        Raises:
+            TransportError: aborted by another side, over the deadline, or, after the last one, the numbers of buckets whose
+                bytes are not those that were sent.
+        """
+        channel = self._join(stage, deadline)
+        self._make_buffers(buffer_bytes)
+        freed: list[Any] = [None] * NUM_BUFFERS
+
+        def take(index: int) -> Any:
+            data = self._buffers[index % NUM_BUFFERS][: sizes[index]]
+            return channel.broadcast(data, deadline, freed[index % NUM_BUFFERS])
+
+        digests = torch.zeros(len(sizes), dtype=torch.int64, device=self._device)
+        coming = take(0) if sizes else None
+        for index, size in enumerate(sizes):
+            arrived, coming = coming, take(index + 1) if index + 1 < len(sizes) else None
+            channel.order(arrived, deadline, f"bucket {index} of stage {stage}")
+            data = self._buffers[index % NUM_BUFFERS][:size]
+            if verify:
+                digests[index] = digest_on_device(data)
+            yield data
+            freed[index % NUM_BUFFERS] = channel.mark()
+        if verify:
+            self._compare(channel, stage, digests, deadline)
+        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage}")
+
+    def _compare(self, channel: Channel, stage: int, digests: torch.Tensor, deadline: float) -> None:
+        theirs = torch.empty_like(digests)
+        channel.order(
+            channel.broadcast(theirs.view(torch.uint8), deadline, channel.mark()), deadline, f"the digests of stage {stage}"
+        )
+        differ = digests != theirs
+        channel.wait(channel.mark(), deadline, f"the digests of stage {stage}")
+        wrong = differ.nonzero().flatten().tolist()
+        if wrong:
+            raise DamagedError(stage, wrong)
+
+    def _join(self, stage: int, deadline: float) -> Channel:
+        channel = self._channels[stage]
+        if channel is None:
+            channel = Channel.connect(self.endpoints[stage], 1 + self._reader, 1 + self._num_readers, self._device, deadline)
+            self._channels[stage] = channel
+        channel.meet(deadline)
+        return channel
+
+    def _make_buffers(self, buffer_bytes: int) -> None:
+        """Two for all stages, as large as the largest stage's."""
+        if not self._buffers or self._buffers[0].numel() < buffer_bytes:
+            self._buffers = []
+            self._buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
+
+    def abort(self, reason: str) -> None:
+        for stage, endpoint in enumerate(self.endpoints):
+            channel = self._channels[stage]
+            if channel is not None:
+                channel.abort(reason)
+            else:
+                abort_at(endpoint, reason)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            if channel is not None:
+                channel.close()
+        self._channels = [None] * len(self.endpoints)
+        self._buffers = []
+
+
+class DamagedError(TransportError):
+    """Buckets of a stage whose digests differ from the sender's."""
+
+    def __init__(self, stage: int, buckets: list[int]) -> None:
+        super().__init__(f"buckets {buckets} of stage {stage} arrived damaged: their digests differ from the sender's")
+        self.stage, self.buckets = stage, buckets
+
+
+def is_group_endpoint(endpoint: str) -> bool:
+    return endpoint.startswith(SCHEME)

@@ -1,0 +1,73 @@
+"""What tests/test_plan_vllm.py runs on one or two ranks: vLLM's models as they are on CUDA, weights left as they were loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+from bridge import vllm_reload
+from bridge.bake import bake
+from bridge.bucket import plan_buckets
+from bridge.manifest import read_folder_manifest
+from bridge.plan import Plan
+
+BUCKET_BYTES = 100_000
+
+
+def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module]:
+    """vLLM's config and its model with the folder's weights; what CPUs do to them after loading is left out."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import base_loader, get_model
+
+    config = EngineArgs(
+        model=folder, dtype="float32", max_model_len=64, tensor_parallel_size=tensor_parallel, enforce_eager=True,
+        skip_tokenizer_init=True, distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+    ).create_engine_config()  # fmt: skip
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            os.environ["VLLM_DIST_IDENT"] = os.environ["MASTER_PORT"]  # a worker process gets it from its executor
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            parallel_state.init_distributed_environment(size, rank, "env://", rank, "gloo")
+            parallel_state.initialize_model_parallel(tensor_parallel)
+        no_packing = mock.patch.object(base_loader, "process_weights_after_loading")
+        with no_packing, mock.patch.object(torch.accelerator, "empty_cache"):  # which asks for a GPU
+            return config, get_model(vllm_config=config)
+
+
+def scatter_all(plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
+    """What a sync does with a plan."""
+    buffers = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    for bucket in plan_buckets(plan.manifest, BUCKET_BYTES):
+        data = buffers[bucket.index % 2]
+        for piece in bucket.pieces:
+            raw = tensors[plan.manifest.tensors[piece.tensor].name].view(-1).view(torch.uint8)
+            data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = raw[
+                piece.tensor_offset : piece.tensor_offset + piece.num_bytes
+            ]
+        plan.scatter(bucket, 0, data[: bucket.num_bytes])
+
+
+def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
+    """For each family, from two folders of one shape: what is not planned, and what differs from the loaders' work."""
+    results = {}
+    for family, (before, after) in families.items():
+        config, model = build_model(before, tensor_parallel)
+        manifest = read_folder_manifest(before)
+        with vllm_reload.config_scope(config):
+            plan = bake(manifest, model, model.load_weights, vllm_reload.transformation(model))
+        scatter_all(plan, load_file(Path(after) / "model.safetensors"))
+        loaded = dict(build_model(after, tensor_parallel)[1].named_parameters())
+        results[family] = {
+            "ordinary": plan.ordinary,
+            "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if not plan.is_planned(index)],
+            "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
+            "num_parameters": len(loaded),
+        }
+    return results

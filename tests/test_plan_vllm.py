@@ -1,0 +1,32 @@
+"""The baked plan of vLLM's own models, linears and all: bit for bit what their loaders load, also on tensor-parallel ranks.
+
+On CPUs vLLM packs linears after loading, so that plans of running replicas leave them out; here that step is left out.
+
+    python -m pytest tests/test_plan_vllm.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+
+FAMILIES = {"qwen2": False, "qwen3": True, "llama": False}  # whether embeddings are tied
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor_parallel: int) -> None:
+    folders = {
+        family: [str(write_tiny_model(tmp_path / f"{family}{seed}", family, tied, seed, vocab_size=130)) for seed in range(2)]
+        for family, tied in FAMILIES.items()
+    }
+    arguments = {"families": folders, "tensor_parallel": tensor_parallel}
+    for results in run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments):
+        for family, result in results.items():
+            assert result["ordinary"] == {}, family
+            assert result["unplanned"] == [], family
+            assert result["differing"] == [], family
+            assert result["num_parameters"] > 20

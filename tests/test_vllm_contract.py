@@ -1,0 +1,162 @@
+"""What bridge/ relies on in vLLM, the same for 0.26 and 0.32: names, signatures, and what they stand for.
+
+Imports vLLM and starts nothing, but for the test marked gpu. A failure names what a new version has changed.
+
+    python -m pytest tests/test_vllm_contract.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm.outputs
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logprobs import Logprob
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import reload
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.engine import core
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.worker.gpu_worker import Worker
+
+from bridge import vllm_adapter, vllm_api, vllm_reload
+from bridge.receiver import BucketReceiver, WorkerExtension
+
+
+def arguments(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
+    assert arguments(WeightTransferEngine.__init__)[1:] == ["config", "vllm_config", "device", "model"]
+    assert not inspect.isabstract(BucketReceiver)
+    vllm_api.register()
+    assert WeightTransferEngineFactory._registry[vllm_api.BACKEND]() is BucketReceiver
+
+
+def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:
+    for name in ("start_weight_update", "update_weights", "finish_weight_update"):
+        assert callable(getattr(Worker, name))
+    assert [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(Worker, name)] == []
+
+
+def test_the_engine_has_the_calls_of_a_sync() -> None:
+    for name in ("collective_rpc", "reset_prefix_cache", "resume_generation", "add_request", "abort", "shutdown"):
+        assert callable(getattr(AsyncLLM, name))
+    assert arguments(AsyncMPClient.pause_scheduler_async)[1:] == ["mode", "clear_cache"]
+    assert arguments(AsyncLLM.finish_weight_update)[1:] in ([], ["weight_version"])
+    assert vllm_api.START_FAILURE in inspect.getsource(core)
+
+
+def test_engine_arguments_are_known() -> None:
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert {
+        *("model", "dtype", "tensor_parallel_size", "distributed_executor_backend", "max_model_len", "max_num_seqs"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "seed", "skip_tokenizer_init", "load_format"),
+        *("generation_config", "enable_prefix_caching", "disable_log_stats", "logprobs_mode", "weight_transfer_config"),
+        *("worker_extension_cls", *vllm_adapter.engine_arguments(8)),
+    } <= known
+
+
+def test_a_finish_stamps_the_version_where_vllm_can() -> None:
+    class Stamping:
+        async def finish_weight_update(self, weight_version: str | None = None) -> None:
+            self.told = weight_version
+
+    class Plain:
+        async def finish_weight_update(self) -> None:
+            self.told = "no stamp"
+
+    engines = Stamping(), Plain()
+    for engine in engines:
+        asyncio.run(vllm_api.finish_update(engine, 7))
+    assert [engine.told for engine in engines] == ["7", "no stamp"]
+
+
+def finished(**fields: Any) -> vllm.outputs.RequestOutput:
+    log_probs = [{5: Logprob(-0.5)}, {6: Logprob(-1.5)}]
+    sample = vllm.outputs.CompletionOutput(0, "", [5, 6], -2.0, log_probs, finish_reason="length", **fields)
+    return vllm.outputs.RequestOutput("0", None, [1], None, [sample], finished=True)
+
+
+def test_every_token_has_the_version_that_the_replica_served() -> None:
+    completion = vllm_api.to_completion(finished(), 3)
+    assert (completion.token_ids, completion.log_probs) == ((5, 6), (-0.5, -1.5))
+    assert (completion.weight_versions, completion.finish_reason) == ((3, 3), "length")
+
+
+@pytest.mark.skipif(not hasattr(vllm.outputs, "WeightVersionSpan"), reason="this vLLM stamps no outputs")
+def test_stamps_win_over_the_served_version() -> None:
+    spans = [vllm.outputs.WeightVersionSpan("default", 0, 1), vllm.outputs.WeightVersionSpan("4", 1, 2)]
+    assert vllm_api.to_completion(finished(weight_versions=spans), 3).weight_versions == (-1, 4)
+
+
+def test_layers_that_stay_as_loaded_change_weights_on_cpus_only() -> None:
+    """vllm_reload.AS_LOADED: what these methods do after loading asks for another platform than CUDA first."""
+    assert (UnquantizedLinearMethod.__name__, UnquantizedEmbeddingMethod.__name__) == vllm_reload.AS_LOADED
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        code = inspect.getsource(method.process_weights_after_loading).split("\n", 1)[1].strip()
+        assert code.startswith("if current_platform.is_cpu():")
+        assert "cuda" not in code and "else:" not in code
+
+
+def test_layerwise_reload_takes_any_module() -> None:
+    assert arguments(reload.initialize_layerwise_reload) == ["model"]
+    info = reload.layerwise.get_layerwise_info(torch.nn.Linear(2, 2))
+    assert not info.can_load() and {"load_numel", "load_numel_total"} <= vars(info).keys()
+
+
+def test_adapters_can_be_made_of_tensors() -> None:
+    used = {"lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"}
+    assert used <= set(arguments(LoRAModel.from_lora_tensors))
+    assert PEFTHelper.from_dict({"r": 8, "lora_alpha": 16, "use_rslora": False, "target_modules": []}).r == 8
+    assert {"_lora_model_cls", "vocab_size", "lora_config"} <= set(inspect.getsource(WorkerLoRAManager).replace(".", " ").split())
+    mapper = WeightsMapper(orig_to_new_prefix={"a.": "b."})
+    assert vllm_adapter._renames(mapper)._map_name("a.c") == "b.c"
+
+
+@pytest.mark.gpu
+def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path) -> None:
+    """Needs 2 devices. The trainer's is the first; the replica gets the second."""
+    import ray
+    from safetensors.torch import load_file
+
+    from bridge.config import ReplicaConfig, SyncConfig
+    from bridge.pool import ReplicaPool
+    from bridge.publish import Publisher
+    from tests.test_sync_vllm import DictSource, differing, in_layer_order
+    from tests.tiny_models import write_tiny_model
+
+    folders = [write_tiny_model(tmp_path / str(seed), "qwen3", True, seed, torch.bfloat16, head_dim=64) for seed in range(3)]
+    torch.zeros(1, device="cuda")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    ray.init(include_dashboard=False, log_to_driver=False)
+    pool = ReplicaPool.start(ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**28), 1)
+    try:
+        for transport in ("nccl", "shm"):
+            source = DictSource({})
+            publisher = None
+            for version, folder in enumerate(folders[1:]):
+                tensors = in_layer_order(load_file(folder / "model.safetensors"))
+                source.tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
+                publisher = publisher or Publisher(source, pool, SyncConfig(transport, 100_000, verify="readback"))
+                assert publisher.publish(version).ordinary == {}
+                assert differing(pool.read_back(), tensors) == []
+            publisher.close()
+    finally:
+        pool.close()
+        ray.shutdown()
