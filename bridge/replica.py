@@ -146,8 +146,11 @@ class Replica:
             raise RuntimeError(f"vLLM died in replica {self.index}: {told}") from None
         await self._engine.abort([queue.request_id for queue in queues], internal=True)
 
-    async def pause(self) -> None:
-        """Take on no new requests, and wait until the running ones are done."""
+    async def pause(self) -> str:
+        """Take on no new requests, and wait until the running ones are done; else why this replica is out of service."""
+        self._notice_death()
+        if self._state is ReplicaState.FAILED:
+            return self._failure
         await self._control.acquire()
         self._in_sync = True
         try:
@@ -158,6 +161,7 @@ class Replica:
             if self._state is ReplicaState.PAUSED:
                 self._advance(Event.ABORT)
             raise
+        return ""
 
     async def begin(self, message: BeginSync) -> list[str]:
         """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted."""
@@ -176,13 +180,9 @@ class Replica:
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
-        """Finish the reload, stamp the version and forget cached prefixes, which were computed with other weights."""
+        """Finish the reload, stamp the version and forget cached prefixes."""
         with self._span("finish"):
-            await vllm_api.finish_update(self._engine, version)
-            if self.config.adapter_rank:
-                await self._engine.collective_rpc("megasync_load_adapter")
-        with self._span("reset cache"):
-            if not await self._engine.reset_prefix_cache():
+            if not await vllm_api.finish_update(self._engine, version, adapter=self.config.adapter_rank > 0):
                 raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
         self.version = version

@@ -11,7 +11,7 @@ imported inside the functions: the trainer imports this file too.
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import os
 import select
 import signal
@@ -195,12 +195,19 @@ async def pause(engine: Any, mode: str) -> None:
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
-async def finish_update(engine: Any, version: int) -> None:
-    """End a weight update and stamp what is generated from now on; 0.26 has no stamps (v1/engine/async_llm.py:1093 there)."""
-    if "weight_version" in inspect.signature(engine.finish_weight_update).parameters:
-        await engine.finish_weight_update(str(version))
-    else:
-        await engine.finish_weight_update()
+async def finish_update(engine: Any, version: int, *, adapter: bool) -> bool:
+    """End a weight update, load the adapter that it brought, stamp what is generated from now on (0.26 has no stamps) and
+    forget cached prefixes, which were computed with other weights; whether that was possible.
+
+    The core takes what it is asked in this order (v1/engine/core.py:926), so that nothing waits for the answer before it.
+    """
+    calls = [engine.finish_weight_update()]
+    if adapter:
+        calls.append(engine.collective_rpc("megasync_load_adapter"))
+    if hasattr(engine, "update_weight_version"):
+        calls.append(engine.update_weight_version(str(version)))
+    *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache())
+    return bool(is_reset)
 
 
 def mix_seed(seed: int, sample: int) -> int:

@@ -7,6 +7,7 @@ Leaves out what a folder's config may say: see peft_folder.py.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Heads:
         return cls(hf_config.num_attention_heads, hf_config.num_key_value_heads)
 
 
+@functools.cache
 def split_rows(linear: str, num_rows: int, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
     """For each Hugging Face linear that is fused into `linear`, its rows in the tensor-parallel shards laid end to end.
 

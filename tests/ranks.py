@@ -2,7 +2,7 @@
 
     results = run_ranks(2, "tests.engine_cases:losses", {"wrap": "ddp"})
 
-The function gets the keyword arguments and returns anything that pickles. The ranks of one number stay for the next call,
+The function gets the keyword arguments and returns anything that pickles. The ranks of one number stay for some more calls,
 since importing torch and megatron-core costs more than most cases; ranks on which anything failed are ended, and the next
 call starts others. They end with the tests (conftest.py), or when the process that started them is gone.
 """
@@ -25,12 +25,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.02
+MAX_CALLS = 4  # Megatron-FSDP's wrapper is never freed, and each of its gloo groups keeps threads that wake up
 _running: dict[int, Ranks] = {}
 
 
 def run_ranks(num_ranks: int, target: str, arguments: dict[str, Any], timeout_seconds: float = 300.0) -> list[Any]:
     """Results in rank order. A failing rank raises AssertionError with the ranks' output."""
-    ranks = _running.get(num_ranks) or _running.setdefault(num_ranks, Ranks(num_ranks))
+    ranks = _running.get(num_ranks)
+    if ranks is not None and ranks.num_calls == MAX_CALLS:
+        ranks.end()
+        ranks = None
+    ranks = _running[num_ranks] = ranks or Ranks(num_ranks)
     try:
         return ranks.call(target, arguments, timeout_seconds)
     except BaseException:

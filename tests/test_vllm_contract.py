@@ -72,19 +72,32 @@ def test_engine_arguments_are_known() -> None:
     } <= known
 
 
-def test_a_finish_stamps_the_version_where_vllm_can() -> None:
-    class Stamping:
-        async def finish_weight_update(self, weight_version: str | None = None) -> None:
-            self.told = weight_version
-
+def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
     class Plain:
-        async def finish_weight_update(self) -> None:
-            self.told = "no stamp"
+        def __init__(self) -> None:
+            self.told: list[str] = []
 
-    engines = Stamping(), Plain()
-    for engine in engines:
-        asyncio.run(vllm_api.finish_update(engine, 7))
-    assert [engine.told for engine in engines] == ["7", "no stamp"]
+        async def finish_weight_update(self) -> None:
+            self.told.append("finish")
+
+        async def collective_rpc(self, method: str) -> None:
+            self.told.append(method)
+
+        async def reset_prefix_cache(self) -> bool:
+            self.told.append("reset")
+            return len(self.told) > 2
+
+    class Stamping(Plain):
+        async def update_weight_version(self, new_version: str) -> None:
+            self.told.append(new_version)
+
+    plain, stamping = Plain(), Stamping()
+    assert not asyncio.run(vllm_api.finish_update(plain, 7, adapter=False))
+    assert asyncio.run(vllm_api.finish_update(stamping, 7, adapter=True))
+    assert plain.told == ["finish", "reset"]
+    assert stamping.told == ["finish", "megasync_load_adapter", "7", "reset"]
+    methods = {name for name in dir(AsyncLLM) if name in dir(stamping) and not name.startswith("_")}
+    assert {"finish_weight_update", "collective_rpc", "reset_prefix_cache"} <= methods
 
 
 def finished(**fields: Any) -> vllm.outputs.RequestOutput:
