@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.02
-MAX_CALLS = 4  # Megatron-FSDP's wrapper is never freed, and each of its gloo groups keeps threads that wake up
+MAX_CALLS = 12  # bounds what is left of former engines (engine_cases.forget_wrappers)
 _running: dict[int, Ranks] = {}
 
 
