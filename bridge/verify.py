@@ -75,21 +75,29 @@ def digest_on_device(data: torch.Tensor) -> torch.Tensor:
 
 
 def digest_in_slabs(data: torch.Tensor) -> torch.Tensor:
-    """digest_bytes in few large operations, SLAB_CHUNKS chunks at a time; scratch memory is that of one slab."""
+    """digest_bytes in few large operations; scratch memory is that of one slab, on CUDA nearly none."""
     num_bytes = data.numel()
     whole = num_bytes // 8 * 8
     words = (data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()).view(torch.int64)
-    num_whole_chunks = words.numel() // CHUNK_WORDS
     tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
     tail[: num_bytes - whole] = data[whole:]
-    chunks = words[: num_whole_chunks * CHUNK_WORDS].view(-1, CHUNK_WORDS)
-    rest = words[num_whole_chunks * CHUNK_WORDS :]
-    sums = [_slab_sums(chunks[start : start + SLAB_CHUNKS]) for start in range(0, num_whole_chunks, SLAB_CHUNKS)]
-    if rest.numel():
-        sums.append(_slab_sums(rest[None]))
+    sums = _sums_on_cuda(words) if data.is_cuda else _sums_by_slab(words)
     sums.append(_slab_sums(tail.view(torch.int64)[None, : (num_bytes - whole + 7) // 8]))
     joined = torch.cat(sums)
     return (joined * _powers(data.device, joined.numel())).sum() + _signed(num_bytes * LENGTH_FACTOR & MASK)
+
+
+def _sums_on_cuda(words: torch.Tensor) -> list[torch.Tensor]:
+    from bridge.digest_kernel import chunk_sums
+
+    return [chunk_sums(words, _multipliers(words.device))]
+
+
+def _sums_by_slab(words: torch.Tensor) -> list[torch.Tensor]:
+    num_chunks = words.numel() // CHUNK_WORDS
+    chunks, rest = words[: num_chunks * CHUNK_WORDS].view(-1, CHUNK_WORDS), words[num_chunks * CHUNK_WORDS :]
+    sums = [_slab_sums(chunks[start : start + SLAB_CHUNKS]) for start in range(0, num_chunks, SLAB_CHUNKS)]
+    return [*sums, _slab_sums(rest[None])] if rest.numel() else sums
 
 
 def _slab_sums(chunks: torch.Tensor) -> torch.Tensor:

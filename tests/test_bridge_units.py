@@ -433,3 +433,21 @@ def test_a_source_that_breaks_its_manifest_is_named(segment, tensors, message) -
     problem = stream.run(soon(), lambda: None).problem
     with pytest.raises(RuntimeError, match=message):
         raise RuntimeError(problem)
+
+
+KERNEL_SCRIPT = """
+import torch
+from bridge import verify
+from bridge.digest_kernel import chunk_sums
+for size in (0, 8, 16, 2**18 - 8, 2**18, 2**18 + 8, 3 * 2**18 + 40):
+    words = torch.randint(0, 256, (size,), dtype=torch.uint8).view(torch.int64)
+    expected = torch.cat([words[:0], *verify._sums_by_slab(words)])
+    assert torch.equal(chunk_sums(words, verify._multipliers(words.device)), expected), size
+"""
+
+
+def test_the_kernel_sums_as_torch_does() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL_SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
