@@ -18,6 +18,11 @@ from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig
 from engine.engine import Engine
 from engine.sample import Sample
 
+FSDP_CLASSES = (
+    *("MegatronFSDP", "ParamAndGradBuffer", "DataParallelBuffer", "FSDPDistributedIndex"),
+    *("AllGatherPipeline", "GradReducePipeline"),
+)
+
 
 def random_samples(count: int, seed: int, longest: int = 20) -> list[Sample]:
     """Prompts and responses of mixed lengths, in groups of four."""
@@ -71,8 +76,8 @@ def forget_wrappers() -> None:
     With them their process groups would stay, whose threads wake up a hundred times a second.
     """
     for thing in gc.get_objects():
-        if str(type(thing).__module__).startswith(("megatron_fsdp", "megatron.core.distributed")):
-            getattr(thing, "__dict__", {}).clear()
+        if type(thing).__name__ in FSDP_CLASSES and str(type(thing).__module__).startswith("megatron_fsdp."):
+            vars(thing).clear()
     gc.collect()
 
 

@@ -199,6 +199,9 @@ def test_a_sync_waits_for_running_requests(tied_pool, tied_publisher) -> None:
     running = tied_pool.generate(long)
     assert not running.done()
     tied_publisher.publish(11)
+    deadline = time.monotonic() + 5  # for the answers' way, once the engine has them all
+    while not running.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert running.done()
     assert {v for s in running.result() for c in s for v in c.weight_versions} == {10}
     after = tied_pool.generate(SAMPLED).result()
