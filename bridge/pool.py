@@ -140,16 +140,11 @@ class ReplicaPool:
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
-        refs, failed = [actor.pause.remote() for actor in self._actors], []
-        for replica, ref in enumerate(refs):
-            try:
-                (reason,) = self.gather([ref])
-            except RuntimeError as error:
-                reason = str(error)
-            if reason:
-                failed.append(f"{replica} ({reason})")
+        # asked first, and answered behind them, so that requests handed in before have reached the engine
+        failed = [f"{i} ({reason})" for i, (state, _, reason) in enumerate(self._statuses()) if state == "failed"]
         if failed:
             raise RuntimeError(f"out of service, to be restarted with ReplicaPool.restart: replica {'; '.join(failed)}")
+        self._call(lambda actor: actor.pause.remote(), timeout=None)
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""

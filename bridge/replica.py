@@ -146,11 +146,8 @@ class Replica:
             raise RuntimeError(f"vLLM died in replica {self.index}: {told}") from None
         await self._engine.abort([queue.request_id for queue in queues], internal=True)
 
-    async def pause(self) -> str:
-        """Take on no new requests, and wait until the running ones are done; else why this replica is out of service."""
-        self._notice_death()
-        if self._state is ReplicaState.FAILED:
-            return self._failure
+    async def pause(self) -> None:
+        """Take on no new requests, and wait until the running ones are done."""
         await self._control.acquire()
         self._in_sync = True
         try:
@@ -161,7 +158,6 @@ class Replica:
             if self._state is ReplicaState.PAUSED:
                 self._advance(Event.ABORT)
             raise
-        return ""
 
     async def begin(self, message: BeginSync) -> list[str]:
         """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted."""
