@@ -81,7 +81,7 @@ def test_results_say_what_was_measured(results: dict) -> None:
 
 def test_lora_rows_count_what_is_sent(results: dict) -> None:
     """Once what training trains: 2 layers, rank 4, an A and a B beside each of megatron-core's linears."""
-    linears = ((64, 128), (64, 64), (64, 2 * 128), (128, 64))  # qkv, proj, fc1, fc2
+    linears = ((64, 256), (128, 64), (64, 2 * 128), (128, 64))  # qkv, proj, fc1, fc2
     trained = 2 * 4 * sum(inputs + outputs for inputs, outputs in linears) * 4
     assert results["adapter"] == {"bytes": trained, "bytes_sent": trained}
     assert results["summary"]["lora adapter"]["bytes"] == trained
