@@ -29,19 +29,27 @@ MAX_CALLS = 12  # bounds what is left of former engines (engine_cases.forget_wra
 _running: dict[int, Ranks] = {}
 
 
-def run_ranks(num_ranks: int, target: str, arguments: dict[str, Any], timeout_seconds: float = 300.0) -> list[Any]:
-    """Results in rank order. A failing rank raises AssertionError with the ranks' output."""
+def run_ranks(
+    num_ranks: int, target: str, arguments: dict[str, Any], timeout_seconds: float = 300.0, *, alone: bool = False
+) -> list[Any]:
+    """Results in rank order. A failing rank raises AssertionError with the ranks' output.
+
+    `alone`: in processes that have run nothing before and run nothing after.
+    """
     ranks = _running.get(num_ranks)
-    if ranks is not None and ranks.num_calls == MAX_CALLS:
+    if ranks is not None and (alone or ranks.num_calls == MAX_CALLS):
         ranks.end()
         ranks = None
     ranks = _running[num_ranks] = ranks or Ranks(num_ranks)
     try:
-        return ranks.call(target, arguments, timeout_seconds)
+        results = ranks.call(target, arguments, timeout_seconds)
     except BaseException:
         del _running[num_ranks]
         ranks.kill()
         raise
+    if alone:
+        _running.pop(num_ranks).end()
+    return results
 
 
 def end_ranks() -> None:

@@ -24,7 +24,7 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
         for family, tied in FAMILIES.items()
     }
     arguments = {"families": folders, "tensor_parallel": tensor_parallel}
-    for results in run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments):
+    for results in run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments, alone=True):
         for family, result in results.items():
             assert result["ordinary"] == {}, family
             assert result["unplanned"] == [], family
