@@ -152,12 +152,22 @@ class Replica:
         self._in_sync = True
         try:
             self._advance(Event.PAUSE)
-            await vllm_api.pause(self._engine, "wait")
+            await self._unless_dead(vllm_api.pause(self._engine, "wait"))
         except BaseException:
             self._leave_sync()
             if self._state is ReplicaState.PAUSED:
                 self._advance(Event.ABORT)
             raise
+
+    async def _unless_dead(self, call: Awaitable[None]) -> None:
+        """Wait for an answer that has no time limit; vLLM leaves it open when its core dies."""
+        task = asyncio.ensure_future(call)
+        while not task.done():
+            await asyncio.wait([task], timeout=1.0)
+            if not task.done() and self._engine.errored:
+                task.cancel()
+                raise RuntimeError(f"vLLM's processes ended in replica {self.index}")
+        await task
 
     async def begin(self, message: BeginSync) -> list[str]:
         """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted."""
