@@ -79,7 +79,7 @@ def shared_memory_below(pid: int) -> set[str]:
     found: set[str] = set()
     try:
         found.update(w for w in Path(f"/proc/{pid}/maps").read_text().split() if w.startswith(SHARED_MEMORY))
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return found
     return found.union(*(shared_memory_below(int(child)) for child in children))
