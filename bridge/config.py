@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 class SyncConfig:
     """How weights travel to the replicas."""
 
-    transport: str = "auto"  # shm (one host) | nccl (process groups: NCCL, gloo on CPUs) | auto: nccl with CUDA, else shm
+    # shm (one host) | nccl (process groups: NCCL, gloo on CPUs) | ipc (memory of GPUs that trainer and replicas share) | auto: shm
+    # without CUDA, with it ipc where the placement is colocated, else nccl
+    transport: str = "auto"
     bucket_bytes: int = 512 * 2**20  # YAML also takes 512MiB and the like
     verify: str = "digest"  # none | digest | readback (digest, and every tensor read back and compared after commit)
     timeout_seconds: float = 60.0  # deadline of one sync
@@ -30,4 +32,6 @@ class ReplicaConfig:
     seed: int = 0
     start_timeout_seconds: float = 600.0
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
+    shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
+    devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

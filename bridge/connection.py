@@ -5,7 +5,6 @@ Leaves out the syncs themselves (publish.py).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,6 +15,7 @@ from bridge.manifest import Manifest
 from bridge.messages import SyncError
 from bridge.sender import StageStream, WeightSource, Writer
 from bridge.transport.channel import abort_at
+from bridge.transport.ipc import IpcWriter, segment_path
 from bridge.transport.nccl import GroupWriter, is_group_endpoint
 from bridge.transport.shm import Segment, ShmWriter
 
@@ -49,8 +49,8 @@ class Connection:
                 continue
             if is_group_endpoint(endpoint):
                 abort_at(endpoint, reason)
-            elif Path(endpoint).exists():
-                segment = Segment(Path(endpoint), owner=False)
+            elif segment_path(endpoint).exists():
+                segment = Segment(segment_path(endpoint), owner=False)
                 segment.abort(reason)
                 segment.close()
 
@@ -94,11 +94,14 @@ def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks
 
 
 def _open_writer(stage: int, manifest: Manifest, config: SyncConfig, readers: list[str]) -> Writer:
-    size = buffer_bytes(manifest, config.bucket_bytes)
-    if choose_transport(config.transport) == "shm":
-        return ShmWriter(Segment.create(f"{stage}-{uuid4().hex[:8]}", size, len(readers)), stage, readers)
+    size, name = buffer_bytes(manifest, config.bucket_bytes), f"{stage}-{uuid4().hex[:8]}"
+    transport = choose_transport(config.transport)
+    if transport == "shm":
+        return ShmWriter(Segment.create(name, size, len(readers)), stage, readers)
     has_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    if transport == "ipc":
+        return IpcWriter(name, size, stage, readers, device)
     return GroupWriter(stage, len(plan_buckets(manifest, config.bucket_bytes)), size, len(readers), device)
 
 

@@ -4,8 +4,9 @@
        ^                                                                                                     |
        +---------------------------------------------- resume -----------------------------------------------+
 
-Begin checks the manifest and changes no weight: when it is refused, the replica stays PAUSED, and resume serves the
-former version. An abort up to READY does the same; from RECEIVING on it leads to FAILED, where nothing generates, and
+A replica that shares its devices with the trainer goes from SERVING to ASLEEP, its memory given up, and on to PAUSED by the
+next pause, or back by resume where it kept its weights. Begin checks the manifest and changes no weight: when it is refused, the replica stays PAUSED, and resume serves the
+former version, if it has one. An abort up to READY does the same; from RECEIVING on it leads to FAILED, where nothing generates, and
 which only a new replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py
 obeys. No torch in here.
 """
@@ -23,6 +24,7 @@ class ReplicaState(Enum):
     """Where a replica stands; it generates in SERVING alone."""
 
     SERVING = "serving"
+    ASLEEP = "asleep"
     PAUSED = "paused"
     READY = "ready"
     RECEIVING = "receiving"
@@ -34,6 +36,7 @@ class ReplicaState(Enum):
 class Event(Enum):
     """What moves a replica on."""
 
+    SLEEP = "sleep"
     PAUSE = "pause"
     BEGIN = "begin"
     RECEIVE = "receive"
@@ -45,14 +48,18 @@ class Event(Enum):
 
 
 TRANSITIONS: dict[tuple[ReplicaState, Event], ReplicaState] = {
+    (ReplicaState.SERVING, Event.SLEEP): ReplicaState.ASLEEP,
     (ReplicaState.SERVING, Event.PAUSE): ReplicaState.PAUSED,
+    (ReplicaState.ASLEEP, Event.PAUSE): ReplicaState.PAUSED,
     (ReplicaState.PAUSED, Event.BEGIN): ReplicaState.READY,
     (ReplicaState.READY, Event.RECEIVE): ReplicaState.RECEIVING,
     (ReplicaState.RECEIVING, Event.RECEIVED): ReplicaState.RECEIVED,
     (ReplicaState.RECEIVED, Event.COMMIT): ReplicaState.COMMITTED,
+    (ReplicaState.ASLEEP, Event.RESUME): ReplicaState.SERVING,
     (ReplicaState.PAUSED, Event.RESUME): ReplicaState.SERVING,
     (ReplicaState.COMMITTED, Event.RESUME): ReplicaState.SERVING,
     (ReplicaState.SERVING, Event.ABORT): ReplicaState.SERVING,
+    (ReplicaState.ASLEEP, Event.ABORT): ReplicaState.ASLEEP,
     (ReplicaState.PAUSED, Event.ABORT): ReplicaState.SERVING,
     (ReplicaState.READY, Event.ABORT): ReplicaState.SERVING,
     (ReplicaState.RECEIVING, Event.ABORT): ReplicaState.FAILED,

@@ -80,7 +80,7 @@ class ReplicaPool:
             ValueError: the cluster has too few GPUs.
         """
         pool = cls(config, num_replicas)
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not config.devices:
             needed, there = num_replicas * config.tensor_parallel, int(ray.cluster_resources().get("GPU", 0))
             if needed > there:
                 raise ValueError(
@@ -145,6 +145,10 @@ class ReplicaPool:
         if failed:
             raise RuntimeError(f"out of service, to be restarted with ReplicaPool.restart: replica {'; '.join(failed)}")
         self._call(lambda actor: actor.pause.remote(), timeout=None)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give device memory up; waits for running requests. `pause`, or `resume` where weights were kept, ends it."""
+        self._call(lambda actor: actor.sleep.remote(keep_weights=keep_weights), timeout=None)
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
@@ -249,16 +253,17 @@ class ReplicaPool:
         return statuses
 
     def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> None:
-        cuda = torch.cuda.is_available()
-        options = {
-            "num_cpus": 0,
-            "num_gpus": self.config.tensor_parallel if cuda else 0,
-            "runtime_env": {"env_vars": vllm_api.environment(cuda=cuda)},
-            "max_concurrency": 1000,
-        }
+        cuda, devices = torch.cuda.is_available(), self.config.devices
         actor_class: Any = ray.remote(self.replica_class)
         for replica in replicas:
             self._manifest_digests[replica] = ""
+            own = {"CUDA_VISIBLE_DEVICES": devices[replica]} if devices else {}
+            options = {
+                "num_cpus": 0,
+                "num_gpus": self.config.tensor_parallel if cuda and not devices else 0,
+                "runtime_env": {"env_vars": vllm_api.environment(cuda=cuda) | own},
+                "max_concurrency": 1000,
+            }
             actor = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
             self._actors[replica] = actor
         refs = [self._actors[replica].start.remote() for replica in replicas]

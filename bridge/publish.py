@@ -61,8 +61,8 @@ class Publisher:
         group: dist.ProcessGroup | None = None,
         adapter: AdapterSpec | None = None,
     ) -> None:
-        if config.transport not in {"auto", "shm", "nccl"}:
-            raise ValueError(f"sync.transport is {config.transport}; choose auto, shm or nccl")
+        if config.transport not in {"auto", "shm", "nccl", "ipc"}:
+            raise ValueError(f"sync.transport is {config.transport}; choose auto, shm, nccl or ipc")
         if config.verify not in {"none", "digest", "readback"}:
             raise ValueError(f"sync.verify is {config.verify}; choose none, digest or readback")
         self._source, self._pool, self._config = source, pool, config

@@ -61,7 +61,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._plan: Plan | None = None
         self._reader: Reader | None = None
         self._sync: BeginSync | None = None
-        self._adapter_tensors: dict[str, torch.Tensor] = {}
+        self._slot: vllm_adapter.AdapterSlot | None = None
         self.lora_manager: Any = None  # vLLM's, where the replica was started for adapters
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -78,6 +78,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             reasons = self._find_adapter_problems(message, manifest)
         else:
             reasons = self._find_differences(manifest) if message.manifest_json is not None else []
+        if message.manifest_json is not None:
+            self._slot = None
         if reasons:
             self._manifest = None
             return reasons
@@ -109,10 +111,14 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         unable = vllm_adapter.unservable_adapters(self.lora_manager, manifest.by_name)
         return [f"vLLM cannot serve {name} as an adapter; write engine.lora.sync=merged" for name in unable]
 
+    @property
+    def takes_adapter(self) -> bool:
+        """Whether the sync that was begun brings an adapter, and so leaves all weights as they are."""
+        return self._sync is not None and self._sync.adapter is not None
+
     def start_weight_update(self) -> None:
-        if self._sync is None or self._sync.adapter is None:
-            with vllm_reload.config_scope(self.vllm_config):
-                vllm_reload.begin_reload(self._ordinary_layers)
+        with vllm_reload.config_scope(self.vllm_config):
+            vllm_reload.begin_reload(self._ordinary_layers)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the stream. On any error all sides are told, through the segments.
@@ -132,12 +138,15 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def _load(self, sync: BeginSync, reader: Reader) -> None:
         assert self._manifest is not None
-        plan = self._plan if sync.adapter is None else None
+        if sync.adapter is not None:
+            self._slot = self._slot or vllm_adapter.AdapterSlot(self.lora_manager)
+            self._slot.load(Unpacking(sync, self._manifest, reader, self.device, None), sync.adapter)
+            self._sync = None
+            return
+        plan = self._plan
+        assert plan is not None
         unpacking = Unpacking(sync, self._manifest, reader, self.device, plan)
         stream = iter(unpacking)
-        if plan is None:
-            self._adapter_tensors = {name: tensor.clone() for name, tensor in stream}  # the bucket's memory is only lent
-            return
         loaded: set[str] | None = set()
         if not all(plan.is_planned(index) for index in range(len(self._manifest.tensors))):
             loaded = vllm_reload.load_stream(self.model, stream)
@@ -161,18 +170,9 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return self._plan.ordinary_layers if self._plan is not None else [self.model]
 
     def finish_weight_update(self) -> None:
-        if self._sync is None or self._sync.adapter is None:
-            with vllm_reload.config_scope(self.vllm_config):
-                vllm_reload.finish_reload(self._ordinary_layers, self.model, self.model_config)
-            self._sync = None
-
-    def load_adapter(self) -> None:
-        """The adapter that was received, after vLLM's own finish, which drops all adapters (worker/gpu_worker.py:1604)."""
-        sync, self._sync = self._sync, None
-        assert sync is not None
-        assert sync.adapter is not None
-        vllm_adapter.load_adapter(self.lora_manager, self._adapter_tensors, sync.adapter)
-        self._adapter_tensors = {}
+        with vllm_reload.config_scope(self.vllm_config):
+            vllm_reload.finish_reload(self._ordinary_layers, self.model, self.model_config)
+        self._sync = None
 
     def read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
         """The fields of a verify.Shard for each slice held here: of the adapter where one is served, else of the weights."""
@@ -221,15 +221,18 @@ class WorkerExtension:
         return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
 
     def megasync_receive(self, version: int) -> None:
-        """AsyncLLM's start_weight_update and update_weights in one call."""
+        """AsyncLLM's start_weight_update and update_weights in one call.
+
+        Not for an adapter: vLLM's finish would drop all adapters (v1/worker/gpu_worker.py:1604).
+        """
+        if self.weight_transfer_engine.takes_adapter:
+            self.weight_transfer_engine.receive_weights(UpdateInfo(version=version))
+            return
         self.start_weight_update()
         self.update_weights({"version": version})
 
     def megasync_ordinary(self) -> dict[str, str]:
         return self.weight_transfer_engine.ordinary()
-
-    def megasync_load_adapter(self) -> None:
-        self.weight_transfer_engine.load_adapter()
 
     def megasync_read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
         return self.weight_transfer_engine.read_shards(names)

@@ -45,7 +45,8 @@ class Replica:
         self.version: int | None = FOLDER_VERSION if serves_folder else None
         self._state = ReplicaState.SERVING
         self._failure = ""
-        self._in_sync = False  # the lock is held for a sync
+        self._in_sync = False  # the lock is held for a sync, or asleep
+        self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
         self._spans: list[StageSpan] = []
         self._num_running = 0  # generate and score calls whose requests are in the engine
         self._ids = itertools.count()
@@ -147,17 +148,41 @@ class Replica:
         await self._engine.abort([queue.request_id for queue in queues], internal=True)
 
     async def pause(self) -> None:
-        """Take on no new requests, and wait until the running ones are done."""
+        """Take on no new requests, and wait until the running ones are done; asleep, get memory for weights."""
+        if self._state is ReplicaState.ASLEEP:
+            await self._wake([vllm_api.WEIGHTS])
+            self._advance(Event.PAUSE)
+            return
+        await self._stop(Event.PAUSE)
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Give the devices' memory up, caches and weights, until resume; weights that are not kept come with the next sync."""
+        await self._stop(Event.SLEEP)
+        if not keep_weights:
+            self.version = None
+        await self._engine.reset_prefix_cache()
+        await vllm_api.sleep(self._engine, keep_weights=keep_weights)
+        self._given_up = [vllm_api.WEIGHTS, vllm_api.CACHES]
+
+    async def _stop(self, event: Event) -> None:
         await self._control.acquire()
         self._in_sync = True
+        before = self._state
         try:
-            self._advance(Event.PAUSE)
+            self._advance(event)
             await self._unless_dead(vllm_api.pause(self._engine, "wait"))
         except BaseException:
             self._leave_sync()
-            if self._state is ReplicaState.PAUSED:
-                self._advance(Event.ABORT)
+            if self._state is not ReplicaState.FAILED:
+                self._state = before
             raise
+
+    async def _wake(self, kinds: list[str]) -> None:
+        """Get these kinds of memory back, those that were given up."""
+        wanted = [kind for kind in kinds if kind in self._given_up]
+        if wanted:
+            await vllm_api.wake(self._engine, wanted)
+            self._given_up = [kind for kind in self._given_up if kind not in wanted]
 
     async def _unless_dead(self, call: Awaitable[None]) -> None:
         """Wait for an answer that has no time limit; vLLM leaves it open when its core dies."""
@@ -195,6 +220,7 @@ class Replica:
 
     async def resume(self) -> None:
         self._advance(Event.RESUME)
+        await self._wake(self._given_up)
         await self._engine.resume_generation()
         self._leave_sync()
 
@@ -204,9 +230,11 @@ class Replica:
         before, self._state = self._state, next_state(self._state, Event.ABORT)
         if self._state is ReplicaState.FAILED:
             self._failure = self._failure or reason
-        elif before is not ReplicaState.SERVING:
+        elif before in (ReplicaState.PAUSED, ReplicaState.READY):
+            await self._wake(self._given_up)
             await self._engine.resume_generation()
-        self._leave_sync()
+        if self._state is not ReplicaState.ASLEEP:
+            self._leave_sync()
         return self._state is ReplicaState.FAILED
 
     async def status(self) -> tuple[str, int | None, str]:
@@ -281,7 +309,7 @@ class Replica:
                 "restart it (ReplicaPool.restart) and publish again"
             )
         if self.version is None:
-            raise RuntimeError(f"replica {self.index} was restarted and waits for a publish before it can generate")
+            raise RuntimeError(f"replica {self.index} has no weights and waits for a publish before it can generate")
 
     def _new_id(self) -> str:
         return f"{self.index}-{next(self._ids)}"

@@ -1,6 +1,6 @@
 """Buckets become tensors: the pieces that a plan knows go straight into parameters, the others come out as tensors.
 
-Works on either transport. Leaves out what happens to the tensors (receiver.py) and where pieces go (plan.py).
+Works on every transport. Leaves out what happens to the tensors (receiver.py) and where pieces go (plan.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from bridge.bucket import Bucket, Piece, buffer_bytes, plan_buckets
 from bridge.manifest import Manifest, TensorSpec
+from bridge.transport.ipc import IpcReader, is_ipc_endpoint
 from bridge.transport.nccl import DamagedError, GroupReader, is_group_endpoint
 from bridge.transport.shm import ShmReader, TransportError
 
@@ -30,6 +31,8 @@ def open_reader(message: BeginSync, worker: int, device: torch.device) -> Reader
     reader = message.first_reader + worker
     if message.endpoints and is_group_endpoint(message.endpoints[0]):
         return GroupReader(message.endpoints, reader, message.num_readers, device)
+    if message.endpoints and is_ipc_endpoint(message.endpoints[0]):
+        return IpcReader(message.endpoints, reader, device)
     return ShmReader(message.endpoints, reader)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in a running vLLM: loaded from memory into its one slot, read back, named by requests.
+"""Adapters in a running vLLM: brought from memory into its one slot, read back, named by requests.
 
 Read in vllm(-cpu) 0.26.0 and 0.32.0.
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
+
 from bridge.verify import as_bytes, digest_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
     from vllm.lora.request import LoRARequest
 
-Slice = tuple[str, tuple[int, int], "torch.Tensor"]  # PEFT name, offsets in the full tensor, this worker's part
+Slice = tuple[str, tuple[int, int], torch.Tensor]  # PEFT name, offsets in the full tensor, this worker's part
 
 PREFIX = "base_model.model."  # PEFT's
 
@@ -59,10 +60,39 @@ def a_names(names: Iterable[str]) -> dict[str, str]:
     return owners
 
 
-def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
-    """Put an adapter from memory, as adapter.AdapterSource gives it, into its slot, in the place of the former one.
+class AdapterSlot:
+    """The one slot, while adapters of one manifest come in.
 
-    What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without the folder.
+    vLLM's own loader puts the first one there. It rearranges nothing, so from then on what arrives is copied straight to
+    where the model computes with it.
+    """
+
+    def __init__(self, lora_manager: Any) -> None:
+        self._lora_manager = lora_manager
+        self._places: dict[str, list[tuple[tuple[int, int], torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def load(self, stream: Iterable[tuple[str, torch.Tensor]], spec: dict[str, Any]) -> None:
+        """Take an adapter as adapter.AdapterSource gives it; each tensor is lent until the next. `spec`: AdapterSpec's fields."""
+        if not self._places:
+            tensors = {name: tensor.clone() for name, tensor in stream}
+            _load_by_vllm(self._lora_manager, tensors, spec)
+            try:
+                for name, offsets, place in held_slices(self._lora_manager, tensors):
+                    self._places.setdefault(name, []).append((offsets, place))
+            except ValueError:  # a kind of layer that is not known here: vLLM's loader at each sync
+                self._places = {}
+            return
+        for name, tensor in stream:
+            for (row, column), place in self._places[name]:
+                place.copy_(tensor[row : row + place.shape[0], column : column + place.shape[1]])
+
+
+def _load_by_vllm(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
+    """Put an adapter into its slot, in the place of the former one.
+
+    What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without the folder. The manager's
+    own copy goes: it would be out of date after the next sync, and must never come into the slot again.
     """
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -82,6 +112,14 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(lora)
     manager.activate_adapter(ADAPTER_ID)
+    lora.loras = _InSlotAlone()
+
+
+class _InSlotAlone(dict[str, Any]):
+    """In the place of the weights of an adapter that is kept in its slot alone."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        raise RuntimeError(f"vLLM asks for {key} of an adapter that left its slot; restart the replica and publish again")
 
 
 def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:

@@ -2,7 +2,7 @@
 
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
-build_engine, stop_engine, pause, finish_update   an AsyncLLM from a ReplicaConfig
+build_engine, stop_engine, pause, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
 submit, score_request, to_completion, to_scores   requests and outputs
 
 Leaves out loading weights (vllm_reload.py), reading them back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is
@@ -38,6 +38,7 @@ START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 
 FAILED_START_SECONDS = 20.0
 SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
+WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
 # Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
 # the weights several times, between ones that stay, which leaves glibc's own heap full of holes.
 MALLOC_OF_CPU_REPLICAS = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
@@ -133,6 +134,8 @@ def build_engine(config: ReplicaConfig) -> Any:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "bridge.receiver.WorkerExtension",
     }
+    if config.shares_devices and torch.cuda.is_available():
+        arguments["enable_sleep_mode"] = True
     if config.adapter_rank:
         arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
@@ -195,15 +198,25 @@ async def pause(engine: Any, mode: str) -> None:
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
+async def sleep(engine: Any, *, keep_weights: bool) -> None:
+    """Give device memory up while paused, straight from the workers (v1/worker/gpu_worker.py:294): AsyncLLM.sleep has a pause of
+    its own. Kept weights go to host memory. CPU workers only log that they cannot.
+    """
+    await engine.collective_rpc("sleep", args=(1 if keep_weights else 2,))
+
+
+async def wake(engine: Any, kinds: list[str]) -> None:
+    """Get memory of these kinds back; WEIGHTS that were not kept have any values until the next sync."""
+    await engine.collective_rpc("wake_up", args=(kinds,))
+
+
 async def finish_update(engine: Any, version: int, *, adapter: bool) -> bool:
-    """End a weight update, load the adapter that it brought, stamp what is generated from now on (0.26 has no stamps) and
-    forget cached prefixes, which were computed with other weights; whether that was possible.
+    """End a weight update, stamp what is generated from now on (0.26 has no stamps) and forget cached prefixes, which were
+    computed with other weights; whether that was possible. vLLM knows nothing of an update that brought an adapter.
 
     The core takes what it is asked in this order (v1/engine/core.py:926), so that nothing waits for the answer before it.
     """
-    calls = [engine.finish_weight_update()]
-    if adapter:
-        calls.append(engine.collective_rpc("megasync_load_adapter"))
+    calls = [] if adapter else [engine.finish_weight_update()]
     if hasattr(engine, "update_weight_version"):
         calls.append(engine.update_weight_version(str(version)))
     *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache())

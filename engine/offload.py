@@ -30,66 +30,70 @@ class Offload:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.chunks: list[torch.Tensor] = []  # uint8 [CHUNK_BYTES] each
-        self.away: list[tuple[torch.UntypedStorage, int, int | None]] = []  # storage, bytes, place on the host if copied
+        self.away: dict[str, list[torch.UntypedStorage]] = {}  # by kind
+        self._sizes: dict[int, int] = {}  # bytes of each storage that is away, by its identity
+        self._places: dict[int, int] = {}  # where in host memory a storage's copy lies
+        self._host_bytes = 0
 
     def offload(self, kinds: Sequence[str] = KINDS) -> int:
-        """Take these kinds off the device; returns the bytes that came free on it.
+        """Take these kinds off the device, those that are on it; returns the bytes that came free.
 
         Raises:
-            ValueError: a kind is not one of KINDS, or something is away already.
+            ValueError: a kind is not one of KINDS.
         """
         unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown:
             raise ValueError(f"offload of {unknown[0]!r}: choose from {', '.join(KINDS)}")
-        if self.away:
-            raise ValueError("offload: what was taken off the device before is still away; call reload() first")
         device.synchronize()  # other streams may still use what is shrunk here
-        if "gradients" in kinds:
+        if "gradients" in kinds and "gradients" not in self.away:
             self.engine.optimizer.zero_grad()
-        seen: set[int] = set()
-        place = 0
+        seen = {storage._cdata for storages in self.away.values() for storage in storages}
+        moving: dict[str, list[torch.UntypedStorage]] = {}
         for kind in KINDS:  # a tensor that is two things, such as fp32 weights that the optimizer steps, is the first of them
             for storage in _storages(self.engine, kind):
-                size = storage.nbytes()
-                if storage._cdata in seen or size == 0:
-                    continue
-                seen.add(storage._cdata)
-                if kind in kinds:
-                    copied = kind != "gradients"
-                    self.away.append((storage, size, place if copied else None))
-                    place += size if copied else 0
-        self._each_copied(to_host=True)
+                if storage._cdata not in seen and storage.nbytes():
+                    seen.add(storage._cdata)
+                    if kind in kinds:
+                        moving.setdefault(kind, []).append(storage)
+        for storages in moving.values():
+            self._sizes |= {storage._cdata: storage.nbytes() for storage in storages}
+        self._copy(moving, to_host=True)
         device.synchronize()
-        for storage, _, _ in self.away:
-            storage.resize_(0)
+        for kind, storages in moving.items():
+            for storage in storages:
+                storage.resize_(0)
+            self.away[kind] = self.away.get(kind, []) + storages
         if device.has_cuda():
             torch.cuda.empty_cache()
-        return sum(size for _, size, _ in self.away)
+        return sum(self._sizes[storage._cdata] for storages in moving.values() for storage in storages)
 
-    def reload(self) -> None:
-        """Bring everything back; gradients are zero. Does nothing when nothing is away."""
-        for storage, size, place in self.away:
-            storage.resize_(size)
-            if place is None:
-                _bytes(storage).zero_()
-        self._each_copied(to_host=False)
+    def reload(self, kinds: Sequence[str] = KINDS) -> None:
+        """Bring these kinds back, those that are away; gradients are zero."""
+        coming = {kind: self.away.pop(kind) for kind in kinds if kind in self.away}
+        for kind, storages in coming.items():
+            for storage in storages:
+                storage.resize_(self._sizes[storage._cdata])
+                if kind == "gradients":
+                    _bytes(storage).zero_()
+        self._copy(coming, to_host=False)
         device.synchronize()
-        self.away = []
 
-    def _each_copied(self, to_host: bool) -> None:
-        for storage, size, place in self.away:
-            if place is None:
-                continue
-            begin = 0
-            whole = _bytes(storage)
-            for piece in self._host(place, size):
+    def _copy(self, storages: dict[str, list[torch.UntypedStorage]], to_host: bool) -> None:
+        """All but gradients."""
+        for storage in (storage for kind, some in storages.items() if kind != "gradients" for storage in some):
+            begin, whole = 0, _bytes(storage)
+            for piece in self._host(storage, whole.numel()):
                 part = whole[begin : begin + piece.numel()]
                 target, source = (piece, part) if to_host else (part, piece)
                 target.copy_(source, non_blocking=True)
                 begin += piece.numel()
 
-    def _host(self, place: int, size: int) -> Iterator[torch.Tensor]:
-        """Host memory from `place` on, `size` bytes of it, in pieces."""
+    def _host(self, storage: torch.UntypedStorage, size: int) -> Iterator[torch.Tensor]:
+        """The storage's own host memory, `size` bytes of it, in pieces."""
+        if storage._cdata not in self._places:
+            self._places[storage._cdata] = self._host_bytes
+            self._host_bytes += size
+        place = self._places[storage._cdata]
         end = place + size
         while place < end:
             number, offset = divmod(place, CHUNK_BYTES)

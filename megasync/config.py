@@ -34,7 +34,7 @@ class RunConfig:
 class RolloutConfig:
     """Generation. `max_staleness` is the whole of asynchrony: 0 synchronous, 1 one-step-off."""
 
-    placement: str = "separate"  # separate
+    placement: str = "separate"  # separate | colocated: on the trainer's GPUs, in turns with it; needs max_staleness 0
     replicas: int = 1
     tensor_parallel: int = 1
     max_staleness: int = 0
@@ -117,8 +117,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.lora.targets": LORA_TARGETS,
     "engine.optimizer.name": ("adam",),
     "engine.optimizer.decay": ("constant", "linear", "cosine"),
-    "rollout.placement": ("separate",),
-    "sync.transport": ("auto", "shm", "nccl"),
+    "rollout.placement": ("separate", "colocated"),
+    "sync.transport": ("auto", "shm", "nccl", "ipc"),
     "sync.verify": ("none", "digest", "readback"),
     "algorithm.name": ("grpo", "sft"),
     "algorithm.importance_correction": ("none", "tis"),

@@ -164,6 +164,7 @@ class ShmWriter:
     def __init__(self, segment: Segment, stage: int, reader_names: list[str]) -> None:
         self.segment, self.stage, self._reader_names = segment, stage, reader_names
         self.endpoint = str(segment.path)
+        self.buffers = segment.buffers
         self.sequence = 0
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
@@ -177,6 +178,7 @@ class ShmWriter:
         self.segment.abort(reason)
 
     def close(self) -> None:
+        self.buffers = []
         self.segment.close()
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
@@ -192,11 +194,11 @@ class ShmWriter:
             return min(self.segment.consumed) >= needed
 
         _wait(ready, deadline, lambda: self._describe_wait(needed))
-        return self.segment.buffers[self.sequence % NUM_BUFFERS]
+        return self.buffers[self.sequence % NUM_BUFFERS]
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         """Hand the acquired buffer's first `num_bytes` to the readers, with their digest when `verify`."""
-        buffer = self.segment.buffers[self.sequence % NUM_BUFFERS]
+        buffer = self.buffers[self.sequence % NUM_BUFFERS]
         digest = digest_bytes(buffer[:num_bytes]) if verify else 0
         self.segment.announce(self.sequence, num_bytes, digest)
         self.sequence += 1
@@ -221,6 +223,7 @@ class ShmReader:
     def __init__(self, endpoints: tuple[str, ...], reader: int) -> None:
         self.endpoints, self.reader = endpoints, reader
         self._segments = [Segment(Path(path), owner=False) for path in endpoints]
+        self._buffers = [segment.buffers for segment in self._segments]
 
     def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
         """Bucket `sequence` of a stage: a view [num_bytes] uint8, good until `release`.
@@ -239,7 +242,7 @@ class ShmReader:
         _wait(ready, deadline, lambda: f"waits for the sender of stage {stage}, which sent no bucket {sequence}")
         announced = segment.announced(sequence)
         assert announced is not None
-        data = segment.buffers[sequence % NUM_BUFFERS][:num_bytes]
+        data = self._buffers[stage][sequence % NUM_BUFFERS][:num_bytes]
         if announced[0] != num_bytes:
             raise TransportError(f"holds {announced[0]} bytes, planned are {num_bytes}")
         if verify and digest_bytes(data) != announced[1]:
@@ -247,7 +250,7 @@ class ShmReader:
         return data
 
     def buffer_bytes(self, stage: int) -> int:
-        return self._segments[stage].buffers[0].numel()
+        return self._buffers[stage][0].numel()
 
     def release(self, stage: int) -> None:
         """The view that `read` gave is no longer needed."""
@@ -258,6 +261,7 @@ class ShmReader:
             segment.abort(reason)
 
     def close(self) -> None:
+        self._buffers = []
         for segment in self._segments:
             segment.close()
 

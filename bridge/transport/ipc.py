@@ -1,0 +1,120 @@
+"""Buckets through memory that trainer and replicas share on a device, for replicas on the trainer's own GPUs: CUDA IPC.
+
+Control words and their protocol are those of shm.py; where a segment there has two buffers, it has here what another
+process needs to map the sender's two buffers: CUDA's IPC handles, or without CUDA a file's path. Leaves out what a bucket means.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+
+from bridge.transport.shm import FOLDER, NUM_BUFFERS, PREFIX, Segment, ShmReader, ShmWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCHEME = "ipc:"
+HANDLE_BYTES = 4096
+LENGTH_BYTES = 8
+
+
+class IpcWriter(ShmWriter):
+    """The sending side of one stage; its two buffers are its own memory on `device`."""
+
+    def __init__(self, name: str, buffer_bytes: int, stage: int, reader_names: list[str], device: torch.device) -> None:
+        super().__init__(Segment.create(name, HANDLE_BYTES, len(reader_names)), stage, reader_names)
+        self.endpoint = f"{SCHEME}{self.segment.path}"
+        self._device = device
+        self._files: list[Path] = []
+        self.buffers = []
+        for slot in self.segment.buffers:
+            buffer, handle = _share(buffer_bytes, device, self._files)
+            self.buffers.append(buffer)
+            packed = len(handle).to_bytes(LENGTH_BYTES, "little") + handle
+            slot[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def publish(self, num_bytes: int, *, verify: bool) -> None:
+        """As ShmWriter; first the bucket has to be complete on the device, which the readers' streams know nothing of."""
+        with _scope(self._device):
+            _synchronize(self._device)
+            super().publish(num_bytes, verify=verify)
+
+    def close(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        super().close()
+
+
+class IpcReader(ShmReader):
+    """One vLLM worker's view of all stages' buffers, which lie on the trainer's devices."""
+
+    def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
+        super().__init__(tuple(endpoint.removeprefix(SCHEME) for endpoint in endpoints), reader)
+        self.endpoints, self._device = endpoints, device
+        self._buffers = [[_open(slot, device) for slot in segment.buffers] for segment in self._segments]
+
+    def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
+        with _scope(self._device):
+            return super().read(stage, sequence, num_bytes, deadline, verify=verify)
+
+    def release(self, stage: int) -> None:
+        """The copies out of the view are queued on this thread's stream: they have to be over."""
+        with _scope(self._device):
+            _synchronize(self._device)
+        super().release(stage)
+
+
+def is_ipc_endpoint(endpoint: str) -> bool:
+    return endpoint.startswith(SCHEME)
+
+
+def segment_path(endpoint: str) -> Path:
+    """Where the control words lie."""
+    return Path(endpoint.removeprefix(SCHEME))
+
+
+def _share(num_bytes: int, device: torch.device, files: list[Path]) -> tuple[torch.Tensor, bytes]:
+    """A new buffer [num_bytes] uint8, and what `_open` takes; a file that has come with it goes to `files`."""
+    if device.type == "cuda":
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return buffer, pickle.dumps(reduce_tensor(buffer))
+    path = FOLDER / f"{PREFIX}{os.getpid()}-ipc-{uuid4().hex[:8]}"
+    files.append(path)
+    buffer = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+    return buffer, pickle.dumps((str(path), num_bytes))
+
+
+def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sender's buffer, mapped here. `slot`: what the sender wrote into its segment; it is trusted, like all of it."""
+    raw = slot.numpy().tobytes()
+    length = int.from_bytes(raw[:LENGTH_BYTES], "little")
+    handle: Any = pickle.loads(raw[LENGTH_BYTES : LENGTH_BYTES + length])  # noqa: S301
+    if device.type != "cuda":
+        path, num_bytes = handle
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    rebuild, arguments = handle
+    here = list(arguments)
+    here[DEVICE_ARGUMENT] = device.index  # the sender numbers its devices in its own way
+    buffer: torch.Tensor = rebuild(*here)
+    return buffer
+
+
+DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
+
+
+def _scope(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
