@@ -18,7 +18,7 @@ import torch
 from bridge.config import SyncConfig
 from bridge.manifest import Manifest, TensorSpec
 
-BUCKET_BYTES = 2 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
+BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 
 
 @dataclass(frozen=True)

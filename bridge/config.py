@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class SyncConfig:
     """How weights travel to the replicas."""
 
-    # shm (one host) | nccl (process groups: NCCL, gloo on CPUs) | ipc (memory of GPUs that trainer and replicas share) | auto: shm
-    # without CUDA, with it ipc where the placement is colocated, else nccl
+    # shm (one host) | nccl (process groups: NCCL, gloo on CPUs) | ipc (memory of GPUs that trainer and replicas share)
+    # auto: shm without CUDA; with it ipc where the placement is colocated, else nccl
     transport: str = "auto"
     bucket_bytes: int = 512 * 2**20  # YAML also takes 512MiB and the like
     verify: str = "digest"  # none | digest | readback (digest, and every tensor read back and compared after commit)

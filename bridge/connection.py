@@ -29,6 +29,7 @@ class Connection:
 
     def __init__(self, manifests: list[Manifest], endpoints: list[str], stream: StageStream, bucket_bytes: int) -> None:
         self.manifest = Manifest.concatenate(manifests)
+        self.manifest_json = self.manifest.to_json()
         self.stage_sizes = tuple(len(manifest.tensors) for manifest in manifests)
         self.num_buckets = sum(len(plan_buckets(manifest, bucket_bytes)) for manifest in manifests)
         self.endpoints = tuple(endpoints)

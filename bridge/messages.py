@@ -5,10 +5,10 @@
        +---------------------------------------------- resume -----------------------------------------------+
 
 A replica that shares its devices with the trainer goes from SERVING to ASLEEP, its memory given up, and on to PAUSED by the
-next pause, or back by resume where it kept its weights. Begin checks the manifest and changes no weight: when it is refused, the replica stays PAUSED, and resume serves the
-former version, if it has one. An abort up to READY does the same; from RECEIVING on it leads to FAILED, where nothing generates, and
-which only a new replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py
-obeys. No torch in here.
+next pause, or back by resume where it kept its weights. Begin checks the manifest and changes no weight: when it is refused,
+the replica stays PAUSED, and resume serves the former version, if it still has one. An abort up to READY does the same; from
+RECEIVING on it leads to FAILED, where nothing generates, and which only a new replica leaves (ReplicaPool.restart). Leaves
+out who sends what when: publish.py drives, replica.py obeys. No torch in here.
 """
 
 from __future__ import annotations
@@ -184,11 +184,11 @@ class SyncReport:
     """One sync in figures, as seen by this rank. All sizes count all pipeline stages.
 
     `seconds`: from begin to the end of commit and verification. `pause_seconds`: how long no replica took on new
-    requests; the wait for running ones is in it. `stages`: pause, begin, then gather, pack and wait for each bucket
-    that this rank sends (gather alone where it sends none; their lengths are measured, within a bucket they are laid
-    end to end), load, commit, readback, resume. With CUDA gather and pack are the time to queue work, which runs while the
-    rank waits. `ordinary`: vLLM layers that take vLLM's own loader instead of the baked plan (plan.py), in the first worker
-    of the first replica, each with the reason; known on rank 0.
+    requests; the wait for running ones is in it. `stages`: pause, begin (in the first sync; later it goes with the load),
+    then gather, pack and wait for each bucket that this rank sends (gather alone where it sends none; their lengths are
+    measured, within a bucket they are laid end to end), load, commit, readback, resume. With CUDA gather and pack are the
+    time to queue work, which runs while the rank waits. `ordinary`: vLLM layers that take vLLM's own loader instead of the
+    baked plan (plan.py), in the first worker of the first replica, each with the reason; known on rank 0.
     """
 
     version: int

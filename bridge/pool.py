@@ -23,7 +23,7 @@ from bridge import vllm_api
 from bridge.replica import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
@@ -69,6 +69,7 @@ class ReplicaPool:
         self._actors: list[Any] = [None] * num_replicas
         self._pids = [0] * num_replicas
         self._shared_memory: list[set[str]] = [set() for _ in range(num_replicas)]  # vLLM's, for when it is killed
+        self._num_sent = [0] * num_replicas  # generate and score calls, to each actor since its launch
         self._manifest_digests = [""] * num_replicas  # of the manifest that each replica's workers hold
 
     @classmethod
@@ -108,15 +109,21 @@ class ReplicaPool:
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
         """Send requests off, request i to replica i modulo `num_replicas`; does not wait."""
         shares = [list(requests[i :: self.num_replicas]) for i in range(min(self.num_replicas, len(requests)))]
-        refs = [self._actors[i].generate.remote(share) for i, share in enumerate(shares)]
+        refs = [self._send(i, self._actors[i].generate, share) for i, share in enumerate(shares)]
         return Generation(self, refs, len(requests))
 
     def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
         lists = [tuple(ids) for ids in token_id_lists]
         num_shares = min(self.num_replicas, len(lists))
-        parts = self.gather([self._actors[i].score.remote(lists[i :: self.num_replicas]) for i in range(num_shares)])
+        shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
+        parts = self.gather([self._send(i, self._actors[i].score, share) for i, share in enumerate(shares)])
         return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
+
+    def _send(self, replica: int, method: Any, share: list[Any]) -> Any:
+        """Count what a pause has to come after: calls of an actor may overtake each other."""
+        self._num_sent[replica] += 1
+        return method.remote(share)
 
     @property
     def versions(self) -> list[int | None]:
@@ -140,30 +147,20 @@ class ReplicaPool:
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
-        # asked first, and answered behind them, so that requests handed in before have reached the engine
-        failed = [f"{i} ({reason})" for i, (state, _, reason) in enumerate(self._statuses()) if state == "failed"]
-        if failed:
-            raise RuntimeError(f"out of service, to be restarted with ReplicaPool.restart: replica {'; '.join(failed)}")
-        self._call(lambda actor: actor.pause.remote(), timeout=None)
+        calls = [actor.pause.remote(sent) for actor, sent in zip(self._actors, self._num_sent, strict=True)]
+        self.gather(calls)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give device memory up; waits for running requests. `pause`, or `resume` where weights were kept, ends it."""
-        self._call(lambda actor: actor.sleep.remote(keep_weights=keep_weights), timeout=None)
+        calls = [
+            actor.sleep.remote(sent, keep_weights=keep_weights)
+            for actor, sent in zip(self._actors, self._num_sent, strict=True)
+        ]
+        self.gather(calls)
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
-        refs = []
-        for replica, actor in enumerate(self._actors):
-            known = self._manifest_digests[replica] == message.manifest_digest
-            own = dataclasses.replace(
-                message,
-                replica=replica,
-                first_reader=replica * self.config.tensor_parallel,
-                num_readers=self.num_readers,
-                manifest_json=None if known else message.manifest_json,
-            )
-            refs.append(actor.begin.remote(own))
-        refusals = self.gather(refs, CONTROL_SECONDS)
+        refusals = self.gather([actor.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
         for replica, refused in enumerate(refusals):
             self._manifest_digests[replica] = "" if refused else message.manifest_digest
         if all(refused == refusals[0] for refused in refusals):
@@ -171,8 +168,29 @@ class ReplicaPool:
         return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
 
     def receive(self, version: int) -> list[Any]:
-        """Let all replicas load the stream; a Ray reference each."""
+        """Let all replicas load the stream that was begun; a Ray reference each."""
         return [actor.receive.remote(version) for actor in self._actors]
+
+    def begin_and_receive(self, message: BeginSync) -> list[Any]:
+        """Both in one call, where the manifest was accepted before. A refusal is an error then."""
+        refs = [actor.begin_and_receive.remote(own) for actor, own in self._own(message)]
+        self._manifest_digests = [message.manifest_digest] * self.num_replicas
+        return refs
+
+    def _own(self, message: BeginSync) -> Iterator[tuple[Any, BeginSync]]:
+        """Each replica's actor and message; the manifest goes to those that do not hold it."""
+        for replica, actor in enumerate(self._actors):
+            known = self._manifest_digests[replica] == message.manifest_digest
+            yield (
+                actor,
+                dataclasses.replace(
+                    message,
+                    replica=replica,
+                    first_reader=replica * self.config.tensor_parallel,
+                    num_readers=self.num_readers,
+                    manifest_json=None if known else message.manifest_json,
+                ),
+            )
 
     def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool:
         """Whether all references are done within `seconds`; raises the first error among those that are."""
@@ -256,7 +274,7 @@ class ReplicaPool:
         cuda, devices = torch.cuda.is_available(), self.config.devices
         actor_class: Any = ray.remote(self.replica_class)
         for replica in replicas:
-            self._manifest_digests[replica] = ""
+            self._manifest_digests[replica], self._num_sent[replica] = "", 0
             own = {"CUDA_VISIBLE_DEVICES": devices[replica]} if devices else {}
             options = {
                 "num_cpus": 0,

@@ -86,17 +86,16 @@ class Publisher:
             self._phase(version, self._pause)
         start = time.time()
         deadline = start + self._config.timeout_seconds
-        with self._span("begin"):
-            self._phase(version, lambda: self._begin(connection, version, deadline))
+        if connection.num_syncs == 0:  # later the replicas hold the manifest, and begin goes with receive
+            with self._span("begin"):
+                self._phase(version, lambda: self._begin(connection, version, deadline))
         digests = self._stream(connection, version, deadline)
         self._phase(version, lambda: self._commit(connection, version, deadline, digests))
-        end = time.time()
-        with self._span("resume"):
-            self._phase(version, lambda: self._pool.resume() if self._pool else None)
         connection.num_syncs += 1
+        resumed = [span.start for span in self._spans if span.name == "resume"]
         return SyncReport(
             version=version,
-            seconds=end - start,
+            seconds=(resumed[0] if resumed else time.time()) - start,
             num_bytes=connection.manifest.total_bytes,
             pause_seconds=time.time() - self._spans[0].start,
             verified=self._config.verify != "none",
@@ -127,10 +126,16 @@ class Publisher:
     def _begin(self, connection: Connection, version: int, deadline: float) -> None:
         if self._pool is None:
             return
-        message = BeginSync(
+        reasons = self._pool.begin(self._message(connection, version, deadline))
+        if reasons:
+            raise ManifestRefusedError(reasons)
+
+    def _message(self, connection: Connection, version: int, deadline: float) -> BeginSync:
+        assert self._pool is not None
+        return BeginSync(
             version=version,
             manifest_digest=connection.manifest.digest,
-            manifest_json=connection.manifest.to_json(),
+            manifest_json=connection.manifest_json,
             stage_sizes=connection.stage_sizes,
             bucket_bytes=self._config.bucket_bytes,
             endpoints=connection.endpoints,
@@ -142,13 +147,14 @@ class Publisher:
             deadline=deadline,
             adapter=self._adapter,
         )
-        reasons = self._pool.begin(message)
-        if reasons:
-            raise ManifestRefusedError(reasons)
 
     def _stream(self, connection: Connection, version: int, deadline: float) -> list[int]:
         """Send and let the replicas load; digests of all tensors when they are to be read back."""
-        refs = self._pool.receive(version) if self._pool is not None else []
+        refs: list[Any] = []
+        if self._pool is not None and connection.num_syncs == 0:
+            refs = self._pool.receive(version)
+        elif self._pool is not None:
+            refs = self._pool.begin_and_receive(self._message(connection, version, deadline))
         result = StreamResult()
 
         def stream() -> None:
@@ -177,6 +183,8 @@ class Publisher:
             with self._span("readback"):
                 names = [spec.name for spec in connection.manifest.tensors]
                 self._compare(dict(zip(names, digests, strict=True)))
+        with self._span("resume"):
+            self._pool.resume()
 
     def _compare(self, expected: dict[str, int]) -> None:
         """Raises RuntimeError that names the tensors which a replica holds otherwise than they were sent."""

@@ -220,11 +220,13 @@ class WorkerExtension:
         self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
         return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
 
-    def megasync_receive(self, version: int) -> None:
-        """AsyncLLM's start_weight_update and update_weights in one call.
+    def megasync_receive(self, version: int, fields: dict[str, Any] | None = None) -> None:
+        """AsyncLLM's start_weight_update and update_weights in one call, with `fields` after a begin.
 
         Not for an adapter: vLLM's finish would drop all adapters (v1/worker/gpu_worker.py:1604).
         """
+        if fields is not None and (reasons := self.megasync_begin(fields)):
+            raise RuntimeError("refused: " + "; ".join(reasons))
         if self.weight_transfer_engine.takes_adapter:
             self.weight_transfer_engine.receive_weights(UpdateInfo(version=version))
             return

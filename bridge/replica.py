@@ -48,7 +48,8 @@ class Replica:
         self._in_sync = False  # the lock is held for a sync, or asleep
         self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
         self._spans: list[StageSpan] = []
-        self._num_running = 0  # generate and score calls whose requests are in the engine
+        self._num_calls = 0  # to generate and score, all
+        self._num_running = 0  # those whose requests are in the engine
         self._ids = itertools.count()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 # has no name to leave behind; the engine's children write to it
         self._engine: Any = None
@@ -116,6 +117,7 @@ class Replica:
         input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
         """
         queues: list[Any] = []
+        self._num_calls += 1
         async with self._control:
             self._require_serving()
             alone, self._num_running = self._num_running == 0, self._num_running + 1
@@ -147,28 +149,34 @@ class Replica:
             raise RuntimeError(f"vLLM died in replica {self.index}: {told}") from None
         await self._engine.abort([queue.request_id for queue in queues], internal=True)
 
-    async def pause(self) -> None:
-        """Take on no new requests, and wait until the running ones are done; asleep, get memory for weights."""
+    async def pause(self, num_calls: int) -> None:
+        """Take on no new requests, and wait until the running ones are done; asleep, get memory for weights.
+
+        `num_calls`: how many calls to generate or score come before; they may still be on their way.
+        """
         if self._state is ReplicaState.ASLEEP:
             await self._wake([vllm_api.WEIGHTS])
             self._advance(Event.PAUSE)
             return
-        await self._stop(Event.PAUSE)
+        await self._stop(Event.PAUSE, num_calls)
 
-    async def sleep(self, *, keep_weights: bool) -> None:
-        """Give the devices' memory up, caches and weights, until resume; weights that are not kept come with the next sync."""
-        await self._stop(Event.SLEEP)
+    async def sleep(self, num_calls: int, *, keep_weights: bool) -> None:
+        """As pause, then give the devices' memory up until resume; weights that are not kept come with the next sync."""
+        await self._stop(Event.SLEEP, num_calls)
         if not keep_weights:
             self.version = None
         await self._engine.reset_prefix_cache()
         await vllm_api.sleep(self._engine, keep_weights=keep_weights)
         self._given_up = [vllm_api.WEIGHTS, vllm_api.CACHES]
 
-    async def _stop(self, event: Event) -> None:
+    async def _stop(self, event: Event, num_calls: int) -> None:
+        while self._num_calls < num_calls:  # they are on their way here
+            await asyncio.sleep(1e-3)
         await self._control.acquire()
         self._in_sync = True
         before = self._state
         try:
+            self._require_service()
             self._advance(event)
             await self._unless_dead(vllm_api.pause(self._engine, "wait"))
         except BaseException:
@@ -208,6 +216,15 @@ class Replica:
         self._spans = []
         with self._span("update"):
             await self._engine.collective_rpc("megasync_receive", args=(version,))
+        self._advance(Event.RECEIVED)
+
+    async def begin_and_receive(self, message: BeginSync) -> None:
+        """Both in one call to the workers; a manifest that they refuse is an error."""
+        self._advance(Event.BEGIN)
+        self._advance(Event.RECEIVE)
+        self._spans = []
+        with self._span("update"):
+            await self._engine.collective_rpc("megasync_receive", args=(message.version, message.to_dict()))
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
@@ -301,13 +318,16 @@ class Replica:
             errors = find_errors(self._log_text())
             self._failure = f"vLLM's processes ended: {'; '.join(errors) or 'without a word'}"
 
-    def _require_serving(self) -> None:
+    def _require_service(self) -> None:
         self._notice_death()
         if self._state is ReplicaState.FAILED:
             raise RuntimeError(
                 f"replica {self.index} is out of service ({self._failure}); "
                 "restart it (ReplicaPool.restart) and publish again"
             )
+
+    def _require_serving(self) -> None:
+        self._require_service()
         if self.version is None:
             raise RuntimeError(f"replica {self.index} has no weights and waits for a publish before it can generate")
 

@@ -67,6 +67,9 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+OFFLOAD_KINDS = ("parameters", "gradients", "optimizer")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How the model is wrapped, cut and stepped."""
@@ -77,6 +80,7 @@ class EngineConfig:
     tokens_per_microbatch: int = 16384
     recompute: str = "none"  # none | full
     fusions: str = "auto"  # auto: one kernel for each memory-bound piece of a step, with CUDA | all: everywhere | none
+    offload: tuple[str, ...] = OFFLOAD_KINDS  # goes to host memory while vLLM uses the trainer's GPUs (rollout.placement)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 

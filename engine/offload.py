@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from engine import device
+from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
 from engine.optimizer import inner_optimizers
 
-KINDS = ("parameters", "gradients", "optimizer")
 CHUNK_BYTES = 2**28  # torch rounds page-locked memory up to a power of two
 
 
@@ -35,26 +35,19 @@ class Offload:
         self._places: dict[int, int] = {}  # where in host memory a storage's copy lies
         self._host_bytes = 0
 
-    def offload(self, kinds: Sequence[str] = KINDS) -> int:
+    def offload(self, kinds: Sequence[str] = OFFLOAD_KINDS) -> int:
         """Take these kinds off the device, those that are on it; returns the bytes that came free.
 
         Raises:
-            ValueError: a kind is not one of KINDS.
+            ValueError: a kind is not one of OFFLOAD_KINDS.
         """
-        unknown = [kind for kind in kinds if kind not in KINDS]
+        unknown = [kind for kind in kinds if kind not in OFFLOAD_KINDS]
         if unknown:
-            raise ValueError(f"offload of {unknown[0]!r}: choose from {', '.join(KINDS)}")
+            raise ValueError(f"offload of {unknown[0]!r}: choose from {', '.join(OFFLOAD_KINDS)}")
         device.synchronize()  # other streams may still use what is shrunk here
         if "gradients" in kinds and "gradients" not in self.away:
             self.engine.optimizer.zero_grad()
-        seen = {storage._cdata for storages in self.away.values() for storage in storages}
-        moving: dict[str, list[torch.UntypedStorage]] = {}
-        for kind in KINDS:  # a tensor that is two things, such as fp32 weights that the optimizer steps, is the first of them
-            for storage in _storages(self.engine, kind):
-                if storage._cdata not in seen and storage.nbytes():
-                    seen.add(storage._cdata)
-                    if kind in kinds:
-                        moving.setdefault(kind, []).append(storage)
+        moving = self._on_device(kinds)
         for storages in moving.values():
             self._sizes |= {storage._cdata: storage.nbytes() for storage in storages}
         self._copy(moving, to_host=True)
@@ -67,7 +60,7 @@ class Offload:
             torch.cuda.empty_cache()
         return sum(self._sizes[storage._cdata] for storages in moving.values() for storage in storages)
 
-    def reload(self, kinds: Sequence[str] = KINDS) -> None:
+    def reload(self, kinds: Sequence[str] = OFFLOAD_KINDS) -> None:
         """Bring these kinds back, those that are away; gradients are zero."""
         coming = {kind: self.away.pop(kind) for kind in kinds if kind in self.away}
         for kind, storages in coming.items():
@@ -77,6 +70,17 @@ class Offload:
                     _bytes(storage).zero_()
         self._copy(coming, to_host=False)
         device.synchronize()
+
+    def _on_device(self, kinds: Sequence[str]) -> dict[str, list[torch.UntypedStorage]]:
+        """By kind, each once: what is two things, such as fp32 weights that the optimizer steps, is the first of them."""
+        seen = {storage._cdata for storages in self.away.values() for storage in storages}
+        found: dict[str, list[torch.UntypedStorage]] = {}
+        for kind in OFFLOAD_KINDS:
+            for storage in _storages(self.engine, kind):
+                if storage._cdata not in seen and storage.nbytes():
+                    seen.add(storage._cdata)
+                    found.setdefault(kind, []).append(storage)
+        return {kind: storages for kind, storages in found.items() if kind in kinds}
 
     def _copy(self, storages: dict[str, list[torch.UntypedStorage]], to_host: bool) -> None:
         """All but gradients."""

@@ -7,7 +7,6 @@ Leaves out what a folder's config may say: see peft_folder.py.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -41,20 +40,18 @@ class Heads:
         return cls(hf_config.num_attention_heads, hf_config.num_key_value_heads)
 
 
-@functools.cache
-def split_rows(linear: str, num_rows: int, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
-    """For each Hugging Face linear that is fused into `linear`, its rows in the tensor-parallel shards laid end to end.
+def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
+    """For each Hugging Face linear that is fused into `linear` its rows of `whole` [rows, n], tensor-parallel shards end to end.
 
-    Invariant: together the index tensors (int64) hold each of 0..num_rows-1 once.
+    Views [..., n]; what is before n are the rows, in order. Invariant: together they hold each row once.
     """
-    rows = torch.arange(num_rows)
     if linear.endswith("linear_qkv"):
         queries = heads.num_heads // heads.num_groups
-        groups = rows.view(heads.num_groups, queries + 2, -1)
-        return [part.flatten() for part in (groups[:, :queries], groups[:, queries], groups[:, queries + 1])]
+        groups = whole.view(heads.num_groups, queries + 2, -1, whole.shape[1])
+        return [groups[:, :queries], groups[:, queries], groups[:, queries + 1]]
     if linear.endswith("linear_fc1"):
-        return [part.flatten() for part in rows.view(tensor_size, 2, -1).unbind(1)]
-    return [rows]
+        return list(whole.view(tensor_size, 2, -1, whole.shape[1]).unbind(1))
+    return [whole]
 
 
 def hf_linears(hf_bridge: Any, linear: str) -> list[str]:
@@ -81,10 +78,10 @@ def adapter_tensors(units: Iterable[Unit], hf_bridge: Any, layout: Layout) -> It
             if not layout.is_sender:
                 break
             a, b = whole[f"{linear}.lora_a"], whole[f"{linear}.lora_b"]
-            parts = split_rows(linear, b.shape[0], heads, layout.tensor_size)
-            for name, rows in zip(hf_linears(hf_bridge, linear), parts, strict=True):
+            parts = split_rows(linear, b, heads, layout.tensor_size)
+            for name, part in zip(hf_linears(hf_bridge, linear), parts, strict=True):
                 yield f"{PREFIX}{name}.lora_A.weight", a
-                yield f"{PREFIX}{name}.lora_B.weight", b[rows.to(b.device)]
+                yield f"{PREFIX}{name}.lora_B.weight", part.reshape(-1, b.shape[1])
 
 
 def _gather(unit: Unit, group: Any) -> dict[str, torch.Tensor]:
@@ -205,21 +202,22 @@ def _load_linear(
     """A and B over all ranks, then this rank's shard of them."""
     size, rank = linear.tp_group.size(), linear.tp_group.rank()
     is_column = isinstance(linear, ColumnParallelLinear)
-    parts = split_rows(name, linear.output_size, heads, size if is_column else 1)
-    present = [(rows, *pair) for rows, pair in zip(parts, members, strict=True) if pair is not None]
-    is_shared = _needed_rank([a for _, a, _ in present]) == present[0][1].shape[0]
     num_ranks = linear.lora_a.shape[0]
     whole_b = torch.zeros(linear.output_size, num_ranks)
+    parts = split_rows(name, whole_b, heads, size if is_column else 1)
+    present = [(part, *pair) for part, pair in zip(parts, members, strict=True) if pair is not None]
+    is_shared = _needed_rank([a for _, a, _ in present]) == present[0][1].shape[0]
     stacked: list[torch.Tensor] = []
-    for rows, a, b in present:
-        expected = ([a.shape[0], linear.input_size], [len(rows), a.shape[0]])
+    for part, a, b in present:
+        expected = ([a.shape[0], linear.input_size], [part[..., 0].numel(), a.shape[0]])
         if (list(a.shape), list(b.shape)) != expected:
             raise ValueError(
                 f"{folder}: {name} has A {list(a.shape)} and B {list(b.shape)}, the model needs {expected[0]} and {expected[1]}: "
                 "the adapter is of another base model"
             )
-        offset = 0 if is_shared else sum(part.shape[0] for part in stacked)
-        whole_b[rows, offset : offset + a.shape[0]] = b.float()
+        offset = 0 if is_shared else sum(one.shape[0] for one in stacked)
+        target = part[..., offset : offset + a.shape[0]]
+        target.copy_(b.view(target.shape))
         stacked = [a.float()] if is_shared else [*stacked, a.float()]
     whole_a = torch.cat(stacked)
     if is_column:

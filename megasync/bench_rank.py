@@ -57,7 +57,7 @@ class BenchRank(ABC):
         """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first."""
         if self.layout.rank != 0:
             return None
-        start_ray("local")
+        start_ray("local", self.config.bench.num_ranks)
         replica = replica_config(self.config)
         replica = replace(replica, adapter_rank=adapter_rank, engine_arguments={"worker_extension_cls": WORKER_EXTENSION})
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
@@ -66,7 +66,7 @@ class BenchRank(ABC):
 
     def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
         """As a training run's, taken down by `close`."""
-        self._publishers.append(build_publisher(source, pool, self.config.sync))
+        self._publishers.append(build_publisher(source, pool, self.config))
         return self._publishers[-1]
 
     def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import engine.model
 from engine import device, fused, parallel
 from engine.attention import CoreAttention
+from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
-from engine.offload import KINDS, Offload
+from engine.offload import Offload
 from engine.sample import Sample
 from megasync.bench_train_config import VARIANTS, Shapes
 from megasync.config import Config
@@ -185,7 +186,7 @@ def time_offload(built: Engine) -> Measured:
     offload.offload()
     offload.reload()
     measured: Measured = {"first_seconds": _now() - begin}  # page-locks the host memory that the others use again
-    for kinds in (*((kind,) for kind in KINDS), KINDS):
+    for kinds in (*((kind,) for kind in OFFLOAD_KINDS), OFFLOAD_KINDS):
         begin = _now()
         num_bytes = offload.offload(kinds)
         away = _now()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.config import SyncConfig
-from engine.config import LORA_TARGETS, AlgorithmConfig, EngineConfig, ModelConfig
+from engine.config import LORA_TARGETS, OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig
 from megasync.bench_train_config import SHAPES, VARIANTS, TrainBenchConfig
 
 
@@ -113,6 +113,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.wrap": ("megatron_fsdp", "ddp"),
     "engine.recompute": ("none", "full"),
     "engine.fusions": ("auto", "all", "none"),
+    "engine.offload": OFFLOAD_KINDS,
     "engine.lora.sync": ("merged", "adapter"),
     "engine.lora.targets": LORA_TARGETS,
     "engine.optimizer.name": ("adam",),

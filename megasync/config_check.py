@@ -45,7 +45,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     _check_engine_divides(config, shape)
     _check_lora(config, shape)
     if config.algorithm.name == "grpo":
-        _check_rollout(config, shape)
+        _check_rollout(config, shape, world_size)
     if needs_data:
         _check_data(config)
     _check_run_folder(config)
@@ -148,7 +148,7 @@ def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _check_rollout(config: Config, shape: ModelShape) -> None:
+def _check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
     rollout = config.rollout
     try:
         check_reward_name(rollout.reward)
@@ -162,15 +162,34 @@ def _check_rollout(config: Config, shape: ModelShape) -> None:
         message = f"rollout.max_model_len = {rollout.max_model_len}: leaves no room for a prompt"
         needed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
         raise ConfigError(explain(message, allowed=needed, remedy="raise it, or write rollout.max_model_len=null"))
-    if config.sync.transport == "nccl" and rollout.placement == "colocated":
-        message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
-        raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))
+    _check_placement(config, world_size)
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
     good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
     if size not in good:
         problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"
         raise _wrong_size(config, "rollout.tensor_parallel", size, problem, good)
+
+
+def _check_placement(config: Config, world_size: int) -> None:
+    rollout, transport = config.rollout, config.sync.transport
+    if rollout.placement != "colocated":
+        if transport == "ipc":
+            message = "sync.transport = ipc: trainer and replicas have GPUs of their own, and ipc is for GPUs that they share"
+            raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))
+        return
+    if transport == "nccl":
+        message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
+        raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))
+    if rollout.max_staleness:
+        message = f"rollout.max_staleness = {rollout.max_staleness}: replicas on the trainer's GPUs sleep while it trains"
+        raise ConfigError(explain(message, placement=rollout.placement, remedy="write rollout.max_staleness=0"))
+    workers = rollout.replicas * rollout.tensor_parallel
+    if workers > world_size:
+        message = f"rollout.replicas = {rollout.replicas}: with rollout.tensor_parallel more workers than the trainer has ranks"
+        remedy = f"write rollout.replicas={max(1, world_size // rollout.tensor_parallel)} or start {workers} ranks"
+        sizes = f"{rollout.replicas} x {rollout.tensor_parallel} = {workers} on {world_size} ranks"
+        raise ConfigError(explain(message, placement=rollout.placement, workers=sizes, remedy=remedy))
 
 
 def _check_data(config: Config) -> None:

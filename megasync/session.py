@@ -101,8 +101,9 @@ class Session:
         on_rank_zero(lambda: self._rollouts.start_until(until))
 
     def take_rollout(self, step: int) -> RolloutBatch:
-        """The batch of `step`, waiting for it if need be."""
+        """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
         batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step))
+        self.weights.turns.to_trainer()
         return batch
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -113,7 +114,8 @@ class Session:
         if every and (step % every == 0 or step == self.config.run.steps):
             begin = time.time()
             model, keep = Path(self.config.model.path), self.config.checkpoint.keep
-            self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, self.weights.exporter, model, keep)
+            with self.weights.turns.trainer():
+                self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, self.weights.exporter, model, keep)
             self.log.timeline.add("checkpoint", "trainer", begin, time.time(), {"step": step})
 
     # ------------------------------------------------------------------------------------------------ held-out accuracy

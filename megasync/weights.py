@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ from bridge.messages import SyncError
 from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
 from engine import checkpoint
+from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
 from megasync.rollout import on_rank_zero
 
 if TYPE_CHECKING:
-    from bridge.config import SyncConfig
+    from bridge.messages import SyncReport
     from bridge.sender import WeightSource
     from engine.engine import Engine
     from megasync.config import Config
@@ -40,15 +42,18 @@ class Weights:
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.syncs: list[dict[str, float]] = []
+        self.turns = Turns(config, engine, log.timeline)
         self.owns_ray = self.noted_merge_error = False
         lora = config.engine.lora
         self.sends_adapters = lora.rank > 0 and lora.sync == "adapter"
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        self.turns.to_replicas()
         on_rank_zero(self._start_pool)
+        self.turns.pool = self.pool
         source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
-        self.publisher = build_publisher(source, self.pool, self.config.sync)
+        self.publisher = build_publisher(source, self.pool, self.config)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; a replica that failed is restarted, once.
@@ -56,16 +61,8 @@ class Weights:
         Raises:
             SyncError: the sync was refused, or failed twice.
         """
-        assert self.publisher is not None
-        try:
-            report = self.publisher.publish(version)
-        except SyncError as error:
-            failed = error.failed_replicas
-            if error.refused or not failed:
-                raise
-            self.log.note(f"{error}; restarting {len(failed)} replica(s)")
-            on_rank_zero(lambda: self.pool.restart(*failed) if self.pool is not None else None)
-            report = self.publisher.publish(version)
+        with self.turns.sync():
+            report = self._publish(version)
         for stage in report.stages:
             self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
         metrics = {
@@ -79,6 +76,18 @@ class Weights:
             metrics["lora/merge_error"] = self._merge_error()
         self.syncs.append(metrics)
         return metrics
+
+    def _publish(self, version: int) -> SyncReport:
+        assert self.publisher is not None
+        try:
+            return self.publisher.publish(version)
+        except SyncError as error:
+            failed = error.failed_replicas
+            if error.refused or not failed:
+                raise
+            self.log.note(f"{error}; restarting {len(failed)} replica(s)")
+            on_rank_zero(lambda: self.pool.restart(*failed) if self.pool is not None else None)
+            return self.publisher.publish(version)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder: whole, under a temporary name first."""
@@ -94,7 +103,8 @@ class Weights:
             partial.rename(folder)
 
         on_rank_zero(begin)
-        checkpoint.save_weights(partial, self.layout.pipeline_rank, self.exporter)
+        with self.turns.trainer():
+            checkpoint.save_weights(partial, self.layout.pipeline_rank, self.exporter)
         on_rank_zero(lambda: None)  # every stage has written its file
         on_rank_zero(finish)
 
@@ -120,12 +130,16 @@ class Weights:
         return error
 
     def _start_pool(self) -> None:
-        self.owns_ray = start_ray(self.config.rollout.ray_address)
+        num_own_gpus = 0 if self.turns.is_shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.owns_ray = start_ray(self.config.rollout.ray_address, num_own_gpus)
         self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
 
 
-def start_ray(address: str) -> bool:
-    """Connect to the Ray at `address`, or start one of our own where it is `local`; whether it was not there before."""
+def start_ray(address: str, num_own_gpus: int) -> bool:
+    """Connect to the Ray at `address`, or start one of our own where it is `local`; whether it was not there before.
+
+    `num_own_gpus`: how many GPUs of this machine, the first ones, a Ray of our own gives to nobody.
+    """
     import ray
 
     if ray.is_initialized():
@@ -134,7 +148,7 @@ def start_ray(address: str) -> bool:
     if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
-        leave_gpus_to_ray(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        leave_gpus_to_ray(num_own_gpus)
     ray.init(log_to_driver=False, logging_level="ERROR", **options)
     return True
 
@@ -152,14 +166,19 @@ def replica_config(config: Config) -> ReplicaConfig:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         seed=config.run.seed,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
+        shares_devices=rollout.placement == "colocated",
+        devices=shared_devices(config),
     )
 
 
-def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: SyncConfig) -> Publisher:
+def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
     """Of whole weights, with adapters merged, or of the adapters alone."""
+    sync = config.sync
+    if sync.transport == "auto" and config.rollout.placement == "colocated" and torch.cuda.is_available():
+        sync = replace(sync, transport="ipc")
     if isinstance(source, AdapterSource):
-        return Publisher(source, pool, source.sync_config(config), adapter=source.spec)
-    return Publisher(source, pool, config)
+        return Publisher(source, pool, source.sync_config(sync), adapter=source.spec)
+    return Publisher(source, pool, sync)
 
 
 def build_exporter(engine: Engine) -> Exporter:
@@ -185,11 +204,3 @@ def build_adapter_source(engine: Engine) -> AdapterSource:
         num_stages=layout.pipeline_size,
         is_sender=layout.is_sender,
     )
-
-
-def leave_gpus_to_ray(num_trainer_gpus: int) -> None:
-    """Let a Ray that this process starts see only the GPUs behind those of the trainer ranks of this machine."""
-    if torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        visible = visible if visible != [""] else [str(index) for index in range(torch.cuda.device_count())]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[num_trainer_gpus:])

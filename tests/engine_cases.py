@@ -113,12 +113,13 @@ def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[
 
 def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[dict[str, Any]]:
     """Losses without and with an offload of `kinds` after each step, and what was left of the storages meanwhile."""
-    from engine.offload import KINDS, Offload, _storages
+    from engine.config import OFFLOAD_KINDS
+    from engine.offload import Offload, _storages
 
     results = []
     for case in cases:
         case = dict(case)
-        path, kinds = case.pop("path"), case.pop("kinds", KINDS)
+        path, kinds = case.pop("path"), case.pop("kinds", OFFLOAD_KINDS)
         histories, left, freed = [], 0, 0
         for moves in (False, True):
             with engine(path, name="grpo", kl_coefficient=0.01, **case) as built:

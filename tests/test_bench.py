@@ -73,7 +73,7 @@ def test_results_say_what_was_measured(results: dict) -> None:
     assert summary["disk"]["bytes"] > model["bytes"]
     stages = results["stage_seconds_median"]
     assert stages.keys() == {"stream", "lora merged", "lora adapter"}
-    assert all({"pause", "begin", "gather", "pack", "wait", "load", "commit"} <= part.keys() for part in stages.values())
+    assert all({"pause", "gather", "pack", "wait", "load", "commit"} <= part.keys() for part in stages.values())
     processes = results["rounds"][0]["extra_bytes"]
     assert {"trainer rank 0", "trainer rank 1", "vLLM actor", "vLLM worker 0"} <= processes.keys()
     assert results["targets"]["stream_extra_bytes"]["at_most"] == 2 * 20000 + model["largest_tensor"]["bytes"]

@@ -155,9 +155,8 @@ def test_each_sync_arrives_bit_for_bit(tied_pool, tied_folders, tied_source, tie
     assert before != tokens(tied_pool)
     assert report.num_bytes == sum(t.nbytes for t in tied_source.tensors.values())
     assert report.num_buckets > report.num_bytes / 10_000
-    assert {"pause", "begin", "gather", "pack", "wait", "load", "commit", "readback", "resume"} == {
-        span.name for span in report.stages
-    }
+    stages = {"pause", "gather", "pack", "wait", "load", "commit", "readback", "resume"}
+    assert stages == {span.name for span in report.stages}, "begin goes with load, after the first sync"
     assert all(a.end >= a.start for a in report.stages)
     assert 0 < report.seconds < report.pause_seconds
 
@@ -276,7 +275,7 @@ def test_a_damaged_bucket_takes_the_replicas_out_of_service(tied_pool, tied_sour
     assert tied_pool.versions == [11, 11]
     with pytest.raises(RuntimeError, match=r"replica 0 is out of service .*arrived damaged.*restart"):
         tied_pool.generate(GREEDY).result()
-    with pytest.raises(SyncError, match=r"to be restarted with ReplicaPool\.restart: replica 0"):
+    with pytest.raises(SyncError, match=r"replicas \[0, 1\]: replica 0 is out of service .*ReplicaPool\.restart"):
         publisher.publish(14)
 
 

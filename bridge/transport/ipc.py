@@ -15,14 +15,15 @@ from uuid import uuid4
 
 import torch
 
-from bridge.transport.shm import FOLDER, NUM_BUFFERS, PREFIX, Segment, ShmReader, ShmWriter
+from bridge.transport.shm import FOLDER, PREFIX, Segment, ShmReader, ShmWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 SCHEME = "ipc:"
 HANDLE_BYTES = 4096
 LENGTH_BYTES = 8
+DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 
 class IpcWriter(ShmWriter):
@@ -86,7 +87,7 @@ def _share(num_bytes: int, device: torch.device, files: list[Path]) -> tuple[tor
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return buffer, pickle.dumps(reduce_tensor(buffer))
+        return buffer, pickle.dumps(reduce_tensor(buffer))  # type: ignore[no-untyped-call]
     path = FOLDER / f"{PREFIX}{os.getpid()}-ipc-{uuid4().hex[:8]}"
     files.append(path)
     buffer = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
@@ -106,9 +107,6 @@ def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
     here[DEVICE_ARGUMENT] = device.index  # the sender numbers its devices in its own way
     buffer: torch.Tensor = rebuild(*here)
     return buffer
-
-
-DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 
 def _scope(device: torch.device) -> Any:
