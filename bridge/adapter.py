@@ -35,7 +35,8 @@ class AdapterSpec:
 class AdapterSource:
     """A WeightSource of one rank over `tensors`, which gives (PEFT name, tensor) on the stage's sender, else nothing.
 
-    `tensors` gives each linear's A before its B, and for linears that share an A the same tensor again.
+    `tensors` gives each linear's A [rank, in] before its B [..., rank], whose rows are in order in what is before rank, and
+    for linears that share an A the same tensor again. `stays`: they are views of memory that always has the current values.
     """
 
     def __init__(
@@ -46,10 +47,14 @@ class AdapterSource:
         stage: int,
         num_stages: int,
         is_sender: bool,
+        stays: bool = False,
     ) -> None:
         self.tensors, self.spec = tensors, spec
-        self.stage, self.num_stages, self.is_sender = stage, num_stages, is_sender
+        self.stage, self.num_stages, self.is_sender, self.stays = stage, num_stages, is_sender, stays
         self._manifest: Manifest | None = None
+        self._lasting: list[torch.Tensor] = []
+        self._unscaled: list[torch.Tensor] = []
+        self._scaled: list[torch.Tensor] = []
 
     def sync_config(self, config: SyncConfig) -> SyncConfig:
         """With buckets so small that packing one overlaps with taking in the one before."""
@@ -65,10 +70,32 @@ class AdapterSource:
         return self._manifest
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._each_once():
+            yield name, (tensor * self.spec.scale).flatten(0, -2) if _is_b(name) else tensor
+
+    @torch.no_grad()
+    def lasting_tensors(self) -> list[torch.Tensor] | None:
+        """All of them in order, with the values of now in memory that stays: A's own, and copies for B. None unless `stays`."""
+        if not self.stays:
+            return None
+        if not self._lasting:
+            given = list(self._each_once())
+            self._unscaled = [tensor for name, tensor in given if _is_b(name)]
+            self._scaled = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._unscaled]
+            scaled = iter(self._scaled)
+            self._lasting = [next(scaled) if _is_b(name) else tensor for name, tensor in given]
+        if self._scaled:
+            torch._foreach_copy_(self._scaled, self._unscaled)
+            torch._foreach_mul_(self._scaled, self.spec.scale)
+        return self._lasting
+
+    def _each_once(self) -> Iterator[tuple[str, torch.Tensor]]:
         last_a: torch.Tensor | None = None
         for name, tensor in self.tensors():
-            if name.endswith(".lora_B.weight"):
-                yield name, tensor * self.spec.scale
-            elif tensor is not last_a:
-                last_a = tensor
+            if _is_b(name) or tensor is not last_a:
+                last_a = last_a if _is_b(name) else tensor
                 yield name, tensor
+
+
+def _is_b(name: str) -> bool:
+    return name.endswith(".lora_B.weight")

@@ -61,7 +61,6 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._plan: Plan | None = None
         self._reader: Reader | None = None
         self._sync: BeginSync | None = None
-        self._slot: vllm_adapter.AdapterSlot | None = None
         self.lora_manager: Any = None  # vLLM's, where the replica was started for adapters
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -78,8 +77,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             reasons = self._find_adapter_problems(message, manifest)
         else:
             reasons = self._find_differences(manifest) if message.manifest_json is not None else []
-        if message.manifest_json is not None:
-            self._slot = None
+        if message.adapter is not None and message.manifest_json is not None:
+            self._plan = None  # until an adapter is in its slot
         if reasons:
             self._manifest = None
             return reasons
@@ -138,10 +137,10 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def _load(self, sync: BeginSync, reader: Reader) -> None:
         assert self._manifest is not None
-        if sync.adapter is not None:
-            self._slot = self._slot or vllm_adapter.AdapterSlot(self.lora_manager)
-            self._slot.load(Unpacking(sync, self._manifest, reader, self.device, None), sync.adapter)
-            self._sync = None
+        if sync.adapter is not None and self._plan is None:
+            tensors = {name: tensor.clone() for name, tensor in Unpacking(sync, self._manifest, reader, self.device, None)}
+            vllm_adapter.load_adapter(self.lora_manager, tensors, sync.adapter)
+            self._plan = vllm_adapter.plan_adapter(self.lora_manager, self._manifest)
             return
         plan = self._plan
         assert plan is not None

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from bridge.plan import Copy, Plan, Region
 from bridge.verify import as_bytes, digest_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from vllm.lora.request import LoRARequest
+
+    from bridge.manifest import Manifest
 
 Slice = tuple[str, tuple[int, int], torch.Tensor]  # PEFT name, offsets in the full tensor, this worker's part
 
@@ -60,39 +63,11 @@ def a_names(names: Iterable[str]) -> dict[str, str]:
     return owners
 
 
-class AdapterSlot:
-    """The one slot, while adapters of one manifest come in.
+def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
+    """Put an adapter, as adapter.AdapterSource gives it, into its slot, in the place of the former one.
 
-    vLLM's own loader puts the first one there. It rearranges nothing, so from then on what arrives is copied straight to
-    where the model computes with it.
-    """
-
-    def __init__(self, lora_manager: Any) -> None:
-        self._lora_manager = lora_manager
-        self._places: dict[str, list[tuple[tuple[int, int], torch.Tensor]]] = {}
-
-    @torch.no_grad()
-    def load(self, stream: Iterable[tuple[str, torch.Tensor]], spec: dict[str, Any]) -> None:
-        """Take an adapter as adapter.AdapterSource gives it; each tensor is lent until the next. `spec`: AdapterSpec's fields."""
-        if not self._places:
-            tensors = {name: tensor.clone() for name, tensor in stream}
-            _load_by_vllm(self._lora_manager, tensors, spec)
-            try:
-                for name, offsets, place in held_slices(self._lora_manager, tensors):
-                    self._places.setdefault(name, []).append((offsets, place))
-            except ValueError:  # a kind of layer that is not known here: vLLM's loader at each sync
-                self._places = {}
-            return
-        for name, tensor in stream:
-            for (row, column), place in self._places[name]:
-                place.copy_(tensor[row : row + place.shape[0], column : column + place.shape[1]])
-
-
-def _load_by_vllm(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
-    """Put an adapter into its slot, in the place of the former one.
-
-    What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without the folder. The manager's
-    own copy goes: it would be out of date after the next sync, and must never come into the slot again.
+    `spec`: AdapterSpec's fields. What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without
+    the folder. The manager's own copy goes: it would be out of date after the next sync, and must never be used again.
     """
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -120,6 +95,28 @@ class _InSlotAlone(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         raise RuntimeError(f"vLLM asks for {key} of an adapter that left its slot; restart the replica and publish again")
+
+
+def plan_adapter(lora_manager: Any, manifest: Manifest) -> Plan | None:
+    """Where the next adapter of this manifest goes: vLLM's loader, which has put one into the slot, rearranges nothing.
+
+    None where the model has a layer of a kind that is not known here.
+    """
+    by_name: dict[str, list[Copy]] = {name: [] for name in manifest.by_name}
+    places: dict[str, torch.Tensor] = {}
+    try:
+        for name, (row, column), place in held_slices(lora_manager, manifest.by_name):
+            (num_rows, width), stride, full_width = place.shape, place.stride(0), manifest.by_name[name].shape[1]
+            key, source, target = f"{name} {len(by_name[name])}", row * full_width + column, int(place.storage_offset())
+            places[key] = place
+            if width == full_width == stride:
+                num_rows, width = 1, num_rows * width
+            by_name[name].append(
+                Copy(Region(source, num_rows, width, full_width), key, Region(target, num_rows, width, stride))
+            )
+    except ValueError:
+        return None
+    return Plan(manifest, places, [tuple(by_name[spec.name]) for spec in manifest.tensors], {}, [])
 
 
 def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:

@@ -67,6 +67,7 @@ def hf_linears(hf_bridge: Any, linear: str) -> list[str]:
 def adapter_tensors(units: Iterable[Unit], hf_bridge: Any, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     """(PEFT name, tensor) of this stage's adapters in layer order; only the stage's sender gets any.
 
+    A is [rank, in]; B is [..., rank], its rows in order in what is before rank. Views of parameters where nothing is gathered.
     `units`: the adapters' parameters, whole over data parallelism. Every rank iterates to the end.
     """
     heads, group = Heads.of(hf_bridge.hf_config), hf_bridge.mpu.tp_group
@@ -81,7 +82,7 @@ def adapter_tensors(units: Iterable[Unit], hf_bridge: Any, layout: Layout) -> It
             parts = split_rows(linear, b, heads, layout.tensor_size)
             for name, part in zip(hf_linears(hf_bridge, linear), parts, strict=True):
                 yield f"{PREFIX}{name}.lora_A.weight", a
-                yield f"{PREFIX}{name}.lora_B.weight", part.reshape(-1, b.shape[1])
+                yield f"{PREFIX}{name}.lora_B.weight", part
 
 
 def _gather(unit: Unit, group: Any) -> dict[str, torch.Tensor]:
@@ -102,7 +103,7 @@ def _gather(unit: Unit, group: Any) -> dict[str, torch.Tensor]:
 
 def save_stage(folder: Path, stage: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """One stage's part of a folder. Every rank calls; `finish_folder` follows on rank 0, after a barrier."""
-    mine = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    mine = {name: tensor.flatten(0, -2).to("cpu", copy=True).contiguous() for name, tensor in tensors}
     if mine:
         save_file(mine, folder / f"stage-{stage:03d}.safetensors")
 

@@ -203,4 +203,5 @@ def build_adapter_source(engine: Engine) -> AdapterSource:
         stage=layout.pipeline_rank,
         num_stages=layout.pipeline_size,
         is_sender=layout.is_sender,
+        stays=engine.config.wrap == "ddp" and layout.tensor_size == 1,
     )
