@@ -72,12 +72,15 @@ class Offload:
         device.synchronize()
 
     def _on_device(self, kinds: Sequence[str]) -> dict[str, list[torch.UntypedStorage]]:
-        """By kind, each once: what is two things, such as fp32 weights that the optimizer steps, is the first of them."""
+        """By kind, each once: what is two things, such as fp32 weights that the optimizer steps, is the first of them.
+
+        Without what cannot be resized: memory that is mapped from a checkpoint's file, on CPUs.
+        """
         seen = {storage._cdata for storages in self.away.values() for storage in storages}
         found: dict[str, list[torch.UntypedStorage]] = {}
         for kind in OFFLOAD_KINDS:
             for storage in _storages(self.engine, kind):
-                if storage._cdata not in seen and storage.nbytes():
+                if storage._cdata not in seen and storage.nbytes() and storage.resizable():
                     seen.add(storage._cdata)
                     found.setdefault(kind, []).append(storage)
         return {kind: storages for kind, storages in found.items() if kind in kinds}

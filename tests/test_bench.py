@@ -146,10 +146,10 @@ def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
         give_back_free_memory()
         meter = PeakMeter({"self": os.getpid()}, kept=str(shared))
         meter.start()
-        assert 8 * MIB <= meter.extra_bytes()["self"] < 12 * MIB  # the interpreter takes some itself
+        assert 8 * MIB <= meter.extra_bytes()["self"] < 32 * MIB  # the interpreter takes some itself
         taken = torch.ones(50 * MIB, dtype=torch.uint8)
         del taken
-        assert 58 * MIB <= meter.extra_bytes()["self"] < 64 * MIB
+        assert 58 * MIB <= meter.extra_bytes()["self"] < 82 * MIB
         assert status_bytes(os.getpid())["VmRSS"] > 8 * MIB
         del kept
     finally:

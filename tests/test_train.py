@@ -39,9 +39,11 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
 
 
-def test_resumed_run_is_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
-    """The former run's folder as a kill after step 3 would have left it, half a checkpoint on top."""
-    config = write_config(tmp_path)
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_resumed_run_is_the_same_bit_for_bit(first_run: Path, tmp_path: Path, placement: str) -> None:
+    """The former run's folder as a kill after step 3 would have left it, half a checkpoint on top; whoever has the devices."""
+    sync = {"transport": "ipc"} if placement == "colocated" else {}
+    config = write_config(tmp_path, rollout={"placement": placement}, sync=sync)
     copy = tmp_path / "runs" / "run"
     shutil.copytree(first_run, copy)
     (copy / "checkpoints" / "step_00000006").rename(copy / "checkpoints" / ".partial_step_00000006")
