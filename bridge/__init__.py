@@ -12,7 +12,7 @@ connection.py      what all sides agree on before the first sync
 ranks.py           what the trainer's ranks tell each other
 sender.py          one rank's pass over its weights: gather, pack, hand over, or drain
 verify.py          digests, and full tensors rebuilt from shards
-transport/         how bytes travel: shm, nccl
+transport/         how bytes travel: shm, nccl, ipc
 receiver.py        the receiving side inside each vLLM worker
 unpack.py          buckets become parameters, or tensors
 plan.py            the baked plan: which piece of a bucket belongs where in a worker's parameters

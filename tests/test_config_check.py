@@ -134,12 +134,23 @@ def test_other_impossible_combinations(runnable: Path) -> None:
 
 def test_transports_that_cannot_be(runnable: Path) -> None:
     check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
-    with pytest.raises(ConfigError, match=r"sync.transport = 'ipc'[\s\S]*auto, shm, nccl"):
-        load_config(runnable, ["sync.transport=ipc"])
-    config = load_config(runnable, ["sync.transport=nccl"])
-    colocated = replace(config, rollout=replace(config.rollout, placement="colocated"))
-    with pytest.raises(ConfigError, match=r"sync.transport = nccl: trainer and replicas share GPUs"):
-        check_config(colocated, 2)
+    with pytest.raises(ConfigError, match=r"sync.transport = 'rdma'[\s\S]*auto, shm, nccl, ipc"):
+        load_config(runnable, ["sync.transport=rdma"])
+    message = cannot_run(runnable, "sync.transport=ipc")
+    assert "sync.transport = ipc: trainer and replicas have GPUs of their own" in message and "sync.transport=auto" in message
+
+
+def test_placements_that_cannot_be(runnable: Path) -> None:
+    colocated = "rollout.placement=colocated"
+    check_config(load_config(runnable, [colocated, "sync.transport=ipc", "rollout.replicas=2", "engine.offload=[optimizer]"]), 2)
+    for override, words in {
+        "sync.transport=nccl": "sync.transport = nccl: trainer and replicas share GPUs",
+        "rollout.max_staleness=1": "write rollout.max_staleness=0",
+        "rollout.replicas=3": "write rollout.replicas=2 or start 3 ranks",
+    }.items():
+        assert words in cannot_run(runnable, colocated, override)
+    with pytest.raises(ConfigError, match=r"engine.offload[\s\S]*parameters, gradients, optimizer"):
+        load_config(runnable, ["engine.offload=[weights]"])
 
 
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:

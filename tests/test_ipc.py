@@ -1,0 +1,71 @@
+"""Buckets through memory that two processes map: handles, protocol, what is left behind. CPU memory stands for a GPU's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.transport.ipc import IpcReader, IpcWriter, is_ipc_endpoint, segment_path
+from bridge.transport.shm import FOLDER, PREFIX, TransportError
+
+CPU = torch.device("cpu")
+NUM_BUCKETS, NUM_BYTES = 5, 10_000
+
+
+def bucket(index: int) -> torch.Tensor:
+    return torch.arange(NUM_BYTES).add(index).to(torch.uint8)
+
+
+def read_all(endpoint: str, answers: Any) -> None:
+    """Another process: whether each bucket is what was sent."""
+    reader = IpcReader((endpoint,), 0, CPU)
+    for index in range(NUM_BUCKETS):
+        data = reader.read(0, index, NUM_BYTES, time.time() + 20, verify=True)
+        answers.put(torch.equal(data, bucket(index)))
+        reader.release(0)
+    reader.close()
+
+
+def test_another_process_reads_what_was_sent() -> None:
+    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU)
+    assert is_ipc_endpoint(writer.endpoint) and segment_path(writer.endpoint).exists()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=read_all, args=(writer.endpoint, answers))
+    process.start()
+    try:
+        for index in range(NUM_BUCKETS):
+            writer.acquire(time.time() + 60, lambda: None).copy_(bucket(index))
+            writer.publish(NUM_BYTES, verify=True)
+        assert [answers.get(timeout=60) for _ in range(NUM_BUCKETS)] == [True] * NUM_BUCKETS
+    finally:
+        process.join(20)
+        process.kill()
+        writer.close()
+    assert process.exitcode == 0
+    assert list(Path(FOLDER).glob(f"{PREFIX}{os.getpid()}-*ipc*")) == []
+
+
+def test_a_damaged_bucket_and_an_abort_are_found() -> None:
+    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU)
+    reader = IpcReader((writer.endpoint,), 0, CPU)
+    try:
+        assert reader.buffer_bytes(0) == NUM_BYTES
+        buffer = writer.acquire(time.time() + 5, lambda: None)
+        buffer.copy_(bucket(0))
+        writer.publish(NUM_BYTES, verify=True)
+        buffer[17] += 1
+        with pytest.raises(TransportError, match="damaged"):
+            reader.read(0, 0, NUM_BYTES, time.time() + 5, verify=True)
+        reader.abort("the reader gives up")
+        with pytest.raises(TransportError, match="the reader gives up"):
+            writer.acquire(time.time() + 5, lambda: None)
+    finally:
+        reader.close()
+        writer.close()
