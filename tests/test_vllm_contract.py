@@ -51,6 +51,7 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:
     for name in ("start_weight_update", "update_weights", "finish_weight_update"):
         assert callable(getattr(Worker, name))
+    assert arguments(Worker.sleep) == ["self", "level"] and arguments(Worker.wake_up) == ["self", "tags"]
     assert [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(Worker, name)] == []
 
 
@@ -68,6 +69,7 @@ def test_engine_arguments_are_known() -> None:
         *("model", "dtype", "tensor_parallel_size", "distributed_executor_backend", "max_model_len", "max_num_seqs"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "seed", "skip_tokenizer_init", "load_format"),
         *("generation_config", "enable_prefix_caching", "disable_log_stats", "logprobs_mode", "weight_transfer_config"),
+        "enable_sleep_mode",
         *("worker_extension_cls", *vllm_adapter.engine_arguments(8)),
     } <= known
 
