@@ -17,6 +17,8 @@ import torch
 
 from bridge.config import SyncConfig
 from bridge.manifest import Manifest, TensorSpec
+from bridge.plan import Copy, Region
+from bridge.sender import Part
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 
@@ -52,7 +54,7 @@ class AdapterSource:
         self.tensors, self.spec = tensors, spec
         self.stage, self.num_stages, self.is_sender, self.stays = stage, num_stages, is_sender, stays
         self._manifest: Manifest | None = None
-        self._lasting: list[torch.Tensor] = []
+        self._part: Part | None = None
         self._unscaled: list[torch.Tensor] = []
         self._scaled: list[torch.Tensor] = []
 
@@ -73,21 +75,24 @@ class AdapterSource:
         for name, tensor in self._each_once():
             yield name, (tensor * self.spec.scale).flatten(0, -2) if _is_b(name) else tensor
 
+    def parts(self) -> Iterator[Part] | None:
+        """All of them in one part: A's own memory, and copies of B. None unless `stays`."""
+        return self._parts() if self.stays else None
+
     @torch.no_grad()
-    def lasting_tensors(self) -> list[torch.Tensor] | None:
-        """All of them in order, with the values of now in memory that stays: A's own, and copies for B. None unless `stays`."""
-        if not self.stays:
-            return None
-        if not self._lasting:
+    def _parts(self) -> Iterator[Part]:
+        if self._part is None:
             given = list(self._each_once())
             self._unscaled = [tensor for name, tensor in given if _is_b(name)]
             self._scaled = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._unscaled]
             scaled = iter(self._scaled)
-            self._lasting = [next(scaled) if _is_b(name) else tensor for name, tensor in given]
+            memory = {name: (next(scaled) if _is_b(name) else tensor).view(-1) for name, tensor in given}
+            whole = {name: Region(0, 1, flat.numel(), flat.numel()) for name, flat in memory.items()}
+            self._part = Part([(Copy(region, name, region),) for name, region in whole.items()], memory)
         if self._scaled:
             torch._foreach_copy_(self._scaled, self._unscaled)
             torch._foreach_mul_(self._scaled, self.spec.scale)
-        return self._lasting
+            yield self._part
 
     def _each_once(self) -> Iterator[tuple[str, torch.Tensor]]:
         last_a: torch.Tensor | None = None

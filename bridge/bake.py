@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.manifest import Manifest, TensorSpec
-from bridge.plan import NOWHERE, Copy, Plan, Region
+from bridge.plan import NOWHERE, Copy, Plan, Region, matching_regions
 
 COPY = torch.ops.aten.copy_.default
 CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -167,29 +167,6 @@ def _record(specs: tuple[TensorSpec, ...], load: Loader, owners: _Owners) -> lis
         if name is not None and target.is_contiguous():
             owners.constants[name, int(target.storage_offset())] = target.numel()
     return results
-
-
-def matching_regions(source: torch.Tensor, target: torch.Tensor) -> tuple[Region, Region] | None:
-    """Two equally shaped tensors as equally many rows of elements; None where that takes more than two dims."""
-    if source.shape != target.shape:
-        return None
-    dims: list[list[int]] = []  # size, stride in the source, stride in the target; merged where both are dense
-    for size, of, to in zip(source.shape, source.stride(), target.stride(), strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * of and dims[-1][2] == size * to:
-            dims[-1] = [dims[-1][0] * size, of, to]
-        else:
-            dims.append([size, of, to])
-    if not dims:
-        dims = [[source.numel(), 1, 1]]
-    if len(dims) > 2 or dims[-1][1:] != [1, 1]:
-        return None
-    rows, columns = (dims[0], dims[1]) if len(dims) == 2 else ([1, dims[0][0], dims[0][0]], dims[0])
-    return (
-        Region(int(source.storage_offset()), rows[0], columns[0], max(1, rows[1])),
-        Region(int(target.storage_offset()), rows[0], columns[0], max(1, rows[2])),
-    )
 
 
 def covered_once(regions: list[Region], num_elements: int) -> tuple[bool, int]:

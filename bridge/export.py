@@ -2,22 +2,26 @@
 
 Walks the units that the engine hands out (whole over data parallelism, local to a tensor-parallel rank), gathers each unit's
 tensor-parallel shards with as few collectives as `gather_bytes` allows, and converts them with mbridge's pure functions.
-No object collective, nothing broadcast over pipeline stages. Adapters, the parameters `lora_a` and `lora_b` beside a
-`weight`, are merged on the way (merge.py). Leaves out buckets and the wire (publish.py).
+What these do is recorded at the first pass (trace.py), so that a sync copies without calling them. No object collective,
+nothing broadcast over pipeline stages. Adapters, the parameters `lora_a` and `lora_b` beside a `weight`, are merged on the
+way (merge.py). Leaves out buckets and the wire (publish.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.manifest import Manifest, TensorSpec
 from bridge.merge import merge_into, squared_error
+from bridge.plan import Copy
+from bridge.sender import Part
+from bridge.trace import Place, trace
 
 Unit = list[tuple[str, torch.nn.Parameter]]
 
@@ -52,25 +56,16 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-class _ViewTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which view a tensor without memory was copied from, for `reshape` and `contiguous`, which copy what is strided."""
+class Shards(NamedTuple):
+    """Where a parameter's value lies once its part was gathered: for each tensor-parallel rank which memory, from where on."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._origins: dict[int, torch.Tensor] = {}  # memory of a copy -> the view that was copied
-        self._copies: list[torch.Tensor] = []  # kept, so that their memory is not used again
+    member: Member
+    places: list[Place]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.clone.default:
-            self._origins[result.untyped_storage()._cdata] = args[0]
-            self._copies.append(result)
-        return result
-
-    def origin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view whose elements, in order, are those of `tensor`; of a part of a copy the part itself."""
-        view = self._origins.get(tensor.untyped_storage()._cdata)
-        return view if view is not None and tensor.is_contiguous() and tensor.numel() == view.numel() else tensor
+    def tensors(self, memory: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Each rank's, as views."""
+        size, shape = self.member.parameter.numel(), self.member.parameter.shape
+        return [memory[name][start : start + size].view(shape) for name, start in self.places]
 
 
 class Exporter:
@@ -102,8 +97,8 @@ class Exporter:
         self.data_rank, self.gather_bytes = data_rank, gather_bytes
         self._manifest: Manifest | None = None
         self._stays = stays and self.tensor_group is None
-        self._lasting: list[torch.Tensor] | None = None
-        self._lasting_parameters: list[tuple[torch.nn.Parameter, int]] = []  # with the addresses that they had
+        self._only_copies = True  # whether conversions do more
+        self._copies: list[list[tuple[Copy, ...]]] = []  # of each part
         self._merge_sums = torch.zeros(2, dtype=torch.float64)  # lost and moved, squared: see merge.squared_error
 
     @property
@@ -113,57 +108,41 @@ class Exporter:
     def manifest(self) -> Manifest:
         """This stage's tensors in order. The first call walks the units once, without converting or sending anything."""
         if self._manifest is None:
-            members = (member for unit in self.units() for member in members_of(unit))
-            specs = [spec for member in members for spec in self._specs(member.name, member.parameter)]
+            specs = []
+            for member in (member for unit in self.units() for member in members_of(unit)):
+                specs += self._specs(member.name, member.parameter)
+                places = [("", 0)] * self._num_shards(member.parameter)
+                self._only_copies &= self._trace(member.name, member.parameter, places) is not None
             self._manifest = Manifest(tuple(specs))
         return self._manifest
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._merge_sums.zero_()
-        for unit in self.units():
-            self._merge_sums = self._merge_sums.to(unit[0][1].device)
-            if self.data_rank != 0:
-                continue
-            for part in self._parts(members_of(unit)):
-                for name, parameter, shards in self._gather(part):
-                    if self.is_sender:
-                        yield from self._convert(name, parameter, shards)
+        for members, memory in self._walk():
+            for shards in members:
+                yield from self._convert(shards.member.name, shards.member.parameter, shards.tensors(memory))
+
+    def parts(self) -> Iterator[Part] | None:
+        """The same as iterating, as memory and what is to be copied out of it. None where conversions do more than to copy.
+
+        Every rank must iterate it to the end.
+        """
+        self.manifest()
+        return self._parts() if self._only_copies else None
 
     @torch.no_grad()
-    def lasting_tensors(self) -> list[torch.Tensor] | None:
-        """This stage's tensors in the manifest's order as views of the parameters, which show their values at any time.
+    def _parts(self) -> Iterator[Part]:
+        for number, (members, memory) in enumerate(self._walk()):
+            if number == len(self._copies):
+                traced = (self._trace(each.member.name, each.member.parameter, each.places) for each in members)
+                self._copies.append([copies for each in traced for copies in each or ()])
+            yield Part(self._copies[number], memory)
 
-        Made once, and anew when a parameter has moved. A view may be strided and of another shape than its tensor, with the
-        elements in the tensor's order. None where parameters do not stay, or where a tensor is computed from them: with
-        shards to gather, adapters to merge, or conversions that do more than to take views and put them in order.
-        """
-        if not self._stays:
-            return None
-        if self._lasting is None or any(p.data_ptr() != address for p, address in self._lasting_parameters):
-            members = [member for unit in self.units() for member in members_of(unit)]
-            views = [self._views(member) for member in members]
-            if any(view is None for view in views):
-                self._stays = False
-                return None
-            self._lasting = [tensor for view in views if view is not None for tensor in view]
-            self._lasting_parameters = [(member.parameter, member.parameter.data_ptr()) for member in members]
-        return self._lasting
+    def _trace(self, name: str, parameter: torch.Tensor, places: list[Place]) -> list[tuple[Copy, ...]] | None:
+        def convert(shards: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [tensor for _, tensor in self._convert(name, parameter, shards)]
 
-    def _views(self, member: Member) -> list[torch.Tensor] | None:
-        """What the conversion makes of a parameter, as views of it; None where it makes something else."""
-        weight = member.parameter.detach()
-        if member.adapter is not None:
-            return None
-        shadow = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        tracer = _ViewTracer()
-        with tracer:
-            converted = [tensor for _, tensor in self._convert(member.name, member.parameter, [shadow])]
-        origins = [tracer.origin(tensor) for tensor in converted]
-        if any(o.untyped_storage()._cdata != shadow.untyped_storage()._cdata or o.dtype != shadow.dtype for o in origins):
-            return None
-        start = weight.storage_offset()
-        return [weight.as_strided(o.shape, o.stride(), start + o.storage_offset()) for o in origins]
+        return trace(convert, parameter.shape, parameter.dtype, places)
 
     def merge_error(self) -> float:
         """|round(W + D) - (W + D)| / |D| over the whole model at the last pass, D the adapters' update; 0 without one.
@@ -177,9 +156,8 @@ class Exporter:
         return math.sqrt(lost / moved) if moved else 0.0
 
     def _specs(self, name: str, parameter: torch.Tensor) -> list[TensorSpec]:
-        size = self.tensor_group.size() if self.tensor_group is not None and is_sharded(parameter) else 1
         shadow = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        converted = self._convert(name, parameter, [shadow] * size)
+        converted = self._convert(name, parameter, [shadow] * self._num_shards(parameter))
         return [
             TensorSpec(hf_name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for hf_name, t in converted
         ]
@@ -192,13 +170,33 @@ class Exporter:
         names, tensors = self.hf_bridge._weight_to_hf_format(name, whole)
         return zip(names, tensors, strict=True)
 
-    def _parts(self, members: list[Member]) -> Iterator[list[Member]]:
-        """The members in runs whose gathered shards stay within `gather_bytes`, or hold one parameter."""
+    def _num_shards(self, parameter: torch.Tensor) -> int:
+        return self.tensor_group.size() if self.tensor_group is not None and is_sharded(parameter) else 1
+
+    def _walk(self) -> Iterator[tuple[list[Shards], dict[str, torch.Tensor]]]:
+        """Part by part: gather, and on the sender give the part's parameters and the memory that they lie in."""
+        self._merge_sums.zero_()
+        slots: dict[str, torch.Tensor] = {}
+        units = (members_of(unit) for unit in self.units())
+        for members in [[member for unit in units for member in unit]] if self._stays else units:
+            self._merge_sums = self._merge_sums.to(members[0].parameter.device)
+            if self.data_rank != 0:
+                continue
+            for part in self._cut(members):
+                filled = self._fill(part, slots)
+                if self.is_sender:
+                    yield filled
+
+    def _moves(self, member: Member) -> bool:
+        """Whether its value has to be written somewhere, to be gathered or merged."""
+        return member.adapter is not None or self._num_shards(member.parameter) > 1
+
+    def _cut(self, members: list[Member]) -> Iterator[list[Member]]:
+        """The members in runs for which `gather_bytes` of memory are enough, or which need it for one parameter."""
         part: list[Member] = []
         num_bytes = 0
-        size = self.tensor_group.size() if self.tensor_group is not None else 1
         for member in members:
-            more = member.num_bytes * size
+            more = member.num_bytes * self._num_shards(member.parameter) if self._moves(member) else 0
             if part and num_bytes + more > self.gather_bytes:
                 yield part
                 part, num_bytes = [], 0
@@ -207,28 +205,35 @@ class Exporter:
         if part:
             yield part
 
-    def _gather(self, part: list[Member]) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-        """Each parameter with its shards in rank order; replicated ones with themselves. One collective a dtype."""
-        gathered: dict[str, list[torch.Tensor]] = {}
-        sharded = [m for m in part if self.tensor_group is not None and is_sharded(m.parameter)]
-        for dtype in sorted({m.parameter.dtype for m in sharded}, key=str):
-            members = [m for m in sharded if m.parameter.dtype == dtype]
-            sizes = [m.parameter.numel() for m in members]
-            flat = members[0].parameter.new_empty(sum(sizes))
-            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._write(member, piece.view(member.parameter.shape))
-            assert self.tensor_group is not None
-            size = self.tensor_group.size()
-            everything = flat.new_empty(size * flat.numel())
-            dist.all_gather_into_tensor(everything, flat, group=self.tensor_group)
-            ranks = torch.split(everything.view(size, -1), sizes, dim=1)
-            for member, shards in zip(members, ranks, strict=True):
-                gathered[member.name] = [shard.view(member.parameter.shape) for shard in shards]
-        for member in part:
-            if member.name not in gathered:
-                whole = member.parameter.detach()
-                gathered[member.name] = [self._write(member, torch.empty_like(whole)) if member.adapter else whole]
-            yield member.name, member.parameter, gathered.pop(member.name)
+    def _fill(self, part: list[Member], slots: dict[str, torch.Tensor]) -> tuple[list[Shards], dict[str, torch.Tensor]]:
+        """Bring the part's values together, by one collective a dtype; `slots` is memory that is used again by the next part."""
+        memory = {m.name: m.parameter.detach().reshape(-1) for m in part if not self._moves(m)}
+        places: dict[str, list[Place]] = {name: [(name, 0)] for name in memory}
+        moving = [member for member in part if self._moves(member)]
+        for dtype in sorted({member.parameter.dtype for member in moving}, key=str):
+            members = [member for member in moving if member.parameter.dtype == dtype]
+            sizes = [member.parameter.numel() for member in members]
+            starts = [0, *itertools.accumulate(sizes)]
+            flat = self._own_values(members, starts, slots)
+            if self.tensor_group is not None:
+                everything = _slot(slots, f"gathered {dtype}", self.tensor_group.size() * starts[-1], flat)
+                dist.all_gather_into_tensor(everything, flat, group=self.tensor_group)
+                flat = everything
+            memory[str(dtype)] = flat
+            for member, start in zip(members, starts, strict=False):
+                ranks = range(self._num_shards(member.parameter))
+                places[member.name] = [(str(dtype), rank * starts[-1] + start) for rank in ranks]
+        return [Shards(member, places[member.name]) for member in part], memory
+
+    def _own_values(self, members: list[Member], starts: list[int], slots: dict[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's values end to end, merged with their adapters; one alone from where it is."""
+        first = members[0]
+        if len(members) == 1 and first.adapter is None:
+            return first.parameter.detach().reshape(-1)
+        flat = _slot(slots, f"own {first.parameter.dtype}", starts[-1], first.parameter)
+        for member, start, end in zip(members, starts, starts[1:], strict=False):
+            self._write(member, flat[start:end].view(member.parameter.shape))
+        return flat
 
     def _write(self, member: Member, out: torch.Tensor) -> torch.Tensor:
         """The parameter's value, merged with its adapter, into other memory."""
@@ -240,3 +245,11 @@ class Exporter:
         merge_into(out, weight, a, b, scale)
         self._merge_sums += squared_error(out, weight, a, b, scale)
         return out
+
+
+def _slot(slots: dict[str, torch.Tensor], name: str, size: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory of this name for `size` elements; made anew where what there is is too small."""
+    if name not in slots or slots[name].numel() < size:
+        slots.pop(name, None)
+        slots[name] = torch.empty(size, dtype=like.dtype, device=like.device)
+    return slots[name][:size]

@@ -1,18 +1,21 @@
-"""The baked plan: where each piece of a sync's tensors belongs in a vLLM worker's parameters, known before it arrives.
+"""Baked plans: which part of memory each piece of a bucket is, known before a sync, on either side.
 
-Buckets are scattered with torch._foreach_copy_ straight into the parameters: no Python loaders, no layer-wise reload. Leaves
-out how a plan is made (bake.py) and buckets' way (transport/).
+A vLLM worker scatters buckets with torch._foreach_copy_ straight into its parameters: no Python loaders, no layer-wise reload.
+The sender packs them in the same way. Leaves out how a plan is made (bake.py, trace.py) and buckets' way (transport/).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from bridge.bucket import Bucket
-from bridge.manifest import ITEM_BYTES, Manifest
+from bridge.bucket import Bucket, Piece
+from bridge.manifest import Manifest
+
+Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
 
 
 class Region(NamedTuple):
@@ -28,7 +31,7 @@ NOWHERE = Region(0, 0, 0, 1)
 
 
 class Copy(NamedTuple):
-    """A part of a tensor, and the part of a parameter that it becomes; of as many rows and columns."""
+    """A part of a tensor, and the part of a parameter that it becomes, or is taken from; of as many rows and columns."""
 
     source: Region
     parameter: str
@@ -45,7 +48,7 @@ class Plan:
     ordinary: dict[str, str]  # layer -> why it is not planned
     ordinary_layers: list[torch.nn.Module]
     _addresses: dict[str, int] = field(init=False)
-    _bound: dict[tuple[int, int, int], list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = field(init=False)
+    _bound: dict[tuple[int, int, int], list[Views]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
@@ -71,32 +74,48 @@ class Plan:
         for targets, sources in self._bound[key]:
             torch._foreach_copy_(targets, sources)
 
-    def _bind(
-        self, bucket: Bucket, first_tensor: int, data: torch.Tensor
-    ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Pairs of views, in groups that foreach copies in one kernel: of one dtype and without gaps, or else the rest."""
-        groups: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for piece in bucket.pieces:
-            copies = self.copies[first_tensor + piece.tensor]
-            if not copies or piece.num_bytes == 0:
-                continue
-            spec = self.manifest.tensors[first_tensor + piece.tensor]
-            size = ITEM_BYTES[spec.dtype]
-            values = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].view(getattr(torch, spec.dtype))
-            start = piece.tensor_offset // size
-            for copy in copies:
-                parameter = self.parameters[copy.parameter]
-                flat = parameter.detach().as_strided((parameter.untyped_storage().nbytes() // size,), (1,), 0)
-                for source, target in cut(copy, start, start + values.numel()):
-                    to, of = _view(flat, target), _view(values, source)
-                    is_dense = source.num_rows == 1 and to.dtype == of.dtype
-                    group = groups.setdefault((of.dtype, is_dense), ([], []))
-                    group[0].append(to)
-                    group[1].append(of)
-        return list(groups.values())
+    def _bind(self, bucket: Bucket, first_tensor: int, data: torch.Tensor) -> list[Views]:
+        flats: dict[str, torch.Tensor] = {}
+        planned = {piece.tensor: self.copies[first_tensor + piece.tensor] for piece in bucket.pieces}
+        for name in {copy.parameter for piece in bucket.pieces for copy in planned[piece.tensor] or ()}:
+            parameter = self.parameters[name]
+            size = parameter.untyped_storage().nbytes() // parameter.element_size()
+            flats[name] = parameter.detach().as_strided((size,), (1,), 0)
+        dtypes = [spec.dtype for spec in self.manifest.tensors[first_tensor:]]
+        return bind(bucket.pieces, dtypes, planned, flats, data)
 
 
-def _view(flat: torch.Tensor, region: Region) -> torch.Tensor:
+def bind(
+    pieces: Sequence[Piece],
+    dtypes: Sequence[str],
+    copies: Mapping[int, Sequence[Copy] | None],
+    memory: Mapping[str, torch.Tensor],
+    data: torch.Tensor,
+) -> list[Views]:
+    """Views of memory and of a bucket's bytes `data`, pairs of which are the same elements of a tensor.
+
+    `dtypes` and `copies` have an entry for each tensor that a piece is of, `memory` is flat. In groups that foreach copies
+    in one kernel: of one dtype and without gaps, or else the rest.
+    """
+    groups: dict[tuple[torch.dtype, bool], Views] = {}
+    for piece in pieces:
+        if not copies[piece.tensor] or piece.num_bytes == 0:
+            continue
+        dtype: torch.dtype = getattr(torch, dtypes[piece.tensor])
+        values = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].view(dtype)
+        start = piece.tensor_offset // dtype.itemsize
+        for copy in copies[piece.tensor] or ():
+            flat = memory[copy.parameter]
+            for in_tensor, in_memory in cut(copy, start, start + values.numel()):
+                is_dense = in_tensor.num_rows == 1 and flat.dtype == dtype
+                views = groups.setdefault((dtype, is_dense), ([], []))
+                views[0].append(view(flat, in_memory))
+                views[1].append(view(values, in_tensor))
+    return list(groups.values())
+
+
+def view(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    """The region of flat memory, [num_rows, num_columns], or [num_columns] where it is one row."""
     start = flat.storage_offset() + region.offset
     if region.num_rows == 1:
         return flat.as_strided((region.num_columns,), (1,), start)
@@ -131,3 +150,26 @@ def cut(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
         )
         row += count
     return parts
+
+
+def matching_regions(source: torch.Tensor, target: torch.Tensor) -> tuple[Region, Region] | None:
+    """Two equally shaped tensors as equally many rows of elements; None where that takes more than two dims."""
+    if source.shape != target.shape:
+        return None
+    dims: list[list[int]] = []  # size, stride in the source, stride in the target; merged where both are dense
+    for size, of, to in zip(source.shape, source.stride(), target.stride(), strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * of and dims[-1][2] == size * to:
+            dims[-1] = [dims[-1][0] * size, of, to]
+        else:
+            dims.append([size, of, to])
+    if not dims:
+        dims = [[source.numel(), 1, 1]]
+    if len(dims) > 2 or dims[-1][1:] != [1, 1]:
+        return None
+    rows, columns = (dims[0], dims[1]) if len(dims) == 2 else ([1, dims[0][0], dims[0][0]], dims[0])
+    return (
+        Region(int(source.storage_offset()), rows[0], columns[0], max(1, rows[1])),
+        Region(int(target.storage_offset()), rows[0], columns[0], max(1, rows[2])),
+    )

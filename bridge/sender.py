@@ -6,19 +6,21 @@ ranks of its stage take part. Leaves out agreement between ranks (publish.py).
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from bridge.bucket import Bucket, Piece, plan_buckets
 from bridge.messages import StageSpan
+from bridge.plan import Views, bind
 from bridge.verify import as_bytes, digest_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from bridge.manifest import Manifest, TensorSpec
+    from bridge.plan import Copy
 
 
 class WeightSource(Protocol):
@@ -44,6 +46,16 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
+class Part(NamedTuple):
+    """Some of a source's tensors, in order: `copies` has for each the parts of `memory` that it is, the same at every pass.
+
+    Copy.source counts the tensor's elements, Copy.target those of the flat memory Copy.parameter. Only used until the next part.
+    """
+
+    copies: Sequence[tuple[Copy, ...]]
+    memory: dict[str, torch.Tensor]
+
+
 class Writer(Protocol):
     """The sending side of a transport: transport/shm.py or transport/nccl.py. All but `abort` raise TransportError."""
 
@@ -66,16 +78,15 @@ class Writer(Protocol):
 class StageStream:
     """Streams one pass of a source. `writer` is None on ranks that send nothing.
 
-    A source with a method `lasting_tensors` that gives the tensors of the whole stage, in memory that stays (see
-    export.Exporter), is packed from there: a bucket is one torch._foreach_copy_, over views that are made once.
+    A source with a method `parts` (see Part) is packed from there: by foreach copies between views that are made once.
     """
 
     def __init__(
         self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: Writer | None, *, verify: str
     ) -> None:
         self.source, self.manifest, self.writer, self._verify = source, manifest, writer, verify
-        self._packings: dict[tuple[int, int], Packing] = {}
-        self._packed_tensors: list[torch.Tensor] | None = None
+        self._bound: dict[tuple[int, int, int], _Bound] = {}
+        self._steps: dict[int, list[Step]] = {}  # by the first tensor of a part
         self.buckets = plan_buckets(manifest, bucket_bytes)
         self._places: list[list[tuple[Bucket, Piece]]] = [[] for _ in manifest.tensors]
         for bucket in self.buckets:
@@ -89,33 +100,52 @@ class StageStream:
         """
         pass_ = _Pass(self, deadline, check)
         pass_.start()
-        lasting = getattr(self.source, "lasting_tensors", lambda: None)() if self._verify != "readback" else None
-        if lasting is not None:
-            pass_.send_lasting(lasting)
-            pass_.finish()
-            return pass_.result
-        stream = iter(self.source)
+        parts = getattr(self.source, "parts", lambda: None)() if self._verify != "readback" else None
         try:
-            for spec in self.manifest.tensors:
-                pass_.take(spec, next(stream, None))
-            extra = next(stream, None)
-            if extra is not None:
-                pass_.fail(f"stage {self.source.stage}: the weight source gave {extra[0]}, which its manifest lacks")
-            for _ in stream:
-                pass
+            if parts is not None:
+                for part in parts:
+                    pass_.take_part(part)
+                pass_.expect_all()
+            else:
+                self._take_tensors(pass_)
         except Exception as error:  # noqa: BLE001 # whatever the source raises has to reach all ranks
             pass_.fail(f"stage {self.source.stage}: the weight source failed: {type(error).__name__}: {error}")
         pass_.finish()
         return pass_.result
 
-    def packing(self, bucket: Bucket, buffer: torch.Tensor, tensors: list[torch.Tensor]) -> Packing:
-        """How a bucket is filled from lasting tensors; kept as long as buffer and tensors are the same."""
-        if self._packed_tensors is not tensors:
-            self._packings, self._packed_tensors = {}, tensors
-        key = (bucket.index, buffer.data_ptr())
-        if key not in self._packings:
-            self._packings[key] = Packing(bucket, buffer, tensors)
-        return self._packings[key]
+    def _take_tensors(self, pass_: _Pass) -> None:
+        stream = iter(self.source)
+        for spec in self.manifest.tensors:
+            pass_.take(spec, next(stream, None))
+        extra = next(stream, None)
+        if extra is not None:
+            pass_.fail(f"stage {self.source.stage}: the weight source gave {extra[0]}, which its manifest lacks")
+        for _ in stream:
+            pass
+
+    def steps(self, first_tensor: int, num_tensors: int) -> list[Step]:
+        """What is to be done with a run of tensors, bucket by bucket."""
+        if first_tensor in self._steps:
+            return self._steps[first_tensor]
+        places = [place for tensor in self._places[first_tensor : first_tensor + num_tensors] for place in tensor]
+        steps = []
+        for bucket, group in itertools.groupby(places, key=lambda place: place[0]):
+            pieces = [piece for _, piece in group]
+            steps.append(Step(bucket, pieces, pieces[0] is bucket.pieces[0], pieces[-1] is bucket.pieces[-1]))
+        self._steps[first_tensor] = steps
+        return steps
+
+    @torch.no_grad()
+    def pack(self, step: Step, buffer: torch.Tensor, first_tensor: int, part: Part) -> None:
+        """Copy a part's tensors of one bucket into it. Views are kept as long as memory and buffer are the same."""
+        key, addresses = (step.bucket.index, first_tensor, buffer.data_ptr()), [m.data_ptr() for m in part.memory.values()]
+        bound = self._bound.get(key)
+        if bound is None or bound.addresses != addresses:
+            copies = dict(enumerate(part.copies, first_tensor))
+            dtypes = [spec.dtype for spec in self.manifest.tensors]
+            bound = self._bound[key] = _Bound(addresses, bind(step.pieces, dtypes, copies, part.memory, buffer))
+        for memory, bucket in bound.views:
+            torch._foreach_copy_(bucket, memory)
 
     def send_piece(self, buffer: torch.Tensor, spec: TensorSpec, piece: Piece, tensor: torch.Tensor) -> None:
         """Copy a piece into the bucket: one copy, none in between, unless the tensor is both split and strided."""
@@ -126,39 +156,18 @@ class StageStream:
             target.copy_(as_bytes(tensor)[piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
 
 
-class Packing:
-    """A bucket's pieces as views: those that foreach copies in one kernel, and the rest.
+class Step(NamedTuple):
+    """The pieces of one bucket that come at once, and whether the bucket begins and ends with them."""
 
-    A source may be strided and of another shape than its tensor, as long as its elements are in the tensor's order. Of one
-    that is both strided and cut by the bucket's border a contiguous copy is made at each pass.
-    """
+    bucket: Bucket
+    pieces: list[Piece]
+    begins: bool
+    ends: bool
 
-    def __init__(self, bucket: Bucket, buffer: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        self._dense: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._cut: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
-        for piece in bucket.pieces:
-            tensor = tensors[piece.tensor]
-            target = buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].view(tensor.dtype)
-            start = piece.tensor_offset // tensor.element_size()
-            part = slice(start, start + target.numel())
-            if tensor.is_contiguous():
-                targets, sources = self._dense.setdefault(tensor.dtype, ([], []))
-                targets.append(target)
-                sources.append(tensor.view(-1)[part])
-            elif target.numel() == tensor.numel():
-                self._strided.append((target.view(tensor.shape), tensor))
-            else:
-                self._cut.append((target, tensor, part))
 
-    @torch.no_grad()
-    def run(self) -> None:
-        for targets, sources in self._dense.values():
-            torch._foreach_copy_(targets, sources)
-        for target, source in self._strided:
-            target.copy_(source)
-        for target, source, part in self._cut:
-            target.copy_(source.reshape(-1)[part])
+class _Bound(NamedTuple):
+    addresses: list[int]
+    views: list[Views]
 
 
 class StreamResult:
@@ -213,22 +222,35 @@ class _Pass:
             self.fail(str(error))
         self._account("wait")
 
-    def send_lasting(self, tensors: list[torch.Tensor]) -> None:
-        """All buckets from tensors that stay where they are."""
-        writer, verify = self._stream.writer, self._stream._verify != "none"
-        if writer is None or self.result.problem is not None:
+    def take_part(self, part: Part) -> None:
+        """The next tensors of the stream, as a part of memory."""
+        self._account("gather")
+        first, self._index = self._index, self._index + len(part.copies)
+        if self.result.problem is not None or self._stream.writer is None:
             return
         try:
-            for bucket in self._stream.buckets:
-                self._account("gather")
-                buffer = writer.acquire(self._deadline, self._check)
-                self._account("wait")
-                self._stream.packing(bucket, buffer, tensors).run()
-                writer.publish(bucket.num_bytes, verify=verify)
-                self._account("pack")
-                self._close_spans()
+            self._check()
+            for step in self._stream.steps(first, len(part.copies)):
+                self._send_step(self._stream.writer, step, first, part)
         except RuntimeError as error:
             self.fail(str(error))
+
+    def expect_all(self) -> None:
+        """After the last part."""
+        tensors = self._stream.manifest.tensors
+        if self._stream.writer is not None and self.result.problem is None and self._index != len(tensors):
+            self.fail(f"the weight source gave {self._index} of {len(tensors)} tensors")
+
+    def _send_step(self, writer: Writer, step: Step, first_tensor: int, part: Part) -> None:
+        if step.begins:
+            self._buffer = writer.acquire(self._deadline, self._check)
+            self._account("wait")
+        self._stream.pack(step, self._buffer, first_tensor, part)
+        if step.ends:
+            writer.publish(step.bucket.num_bytes, verify=self._stream._verify != "none")
+        self._account("pack")
+        if step.ends:
+            self._close_spans()
 
     def finish(self) -> None:
         """Until all is sent."""

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.export import Exporter
+from bridge.plan import view
 from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
@@ -94,6 +95,19 @@ def exporter(built: Engine) -> Exporter:
         gather_bytes=100_000,  # several gathers a unit
         stays=built.config.wrap == "ddp",
     )
+
+
+def assembled(source: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
+    """The export from a source's parts, by the copies that they tell of, without any conversion."""
+    tensors, parts = iter(source.manifest().tensors), source.parts()
+    assert parts is not None, "no conversion of these models computes anything"
+    for part in parts:
+        for copies in part.copies:
+            spec = next(tensors)
+            value = torch.full(spec.shape, torch.nan, dtype=getattr(torch, spec.dtype))
+            for copy in copies:
+                view(value.view(-1), copy.source).copy_(view(part.memory[copy.parameter], copy.target))
+            yield spec.name, value
 
 
 def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[float, float]]]:
@@ -186,8 +200,10 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             before = built.update(built.prepare(random_samples(8, seed=1)))
             changed = {name: tensor.clone() for name, tensor in source}
             moved = [name for name in tensors if not torch.equal(tensors[name], changed[name])]
+            copied = dict(assembled(source))
             results.append(
                 {
+                    "copied": copied.keys() == changed.keys() and all(torch.equal(copied[n], changed[n]) for n in changed),
                     "case": case,
                     "sender": source.is_sender,
                     "names": sorted(tensors),

@@ -14,7 +14,7 @@ from engine import checkpoint, lora, peft
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.weights import build_adapter_source
-from tests.engine_cases import engine, exporter, random_samples
+from tests.engine_cases import assembled, engine, exporter, random_samples
 
 
 def write_peft_adapter(
@@ -109,6 +109,7 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         names = [spec.name for spec in source.manifest().tensors]
         tensors = {name: tensor.clone() for name, tensor in source}
         error = source.merge_error()
+        copied = dict(assembled(source))
     base = load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
@@ -119,6 +120,7 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         "worst": max((float((tensors[name].float() - merged[name]).abs().max()) for name in tensors), default=0.0),
         "unmoved": [n for n in tensors if torch.equal(tensors[n], base[n].to(tensors[n].dtype))],
         "merge_error": error,
+        "copied": copied.keys() == tensors.keys() and all(torch.equal(copied[name], tensors[name]) for name in tensors),
     }
 
 

@@ -51,7 +51,7 @@ def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_versio
     publisher = Publisher(source, pool, SyncConfig(transport, BUCKET_BYTES, verify="digest"))
     differing: set[str] = set()
     versions, worst, moved = [], 0.0, 0
-    lasting, ordinary, num_pickled = False, {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
+    ordinary, num_pickled = {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
     before: dict[str, torch.Tensor] = {}
     for step in range(num_steps):
         built.update(built.prepare(random_samples(16, seed=step)))
@@ -64,11 +64,6 @@ def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_versio
         exported = {name: tensor.clone() for name, tensor in source}
         if pool is None:
             continue
-        views = source.lasting_tensors()
-        if views is not None:
-            lasting = True
-            for view, (name, tensor) in zip(views, exported.items(), strict=True):
-                assert torch.equal(view.reshape(tensor.shape), tensor), name
         ordinary = report.ordinary
         if "lm_head.weight" not in exported:  # tied: vLLM computes with a head of its own, which must be the embeddings
             exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
@@ -82,7 +77,7 @@ def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_versio
         versions.append((report.version, pool.versions, report.verified))
         moved += sum(not torch.equal(before[name], exported[name]) for name in before) > 0
         before = exported
-    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "lasting": lasting,
+    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved,
             "ordinary": ordinary, "num_pickled": num_pickled.count}
 
 
@@ -115,7 +110,7 @@ class Renamed:
         self.source, self.change, self.name = source, change, name
 
     def __getattr__(self, name: str) -> Any:
-        if name == "lasting_tensors":
+        if name == "parts":
             raise AttributeError(name)
         return getattr(self.source, name)
 

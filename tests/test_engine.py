@@ -88,7 +88,7 @@ def test_export_equals_the_folder_bit_for_bit(models: dict[tuple[str, bool], str
         assert sorted(names) == results[0]["disk"], "each tensor once, over all stages"
         assert sorted(name for r in senders for name in r["manifest"]) == results[0]["disk"]
         for result in results:
-            assert result["differing"] == [] and result["specs_match"]
+            assert result["differing"] == [] and result["specs_match"] and result["copied"]
             assert result["sender"] or not result["names"]
             assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
 

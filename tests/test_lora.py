@@ -97,7 +97,7 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
         disk = load_file(Path(model) / "model.safetensors")
         assert sorted(name for rank in ranks if rank["sender"] for name in rank["names"]) == sorted(disk)
         for rank in ranks:
-            assert rank["in_order"]
+            assert rank["in_order"] and rank["copied"]
             assert rank["worst"] < 1e-6
             assert not [name for name in rank["unmoved"] if "proj" in name]
             assert all("proj" in name or name in rank["unmoved"] for name in rank["names"] if rank["sender"])
