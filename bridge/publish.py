@@ -74,14 +74,17 @@ class Publisher:
         self._spans: list[StageSpan] = []
         sweep_stale_segments()
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int, verify: str | None = None) -> SyncReport:
         """Bring every replica to this rank's weights, as `version`.
+
+        `verify`: for this sync in the place of SyncConfig.verify; the same on every rank.
 
         Raises:
             SyncError: on every rank alike; refused (replicas serve on) or failed (replicas named are out of service).
         """
         self._spans = []
         connection = self._connect(version)
+        connection.stream.verify = verify or self._config.verify
         with self._span("pause"):
             self._phase(version, self._pause)
         start = time.time()
@@ -98,7 +101,7 @@ class Publisher:
             seconds=(resumed[0] if resumed else time.time()) - start,
             num_bytes=connection.manifest.total_bytes,
             pause_seconds=time.time() - self._spans[0].start,
-            verified=self._config.verify != "none",
+            verified=connection.stream.verify != "none",
             num_buckets=connection.num_buckets,
             stages=tuple(self._spans),
             ordinary=connection.ordinary,
@@ -143,7 +146,7 @@ class Publisher:
             first_reader=0,
             num_readers=self._pool.num_readers,
             replica=0,
-            verify=self._config.verify != "none",
+            verify=connection.stream.verify != "none",
             deadline=deadline,
             adapter=self._adapter,
         )
@@ -168,7 +171,7 @@ class Publisher:
                 raise RuntimeError(problem)
 
         self._phase(version, stream)
-        if self._config.verify != "readback":
+        if connection.stream.verify != "readback":
             return []
         return self._share_digests(connection, result.digests)
 

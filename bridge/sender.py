@@ -84,7 +84,7 @@ class StageStream:
     def __init__(
         self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: Writer | None, *, verify: str
     ) -> None:
-        self.source, self.manifest, self.writer, self._verify = source, manifest, writer, verify
+        self.source, self.manifest, self.writer, self.verify = source, manifest, writer, verify
         self._bound: dict[tuple[int, int, int], _Bound] = {}
         self._steps: dict[int, list[Step]] = {}  # by the first tensor of a part
         self.buckets = plan_buckets(manifest, bucket_bytes)
@@ -100,7 +100,7 @@ class StageStream:
         """
         pass_ = _Pass(self, deadline, check)
         pass_.start()
-        parts = getattr(self.source, "parts", lambda: None)() if self._verify != "readback" else None
+        parts = getattr(self.source, "parts", lambda: None)() if self.verify != "readback" else None
         try:
             if parts is not None:
                 for part in parts:
@@ -247,7 +247,7 @@ class _Pass:
             self._account("wait")
         self._stream.pack(step, self._buffer, first_tensor, part)
         if step.ends:
-            writer.publish(step.bucket.num_bytes, verify=self._stream._verify != "none")
+            writer.publish(step.bucket.num_bytes, verify=self._stream.verify != "none")
         self._account("pack")
         if step.ends:
             self._close_spans()
@@ -264,7 +264,7 @@ class _Pass:
         self._close_spans()
 
     def _send(self, writer: Writer, index: int, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        if self._stream._verify == "readback":
+        if self._stream.verify == "readback":
             self.result.digests.append(digest_value(tensor))
         for bucket, piece in self._stream._places[index]:
             if piece is bucket.pieces[0]:
@@ -273,7 +273,7 @@ class _Pass:
                 self._account("wait")
             self._stream.send_piece(self._buffer, spec, piece, tensor)
             if piece is bucket.pieces[-1]:
-                writer.publish(bucket.num_bytes, verify=self._stream._verify != "none")
+                writer.publish(bucket.num_bytes, verify=self._stream.verify != "none")
                 self._account("pack")
                 self._close_spans()
         self._account("pack")

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync import bench_train
+from megasync.bench_config import NEED_GPUS, WAYS
+from megasync.bench_model import write_model
 from megasync.bench_summary import summarise_rollout, summarise_sync
 from megasync.bench_tables import show_rollout, show_sync
 from megasync.config_check import MAX_SERVED_RANK, check_config
@@ -30,6 +32,7 @@ from megasync.errors import ConfigError, explain, main_errors
 from megasync.files import write_atomically
 from megasync.model_folder import check_model_folder
 from megasync.processes import run_to_end
+from megasync.ranks import gpu_names, num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,29 +45,6 @@ VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]]
     "sync": (summarise_sync, show_sync),
     "rollout": (summarise_rollout, show_rollout),
 }
-
-
-def write_model(config: Config, folder: Path) -> None:
-    """A Qwen3 of the sizes in `bench`, random weights drawn from the seed, tied embeddings, no tokenizer."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = config.bench
-    torch.manual_seed(config.run.seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=sizes.vocabulary_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            num_key_value_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            max_position_embeddings=config.rollout.max_model_len or 512,
-            tie_word_embeddings=True,
-        )
-    )
-    model.to(getattr(torch, config.model.dtype)).save_pretrained(folder)
 
 
 def prepare(config: Config, verb: str) -> Config:
@@ -86,8 +66,20 @@ def prepare(config: Config, verb: str) -> Config:
             raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
     check_config(config, sizes.num_ranks, needs_data=False)
+    _check_ways(config)
     _check_lora(config, verb)
     return config
+
+
+def _check_ways(config: Config) -> None:
+    bench = config.bench
+    if bench.update == "negate" and config.engine.wrap != "ddp":
+        message = f"bench.update = negate: not with engine.wrap = {config.engine.wrap}, whose weights are shards"
+        raise ConfigError(explain(message, choices="step", remedy="write bench.update=step"))
+    impossible = [way for way in bench.ways if way in NEED_GPUS and not num_gpus()]
+    if impossible:
+        choices = ", ".join(way for way in WAYS if way not in NEED_GPUS)
+        raise ConfigError(explain(f"bench.ways: {impossible[0]} needs GPUs", choices=choices, remedy="write bench.ways=[all]"))
 
 
 def _check_lora(config: Config, verb: str) -> None:
@@ -135,7 +127,8 @@ def _environment() -> Results:
         except importlib.metadata.PackageNotFoundError:
             continue
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"versions": versions, "machine": {"cpus": os.cpu_count(), "memory_bytes": memory, "os": platform.platform()}}
+    machine = {"cpus": os.cpu_count(), "memory_bytes": memory, "gpus": gpu_names(), "os": platform.platform()}
+    return {"versions": versions, "machine": machine}
 
 
 def main(arguments: Sequence[str]) -> int:

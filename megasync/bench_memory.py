@@ -1,4 +1,4 @@
-"""How much memory processes take while something runs, as Linux counts it. Leaves out what runs (bench_worker.py).
+"""How much memory processes take while something runs, as Linux or torch counts it. Leaves out what runs (bench_worker.py).
 
 A process's peak is VmHWM of /proc/PID/status, which 5 written to /proc/PID/clear_refs sets back to what is resident now
 (man 5 proc). It counts RssAnon (heap), RssFile (mapped files, a cache that the kernel may take back) and RssShmem
@@ -38,6 +38,16 @@ def mapped_bytes(pid: int, prefix: str) -> int:
 def give_back_free_memory() -> None:
     """Let malloc return what was freed, or a peak would hide in memory that some earlier work had left resident."""
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def device_bytes(*, begin: bool) -> int:
+    """What torch has allocated on this process's GPU, which from now on its peak is taken of; or that peak."""
+    import torch
+
+    if not begin:
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 class PeakMeter:

@@ -16,6 +16,7 @@ from bridge.verify import digest_value
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
+from megasync.bench_engine import RandomEngine, negate
 from megasync.bench_replica import WORKER_EXTENSION, BenchPool
 from megasync.weights import build_publisher, replica_config, start_ray
 
@@ -47,19 +48,26 @@ class BenchRank(ABC):
             print(text, flush=True)
 
     def build_engine(self, engine: EngineConfig) -> Engine:
-        return Engine(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
+        kind = Engine if self.config.bench.shapes == "none" else RandomEngine
+        return kind(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
 
-    def train(self, engine: Engine) -> None:
-        """One optimizer step, so that there are new weights to bring over."""
-        engine.update(engine.prepare(SAMPLES))
+    def change(self, engine: Engine) -> None:
+        """Other weights to bring over: one optimizer step, or what `bench.update` says where all weights are trained."""
+        if self.config.bench.update == "negate" and not engine.config.lora.rank:
+            negate(engine)
+        else:
+            engine.update(engine.prepare(SAMPLES))
 
     def start_pool(self, adapter_rank: int = 0) -> BenchPool | None:
         """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first."""
         if self.layout.rank != 0:
             return None
-        start_ray("local", self.config.bench.num_ranks)
-        replica = replica_config(self.config)
-        replica = replace(replica, adapter_rank=adapter_rank, engine_arguments={"worker_extension_cls": WORKER_EXTENSION})
+        shares_gpus = self.config.rollout.placement == "colocated"
+        start_ray("local", 0 if shares_gpus else self.config.bench.num_ranks)
+        arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
+        if self.config.bench.shapes != "none":
+            arguments["load_format"] = "dummy"
+        replica = replace(replica_config(self.config), adapter_rank=adapter_rank, engine_arguments=arguments)
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
         self._pools.append(BenchPool.start(replica, self.config.rollout.replicas))
         return self._pools[-1]

@@ -40,6 +40,26 @@ class BenchReplica(Replica):
         give_back_free_memory()
         await self._engine.collective_rpc("bench_give_back_free_memory")
 
+    async def take_floor(self, endpoint: str, num_readers: int, sizes: list[int]) -> None:
+        """The other side of bench_wire.Wire.floor."""
+        first = self.index * self.config.tensor_parallel
+        await self._engine.collective_rpc("bench_floor", args=(endpoint, first, num_readers, sizes))
+
+    async def join_packed(self, address: str, port: int, world_size: int) -> None:
+        """Into the group of vLLM's own weight transfer."""
+        first = 1 + self.index * self.config.tensor_parallel
+        await self._engine.collective_rpc("bench_join_packed", args=(address, port, first, world_size))
+
+    async def packed(self, step: str, *arguments: Any) -> None:
+        """One of the three steps of vLLM's own weight transfer: start, take, finish."""
+        await self._engine.collective_rpc(f"bench_packed_{step}", args=arguments)
+        if step == "finish":
+            await self._engine.reset_prefix_cache()
+
+    async def device_bytes(self, *, begin: bool) -> list[int]:
+        """Of each worker: what it has allocated, from when on its peak counts, or with `begin` false that peak."""
+        return list(await self._engine.collective_rpc("bench_device_bytes", args=(begin,)))
+
     async def pids(self) -> dict[str, int]:
         """The processes of this replica by what they are."""
         workers = await self._engine.collective_rpc("bench_pid")
@@ -55,6 +75,10 @@ class BenchPool(ReplicaPool):
 
     replica_class = BenchReplica
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """Call a method of every replica and wait for all."""
-        return self._call(lambda actor: getattr(actor, method).remote(*arguments), None)
+        return self.gather(self.send(method, *arguments, **options))
+
+    def send(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        """The same without waiting; what `gather` takes."""
+        return [getattr(actor, method).remote(*arguments, **options) for actor in self._actors]

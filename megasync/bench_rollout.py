@@ -39,7 +39,7 @@ class RolloutBench(BenchRank):
 
     def run(self) -> Measured:
         for _ in range(NUM_STEPS):
-            self.train(self.lora.engine)
+            self.change(self.lora.engine)
         same_weights: dict[str, bool] = {}
         for way, publisher in self.publishers.items():
             publisher.publish(NUM_STEPS)

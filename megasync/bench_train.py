@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench_train_config import SHAPES
+from megasync.bench_config import SHAPES
 from megasync.config_load import config_to_dict, save_config
 from megasync.files import write_atomically
 from megasync.processes import end_with_parent

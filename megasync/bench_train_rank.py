@@ -25,19 +25,13 @@ from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
 from engine.offload import Offload
 from engine.sample import Sample
-from megasync.bench_train_config import VARIANTS, Shapes
+from megasync.bench_config import VARIANTS, Shapes
+from megasync.bench_engine import RandomEngine
 from megasync.config import Config
 from megasync.config_load import load_config
 from megasync.files import write_atomically
 
 Measured = dict[str, Any]
-
-
-class RandomEngine(Engine):
-    """An engine that needs no weights on the disk."""
-
-    def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
-        return engine.model.build_chunks(self.hf_bridge, None)
 
 
 class DotProductCore(CoreAttention):

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import os
+import time
 
 import torch
 from vllm.config import set_current_vllm_config
 
 from bridge import vllm_api
 from bridge.receiver import WorkerExtension
-from megasync.bench_memory import give_back_free_memory
+from bridge.transport.channel import Channel
+from megasync.bench_memory import device_bytes, give_back_free_memory
+from megasync.bench_wire import SECONDS, broadcast_all
 
 
 class BenchWorkerExtension(WorkerExtension):
@@ -35,6 +38,44 @@ class BenchWorkerExtension(WorkerExtension):
         """vLLM's own reload from a Hugging Face folder, and what it forgets on CPUs when embeddings are tied."""
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined] # the worker's
         vllm_api.repack_tied_head(self.weight_transfer_engine.model)
+
+    def bench_floor(self, endpoint: str, first_reader: int, num_readers: int, sizes: list[int]) -> None:
+        """Take buckets of these sizes and do nothing with them."""
+        engine = self.weight_transfer_engine
+        if getattr(self, "bench_endpoint", None) != endpoint:
+            reader = 1 + first_reader + engine.parallel_config.rank
+            deadline = time.time() + SECONDS
+            self.bench_channel = Channel.connect(endpoint, reader, 1 + num_readers, engine.device, deadline)
+            self.bench_endpoint = endpoint
+        broadcast_all(self.bench_channel, sizes)
+
+    def bench_join_packed(self, address: str, port: int, first_rank: int, world_size: int) -> None:
+        """An engine of vLLM's own beside ours (vllm 0.26.0, distributed/weight_transfer/nccl_engine.py)."""
+        from vllm.distributed.weight_transfer import nccl_engine
+
+        own = self.weight_transfer_engine
+        self.bench_packed = nccl_engine.NCCLWeightTransferEngine(own.config, own.vllm_config, own.device, own.model)
+        self.bench_packed.init_transfer_engine(
+            nccl_engine.NCCLWeightTransferInitInfo(address, port, rank_offset=first_rank, world_size=world_size)
+        )
+        self.bench_update_info = nccl_engine.NCCLWeightTransferUpdateInfo
+
+    def bench_packed_start(self) -> None:
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # the worker's
+            self.bench_packed.start_weight_update()
+
+    def bench_packed_take(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # the worker's
+            self.bench_packed.receive_weights(self.bench_update_info(names, dtypes, shapes, packed=True))
+        torch.cuda.synchronize()
+
+    def bench_packed_finish(self) -> None:
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # the worker's
+            self.bench_packed.finish_weight_update()
+        torch.cuda.synchronize()
+
+    def bench_device_bytes(self, begin: bool) -> int:
+        return device_bytes(begin=begin)
 
     def bench_pid(self) -> int:
         return os.getpid()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bridge.config import SyncConfig
 from engine.config import LORA_TARGETS, OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig
-from megasync.bench_train_config import SHAPES, VARIANTS, TrainBenchConfig
+from megasync.bench_config import SHAPES, VARIANTS, WAYS, BenchConfig, TrainBenchConfig
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class BenchConfig:
-    """What `python -m megasync.bench` measures. The sizes are those of the Qwen3 that it writes where model.path is empty."""
-
-    num_ranks: int = 2  # trainer ranks
-    rounds: int = 5  # that count, after one to warm up
-    hidden_size: int = 768
-    intermediate_size: int = 2048
-    num_layers: int = 12
-    num_heads: int = 12
-    num_kv_heads: int = 4
-    head_dim: int = 64
-    vocabulary_size: int = 32768
-    lora_rank: int = 32  # of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them
-    num_prompts: int = 16  # rollout: one completion each, of rollout.max_new_tokens
-    prompt_tokens: int = 16
-
-
-@dataclass(frozen=True)
 class Config:
     """Everything a run is told."""
 
@@ -125,6 +107,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.importance_correction": ("none", "tis"),
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "checkpoint.resume": ("auto", "never"),
+    "bench.ways": ("all", *WAYS),
+    "bench.update": ("step", "negate"),
+    "bench.shapes": ("none", *SHAPES),
     "bench_train.shapes": tuple(SHAPES),
     "bench_train.variants": tuple(VARIANTS),
     "bench_train.profile": ("none", *VARIANTS),

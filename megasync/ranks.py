@@ -27,10 +27,16 @@ def num_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(gpu_names())
+
+
+def gpu_names() -> list[str]:
+    """What nvidia-smi calls the GPUs of this machine."""
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
 def num_replica_gpus(config: Config) -> int:

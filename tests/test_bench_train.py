@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasync import bench
-from megasync.bench_train_config import SHAPES, VARIANTS, Shapes
+from megasync.bench_config import SHAPES, VARIANTS, Shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "configs" / "bench_train.yaml")

@@ -1,14 +1,40 @@
-"""The keys of `bench_train` and what they choose from. No torch in here."""
+"""The keys of `bench` and `bench_train` and what they choose from. No torch in here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # of a sync; bench_ways.py says what they are
+GPU_WAYS = ("floor", "stream", "unverified", "packed", "mbridge packed", "lora merged", "lora adapter")
+NEED_GPUS = ("packed", "mbridge packed")
+WAYS = tuple(dict.fromkeys((*GPU_WAYS, *CPU_WAYS)))
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What `megasync.bench` measures of sync and rollout. Sizes are those of the Qwen3 that it writes where no model.path is."""
+
+    num_ranks: int = 2  # trainer ranks
+    rounds: int = 5  # that count, after one to warm up
+    ways: tuple[str, ...] = ("all",)  # of a sync, those that are possible here; stream is always among them
+    update: str = "step"  # what changes the weights before each sync: an optimizer step, or negate (all signs; quick, for ddp)
+    shapes: str = "none"  # 3b | 7b | tiny: a Qwen2.5 of random weights, nowhere on the disk, in the place of the sizes below
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    vocabulary_size: int = 32768
+    lora_rank: int = 32  # of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them
+    num_prompts: int = 16  # rollout: one completion each, of rollout.max_new_tokens
+    prompt_tokens: int = 16
+
 
 @dataclass(frozen=True)
 class TrainBenchConfig:
-    """What `python -m megasync.bench_train` measures."""
+    """What `python -m megasync.bench train` measures."""
 
     shapes: str = "3b"  # 3b | 7b | tiny, where model.path is empty
     num_ranks: int = 2

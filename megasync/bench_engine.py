@@ -1,0 +1,25 @@
+"""Engines for the benches: without weights on the disk, and with other weights for a next sync. Leaves out what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import engine.model
+from engine.engine import Engine
+
+
+class RandomEngine(Engine):
+    """An engine that needs no weights on the disk."""
+
+    def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
+        return engine.model.build_chunks(self.hf_bridge, None)
+
+
+@torch.no_grad()
+def negate(built: Engine) -> None:
+    """Flip the signs of all weights, in place: quicker than an optimizer step, without its memory. For DDP."""
+    for unit in built.whole_parameters():
+        for _, parameter in unit:
+            parameter.neg_()

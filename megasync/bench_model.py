@@ -1,0 +1,71 @@
+"""Model folders for the benches: a small Qwen3 whole, or a Qwen2.5's shapes in files that hold no bytes. No Megatron here."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING
+
+from megasync.bench_config import SHAPES
+from megasync.files import write_atomically
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megasync.config import Config
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
+
+
+def write_model(config: Config, folder: Path) -> None:
+    """What `bench` names: the shapes of `bench.shapes`, or a Qwen3 of its sizes with random weights. No tokenizer."""
+    if config.bench.shapes != "none":
+        write_shapes(folder, config.bench.shapes, config.model.dtype, config.rollout.max_model_len or 4096)
+    else:
+        write_qwen3(config, folder)
+
+
+def write_qwen3(config: Config, folder: Path) -> None:
+    """Random weights drawn from the seed, tied embeddings."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = config.bench
+    torch.manual_seed(config.run.seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=sizes.vocabulary_size,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_heads,
+            num_key_value_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            max_position_embeddings=config.rollout.max_model_len or 512,
+            tie_word_embeddings=True,
+        )
+    )
+    model.to(getattr(torch, config.model.dtype)).save_pretrained(folder)
+
+
+def write_shapes(folder: Path, shapes: str, dtype: str, sequence_length: int) -> None:
+    """config.json and a safetensors file that is all hole: it reads as zeros and takes no room on the disk."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf_config = {**SHAPES[shapes].hf_config(sequence_length), "torch_dtype": dtype}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    item_bytes, entries, end = getattr(torch, dtype).itemsize, {}, 0
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and hf_config["tie_word_embeddings"]:
+            continue
+        begin, end = end, end + tensor.numel() * item_bytes
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)

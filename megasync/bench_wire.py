@@ -1,0 +1,99 @@
+"""What the bench compares our stream with on GPUs: the wire alone, and vLLM's own way over NCCL. On trainer rank 0.
+
+floor   buckets of nothing in particular, broadcast one after another: what the wire takes
+packed  vLLM's NCCLWeightTransferEngine with packed tensors, from an iterator of Hugging Face tensors
+
+Leaves out the workers' side (bench_vllm.py).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bridge.transport.channel import Channel, own_address
+
+if TYPE_CHECKING:
+    from bridge.manifest import Manifest
+    from megasync.bench_replica import BenchPool
+
+SECONDS = 60.0
+
+
+def bucket_sizes(num_bytes: int, bucket_bytes: int) -> list[int]:
+    """Whole buckets and the rest."""
+    whole, rest = divmod(num_bytes, bucket_bytes)
+    return [bucket_bytes] * whole + [rest] * (rest > 0)
+
+
+def broadcast_all(channel: Channel, sizes: list[int]) -> float:
+    """Broadcast buckets of these sizes from two buffers in turns; the seconds that it took, once all members were there."""
+    deadline = time.time() + SECONDS
+    channel.meet(deadline)
+    buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=channel.device) for _ in range(2)]
+    channel.wait(channel.mark(), deadline, "the buffers")
+    channel.wait(channel.broadcast(buffers[0][:8], deadline), deadline, "all members to be there")
+    begin = time.perf_counter()
+    sent = [channel.broadcast(buffers[index % 2][:size], deadline) for index, size in enumerate(sizes)]
+    for done in sent:
+        channel.wait(done, deadline, "the wire")
+    return time.perf_counter() - begin
+
+
+class Wire:
+    """The sender's side of both. `device` is the trainer's."""
+
+    def __init__(self, pool: BenchPool, manifest: Manifest, bucket_bytes: int, device: torch.device) -> None:
+        self._pool, self._manifest, self._device = pool, manifest, device
+        self._sizes = bucket_sizes(manifest.total_bytes, bucket_bytes)
+        self._channel: Channel | None = None
+        self._endpoint = ""
+        self._group: Any = None
+
+    @property
+    def num_messages(self) -> int:
+        return len(self._sizes)
+
+    def floor(self) -> float:
+        """Seconds that the model's bytes take."""
+        if self._channel is None:
+            self._channel, self._endpoint = Channel.listen(1 + self._pool.num_readers, self._device)
+        taking = self._pool.send("take_floor", self._endpoint, self._pool.num_readers, self._sizes)
+        seconds = broadcast_all(self._channel, self._sizes)
+        self._pool.gather(taking)
+        return seconds
+
+    def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send them all; vLLM has taken them over when this comes back."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        group = self._group or self._join()
+        self._pool.call("packed", "start")
+        specs = self._manifest.tensors
+        shapes = [list(spec.shape) for spec in specs]
+        taking = self._pool.send("packed", "take", [spec.name for spec in specs], [spec.dtype for spec in specs], shapes)
+        NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), {"group": group, "packed": True})
+        torch.cuda.synchronize()
+        self._pool.gather(taking)
+        self._pool.call("packed", "finish")
+
+    def _join(self) -> Any:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        address, size = own_address(), 1 + self._pool.num_readers
+        joining = self._pool.send("join_packed", address, port, size)
+        info = {"master_address": address, "master_port": port, "world_size": size}
+        self._group = NCCLWeightTransferEngine.trainer_init(info)
+        self._pool.gather(joining)
+        return self._group
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
