@@ -4,17 +4,27 @@ The model folder is an ordinary Hugging Face one (config.json, model.safetensors
 it: the initial weights, and which sums are held out. Needs transformers and tokenizers only, no Megatron and no vLLM.
 
     assets = write_assets(Path("runs/quickstart/assets"), seed=0)
+
+The same with a Qwen2.5 of another size, to see how a machine does with it; its random weights end a response after about
+so many tokens:
+
+    python -m megasync.assets --to FOLDER [--shapes 3b] [--mean-response-tokens 32] [--dtype bfloat16] [--seed 0]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.bench_config import SHAPES
+
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=()<>.,:;?! xyz"
@@ -32,14 +42,20 @@ class Assets:
     held_out: Path
 
 
-def write_assets(folder: Path, seed: int, dtype: str = "float32") -> Assets:
-    """Write model folder and data below `folder`; existing files are overwritten."""
+def write_assets(folder: Path, seed: int, dtype: str = "float32", shapes: str = "", mean_response_tokens: int = 0) -> Assets:
+    """Write model folder and data below `folder`; existing files are overwritten.
+
+    `shapes`: one of SHAPES, then every so many token ids end a response.
+    """
     assets = Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split_sums(seed)
     for path, sums in ((assets.train, train), (assets.held_out, held_out)):
         path.write_text("".join(json.dumps(one) + "\n" for one in sums), encoding="utf-8")
-    write_model(assets.model, seed, dtype)
+    if shapes:
+        write_shaped_model(assets.model, shapes, seed, dtype, mean_response_tokens)
+    else:
+        write_model(assets.model, seed, dtype)
     build_tokenizer().save_pretrained(assets.model)
     return assets
 
@@ -98,3 +114,36 @@ def write_model(folder: Path, seed: int, dtype: str) -> None:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_response_tokens: int) -> None:
+    """A Qwen2.5 of random weights, drawn on a GPU where there is one."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+    sizes = SHAPES[shapes].hf_config(sequence_length=4096)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=getattr(torch, dtype))
+    ends = list(range(VOCABULARY.index(EOS), sizes["vocab_size"], max(1, mean_response_tokens))) if mean_response_tokens else []
+    model.generation_config = GenerationConfig(eos_token_id=ends or VOCABULARY.index(EOS))
+    model.save_pretrained(folder)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write assets of any size."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.assets", description="Write a random model, a tokenizer and sums.")
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument("--shapes", default="", choices=["", *SHAPES], help="a Qwen2.5's; without: the quickstart's own")
+    parser.add_argument("--mean-response-tokens", default=0, type=int, metavar="N", help="with --shapes: one id in N ends it")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--seed", default=0, type=int)
+    given = parser.parse_args(arguments)
+    assets = write_assets(given.to, given.seed, given.dtype, given.shapes, given.mean_response_tokens)
+    print(f"model.path={assets.model} data.train={assets.train} data.eval={assets.held_out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

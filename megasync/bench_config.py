@@ -114,5 +114,5 @@ class Shapes(NamedTuple):
 SHAPES = {
     "3b": Shapes(2048, 11008, 36, 16, 2, 151936, True),
     "7b": Shapes(3584, 18944, 28, 28, 4, 152064, False),
-    "tiny": Shapes(64, 128, 2, 4, 2, 512, True),
+    "tiny": Shapes(128, 256, 2, 4, 2, 512, True),
 }

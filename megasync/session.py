@@ -6,11 +6,14 @@ Every public method is collective unless it says otherwise. Leaves out the order
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine import checkpoint, parallel
 from engine.engine import Engine
@@ -23,6 +26,16 @@ from megasync.report import write_report
 from megasync.reward import resolve_reward
 from megasync.rollout import RolloutBatch, Rollouts, on_rank_zero
 from megasync.weights import Weights
+
+
+def memory_in_use() -> dict[str, float]:
+    """Bytes: of this process, and of its GPU by whoever uses it."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    found = {"memory/host_bytes": float(resident)}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found["memory/device_bytes"] = float(total - free)
+    return found
 
 
 class Session:
@@ -78,7 +91,7 @@ class Session:
         seconds = time.time() - self.step_begin_seconds
         tokens = metrics.get("train/response_tokens", 0.0)
         times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
-        self.log.step(self.step, {"version": self.step + 1, **metrics, **times})
+        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory_in_use()})
 
     # ------------------------------------------------------------------------------------------------ data
 
