@@ -164,9 +164,9 @@ def matching_regions(source: torch.Tensor, target: torch.Tensor) -> tuple[Region
             dims[-1] = [dims[-1][0] * size, of, to]
         else:
             dims.append([size, of, to])
-    if not dims:
-        dims = [[source.numel(), 1, 1]]
-    if len(dims) > 2 or dims[-1][1:] != [1, 1]:
+    if not dims or dims[-1][1:] != [1, 1]:  # rows of one element
+        dims.append([source.numel() if not dims else 1, 1, 1])
+    if len(dims) > 2:
         return None
     rows, columns = (dims[0], dims[1]) if len(dims) == 2 else ([1, dims[0][0], dims[0][0]], dims[0])
     return (
