@@ -61,6 +61,7 @@ class Replica:
             RuntimeError: vLLM did not start; its own error text, that of its child processes included.
         """
         self._control = asyncio.Lock()  # held while requests are handed in, and from pause to resume or abort
+        vllm_api.forget_launcher()
         os.environ[vllm_api.REPLICA_PID] = str(os.getpid())
         saved = [os.dup(1), os.dup(2)]
         sys.stdout.flush()

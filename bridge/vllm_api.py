@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bridge.config import ReplicaConfig
 
 BACKEND = "megasync"
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
 DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
 SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
@@ -103,6 +104,17 @@ def environment(*, cuda: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC_OF_CPU_REPLICAS),
     }
+
+
+def forget_launcher() -> None:
+    """Drop what torchrun told the trainer from this process's environment, which a Ray of the trainer's has handed on.
+
+    With TORCHELASTIC_USE_AGENT_STORE torch takes any tcp:// address for that of torchrun's store, and the workers of vLLM 0.26,
+    which meet at one (v1/executor/uniproc_executor.py:73), wait for a server that nobody starts (torch's
+    distributed/rendezvous.py:188).
+    """
+    for name in [name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
 
 
 def build_engine(config: ReplicaConfig) -> Any:

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import inspect
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,15 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path) -> None:
     finally:
         pool.close()
         ray.shutdown()
+
+
+def test_what_torchrun_told_the_trainer_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch takes the address at which vLLM's workers meet for torchrun's store, and waits for it."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANKING", "kept")
+    vllm_api.forget_launcher()
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
+    assert os.environ["RANKING"] == "kept"
+    torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=timedelta(seconds=20))
+    torch.distributed.destroy_process_group()
