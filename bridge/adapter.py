@@ -21,6 +21,7 @@ from bridge.plan import Copy, Region
 from bridge.sender import Part
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
+GPU_BUCKET_BYTES = 64 * 2**20  # there a bucket's messages cost more than its bytes
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class AdapterSource:
 
     def sync_config(self, config: SyncConfig) -> SyncConfig:
         """With buckets so small that packing one overlaps with taking in the one before."""
-        return replace(config, bucket_bytes=min(config.bucket_bytes, BUCKET_BYTES))
+        most = GPU_BUCKET_BYTES if torch.cuda.is_available() else BUCKET_BYTES
+        return replace(config, bucket_bytes=min(config.bucket_bytes, most))
 
     def manifest(self) -> Manifest:
         """This stage's tensors in order; the first call walks all of them once."""
@@ -88,7 +90,7 @@ class AdapterSource:
             scaled = iter(self._scaled)
             memory = {name: (next(scaled) if _is_b(name) else tensor).view(-1) for name, tensor in given}
             whole = {name: Region(0, 1, flat.numel(), flat.numel()) for name, flat in memory.items()}
-            self._part = Part([(Copy(region, name, region),) for name, region in whole.items()], memory)
+            self._part = Part([(Copy(region, name, region),) for name, region in whole.items()], memory, stays=True)
         if self._scaled:
             torch._foreach_copy_(self._scaled, self._unscaled)
             torch._foreach_mul_(self._scaled, self.spec.scale)

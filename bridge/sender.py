@@ -54,6 +54,7 @@ class Part(NamedTuple):
 
     copies: Sequence[tuple[Copy, ...]]
     memory: dict[str, torch.Tensor]
+    stays: bool  # whether the memory is this part's at every pass
 
 
 class Writer(Protocol):
@@ -85,7 +86,8 @@ class StageStream:
         self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: Writer | None, *, verify: str
     ) -> None:
         self.source, self.manifest, self.writer, self.verify = source, manifest, writer, verify
-        self._bound: dict[tuple[int, int, int], _Bound] = {}
+        self._views: dict[tuple[int, int, int], tuple[dict[str, torch.Tensor], list[Views]]] = {}  # with their memory
+        self._dtypes = [spec.dtype for spec in manifest.tensors]
         self._steps: dict[int, list[Step]] = {}  # by the first tensor of a part
         self.buckets = plan_buckets(manifest, bucket_bytes)
         self._places: list[list[tuple[Bucket, Piece]]] = [[] for _ in manifest.tensors]
@@ -137,15 +139,16 @@ class StageStream:
 
     @torch.no_grad()
     def pack(self, step: Step, buffer: torch.Tensor, first_tensor: int, part: Part) -> None:
-        """Copy a part's tensors of one bucket into it. Views are kept as long as memory and buffer are the same."""
-        key, addresses = (step.bucket.index, first_tensor, buffer.data_ptr()), [m.data_ptr() for m in part.memory.values()]
-        bound = self._bound.get(key)
-        if bound is None or bound.addresses != addresses:
+        """Copy a part's tensors of one bucket into it. Views are kept as long as memory that stays and buffer are the same."""
+        key, memory = (step.bucket.index, first_tensor, buffer.data_ptr()), part.memory
+        views = self._views.get(key)
+        if views is None or not part.stays or views[0] is not memory:
             copies = dict(enumerate(part.copies, first_tensor))
-            dtypes = [spec.dtype for spec in self.manifest.tensors]
-            bound = self._bound[key] = _Bound(addresses, bind(step.pieces, dtypes, copies, part.memory, buffer))
-        for memory, bucket in bound.views:
-            torch._foreach_copy_(bucket, memory)
+            views = memory, bind(step.pieces, self._dtypes, copies, memory, buffer)
+        if part.stays:
+            self._views[key] = views
+        for sources, targets in views[1]:
+            torch._foreach_copy_(targets, sources)
 
     def send_piece(self, buffer: torch.Tensor, spec: TensorSpec, piece: Piece, tensor: torch.Tensor) -> None:
         """Copy a piece into the bucket: one copy, none in between, unless the tensor is both split and strided."""
@@ -163,11 +166,6 @@ class Step(NamedTuple):
     pieces: list[Piece]
     begins: bool
     ends: bool
-
-
-class _Bound(NamedTuple):
-    addresses: list[int]
-    views: list[Views]
 
 
 class StreamResult:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from bridge.publish import Publisher
-    from bridge.sender import WeightSource
+    from bridge.sender import Part, WeightSource
     from engine.engine import Engine
     from megasync.bench_replica import BenchPool
     from megasync.config import Config
@@ -75,6 +75,10 @@ class Switch:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.source)
+
+    def parts(self) -> Iterator[Part] | None:
+        parts: Iterator[Part] | None = self.source.parts()  # type: ignore[attr-defined] # both have it
+        return parts
 
 
 @dataclass(frozen=True)

@@ -184,5 +184,6 @@ def test_what_torchrun_told_the_trainer_is_forgotten(monkeypatch: pytest.MonkeyP
     vllm_api.forget_launcher()
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
     assert os.environ["RANKING"] == "kept"
-    torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=timedelta(seconds=20))
+    wait = timedelta(seconds=20)
+    torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=wait)
     torch.distributed.destroy_process_group()
