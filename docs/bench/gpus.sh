@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Takes the figures of docs/benchmarks.md that need GPUs: docs/bench/gpus.sh OUT CASE [CASE ...]; a case says on which GPUs it runs.
-# Cases on other GPUs may run beside each other. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
+# Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
 set -uo pipefail
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 
 sync() { # CASE GPUS [key=value ...]
-  local case=$1 gpus=$2; shift 2
+  local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-240}" "$python" -m megasync.bench sync --config "$here/configs/bench_gpu.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" --json "$out/$case.json" > "$out/$case.log" 2>&1
   echo "$case: exit code $?"; grep -E "│|aimed at|Error" "$out/$case.log" | tail -40
 }
 
 grpo() { # CASE GPUS [key=value ...]
-  local case=$1 gpus=$2; shift 2
+  local case=$1 gpus=${GPUS:-$2}; shift 2
   nvidia-smi -i "$gpus" --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -l 5 > "$out/$case.memory.csv" 2>&1 &
   local watch=$!
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-300}" "$python" -m torch.distributed.run --standalone --nproc-per-node 1 \
@@ -27,7 +27,7 @@ grpo() { # CASE GPUS [key=value ...]
 }
 
 assets() {
-  [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${1:-0} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
+  [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${GPUS:-$1} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
 }
 
 mkdir -p "$out"
