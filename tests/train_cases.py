@@ -94,7 +94,7 @@ def interrupt_after(lines: int, config: Path, marker: str, timeout_seconds: floa
     while time.monotonic() < deadline and process.poll() is None:
         if written.is_file() and len(written.read_text().splitlines()) >= lines:
             break
-        time.sleep(0.5)
+        time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     code = process.wait(timeout=120)
     deadline = time.monotonic() + 20
