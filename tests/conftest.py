@@ -21,13 +21,16 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+STARTUP = str(ROOT / "tests" / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # xdist's workers inherit it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), STARTUP]))
 # a shell that starts this in the background has SIGINT ignored, and every process below inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 # two workers take whole files (launch/test.sh): the longest first, so that both end at about the same time
-LONGEST_FIRST = ("test_train", "test_lora", "test_sync_vllm", "test_sync_trainer", "test_engine", "test_submit", "test_bench")
+LONGEST_FIRST = ("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine", "test_bench", "test_lora", "test_submit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

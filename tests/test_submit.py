@@ -32,7 +32,7 @@ PROGRAM = ["--program", "tests.rank_program:main"]
 # A cluster starts `python` for a job: here the one with the packages. The tests can be imported in every process.
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
