@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from bridge.merge import merge_into, squared_error
-from engine.peft import Heads, split_rows
-from tests.lora_cases import write_peft_adapter
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
@@ -49,12 +47,16 @@ def shallow(root: Path) -> str:
 @pytest.fixture(scope="module")
 def shared(root: Path, model: str) -> str:
     """A PEFT folder in which fused linears have one A."""
+    from tests.lora_cases import write_peft_adapter
+
     return str(write_peft_adapter(root / "shared", model, shared=True))
 
 
 @pytest.fixture(scope="module")
 def apart(root: Path, model: str) -> str:
     """A PEFT folder as PEFT trains it, on some linears."""
+    from tests.lora_cases import write_peft_adapter
+
     return str(write_peft_adapter(root / "apart", model, shared=False, modules=("q_proj", "v_proj", "down_proj")))
 
 
@@ -111,6 +113,8 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
 
 
 def test_a_thousand_merged_exports_drift_by_no_bit(root: Path) -> None:
+    from tests.lora_cases import write_peft_adapter
+
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
     small = str(write_tiny_model(root / "small", "qwen3", False, dtype=torch.bfloat16, **sizes))
     adapter = str(write_peft_adapter(root / "small_adapter", small, shared=True))
@@ -181,6 +185,8 @@ def test_trained_state_is_that_of_the_adapters(model: str, num_ranks: int) -> No
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_fused_rows_are_split_without_loss(groups: int, queries: int, head_size: int, tensor_size: int) -> None:
+    from engine.peft import Heads, split_rows
+
     heads = Heads(groups * queries, groups)
     for linear, rows in (
         ("a.linear_qkv", groups * (queries + 2) * head_size),
