@@ -38,6 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+@pytest.hookimpl(trylast=True)  # after fixtures, which may need the ranks
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Idle ranks take some of the cores, so they end before a file that does not use them."""
+    if nextitem is None or not hasattr(getattr(nextitem, "module", None), "run_ranks"):
+        from tests.ranks import end_ranks
+
+        end_ranks()
+
+
 def pytest_sessionfinish() -> None:
     from tests.ranks import end_ranks
 

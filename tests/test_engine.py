@@ -83,7 +83,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_export_equals_the_folder_bit_for_bit(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
     layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == num_ranks]
     cases = [{"path": path, **layout} for path in models.values() for layout in layouts]
-    ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases})
+    alone = num_ranks == 4  # nobody else needs that many
+    ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases}, alone=alone)
     for number, case in enumerate(cases):
         results = [rank[number] for rank in ranks]
         senders = [result for result in results if result["sender"]]
