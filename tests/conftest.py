@@ -30,7 +30,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 # two workers take whole files (launch/test.sh): the longest first, so that both end at about the same time
-LONGEST_FIRST = ("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine", "test_bench", "test_lora", "test_submit")
+LONGEST_FIRST = (
+    *("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine"),
+    *("test_bench", "test_submit", "test_lora", "test_plan_vllm"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
