@@ -21,18 +21,33 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+STARTUP = str(ROOT / "tests" / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # xdist's workers inherit it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), STARTUP]))
 # a shell that starts this in the background has SIGINT ignored, and every process below inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 # two workers take whole files (launch/test.sh): the longest first, so that both end at about the same time
-LONGEST_FIRST = ("test_train", "test_lora", "test_sync_vllm", "test_sync_trainer", "test_engine", "test_submit", "test_bench")
+LONGEST_FIRST = (
+    *("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine"),
+    *("test_bench", "test_submit", "test_lora", "test_plan_vllm"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures, which may need the ranks
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Idle ranks take some of the cores, so they end before a file that does not use them."""
+    if nextitem is None or not hasattr(getattr(nextitem, "module", None), "run_ranks"):
+        from tests.ranks import end_ranks
+
+        end_ranks()
 
 
 def pytest_sessionfinish() -> None:

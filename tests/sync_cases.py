@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 from unittest import mock
@@ -18,30 +19,43 @@ from engine.engine import Engine
 from tests.engine_cases import engine, exporter, random_samples
 
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
+_replicas: dict[str, ReplicaPool] = {}  # rank 0's, by their config
 
 
-def start_pool(path: str) -> ReplicaPool:
+def is_rank_zero() -> bool:
+    return int(os.environ["RANK"]) == 0
+
+
+def replica(path: str, **fields: Any) -> ReplicaPool:
+    """A pool of one replica, for rank 0. It stays for the calls that follow, until `close_replicas` or the process's end."""
     import ray
 
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
-    return ReplicaPool.start(ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26), 1)
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+        atexit.register(close_replicas)
+    config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26, **fields)
+    if str(config) not in _replicas:
+        _replicas[str(config)] = ReplicaPool.start(config, 1)
+    return _replicas[str(config)]
+
+
+def close_replicas() -> None:
+    """On any rank: end what rank 0 has started."""
+    import ray
+
+    for pool in _replicas.values():
+        pool.close()
+    _replicas.clear()
+    ray.shutdown()
 
 
 def publish_and_compare(path: str, cases: list[dict[str, Any]], num_steps: int, transport: str = "auto") -> list[dict[str, Any]]:
     """Train, publish and read back `num_steps` times for each case, all against one replica."""
-    import ray
-
-    rank = int(os.environ["RANK"])
-    pool = start_pool(path) if rank == 0 else None
+    pool = replica(path) if is_rank_zero() else None
     results = []
-    try:
-        for number, case in enumerate(cases):
-            with engine(path, name="sft", **case) as built:
-                results.append(follow(built, pool, num_steps, number * 100, transport))
-    finally:
-        if pool is not None:
-            pool.close()
-            ray.shutdown()
+    for number, case in enumerate(cases):
+        with engine(path, name="sft", **case) as built:
+            results.append(follow(built, pool, num_steps, number * 100, transport))
     return results
 
 
@@ -144,37 +158,29 @@ def damaging(finish: Any) -> Any:
 
 def refused_syncs(path: str) -> dict[str, Any]:
     """A missing and a renamed tensor from two trainer ranks; every rank must hear of it and nothing may change."""
-    import ray
-
-    rank = int(os.environ["RANK"])
-    pool = start_pool(path) if rank == 0 else None
+    pool = replica(path) if is_rank_zero() else None
     name = "model.layers.1.mlp.up_proj.weight"
     told: dict[str, Any] = {}
-    try:
-        with engine(path, wrap="megatron_fsdp", name="sft") as built:
-            source = exporter(built)
-            Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(1)
-            for change in ("missing", "renamed"):
-                try:
-                    config = SyncConfig("shm" if change == "missing" else "nccl", BUCKET_BYTES)
-                    Publisher(Renamed(source, change, name), pool, config).publish(2)
-                except SyncError as error:
-                    told[change] = str(error)
-                if pool is not None:
-                    told[f"{change} serves"] = pool.versions
-            dist.barrier()
-            Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(3)
-            told["serves"] = pool.versions if pool is not None else None
-            publisher = Publisher(source, pool, SyncConfig("nccl", BUCKET_BYTES))
-            publisher.publish(4)
-            with mock.patch.object(GroupWriter, "finish", damaging(GroupWriter.finish)):
-                try:
-                    publisher.publish(5)
-                except SyncError as error:
-                    told["damaged"] = str(error)
-            told["failed"] = pool.versions if pool is not None else None
-    finally:
-        if pool is not None:
-            pool.close()
-            ray.shutdown()
+    with engine(path, wrap="megatron_fsdp", name="sft") as built:
+        source = exporter(built)
+        Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(1)
+        for change in ("missing", "renamed"):
+            try:
+                config = SyncConfig("shm" if change == "missing" else "nccl", BUCKET_BYTES)
+                Publisher(Renamed(source, change, name), pool, config).publish(2)
+            except SyncError as error:
+                told[change] = str(error)
+            if pool is not None:
+                told[f"{change} serves"] = pool.versions
+        dist.barrier()
+        Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(3)
+        told["serves"] = pool.versions if pool is not None else None
+        publisher = Publisher(source, pool, SyncConfig("nccl", BUCKET_BYTES))
+        publisher.publish(4)
+        with mock.patch.object(GroupWriter, "finish", damaging(GroupWriter.finish)):
+            try:
+                publisher.publish(5)
+            except SyncError as error:
+                told["damaged"] = str(error)
+        told["failed"] = pool.versions if pool is not None else None
     return told

@@ -119,6 +119,7 @@ def test_a_rename_is_guessed() -> None:
 # Buckets.
 
 
+@settings(deadline=None)
 @given(SPECS, st.integers(ALIGNMENT_BYTES, 6000))
 def test_every_byte_lies_in_one_piece(specs, bucket_bytes) -> None:
     manifest = make_manifest(specs)

@@ -113,7 +113,7 @@ def test_interpolation_of_defaults_and_environment(tmp_path: Path, monkeypatch: 
     assert load_config(path).data.train == "/elsewhere/run.jsonl"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8).filter(
         lambda t: "$" not in t

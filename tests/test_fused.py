@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine import fused
 from tests.ranks import run_ranks
 
 LENGTHS = [5, 9, 1, 12]
@@ -32,5 +31,7 @@ def test_fused_equals_plain_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_outcome_is_told() -> None:
+    from engine import fused
+
     assert fused.describe("none") == "engine.fusions=none: off"
     assert fused.describe("all").startswith("engine.fusions=all: compiled rotary")

@@ -32,7 +32,7 @@ PROGRAM = ["--program", "tests.rank_program:main"]
 # A cluster starts `python` for a job: here the one with the packages. The tests can be imported in every process.
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -74,22 +74,6 @@ def test_local_cluster_runs_the_program_on_every_rank(config: str, tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(3):
         assert f"rank {rank} counts 3 ranks, local {rank}" in done.stdout
-
-
-@pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
-def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str) -> None:
-    path = ROOT / "tests" / "data" / "submit.yaml"
-    arguments = [str(path), f"run.name={what}", "--num-ranks", "2", "--address", cluster.address, *PROGRAM]
-    done = submit(*arguments, environment=ENVIRONMENT | cluster.token)
-    expected = {
-        "succeed": (0, "rank 1 counts 2 ranks"),
-        "raise": (1, "ValueError: broken on purpose"),
-        "die": (1, "trainer rank 1 failed:\nThe actor died"),
-        "code": (7, "rank 1 says why"),
-    }
-    code, message = expected[what]
-    assert done.returncode == code, done.stdout + done.stderr
-    assert message in done.stdout
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
@@ -135,15 +119,6 @@ def test_wrong_commands_start_nothing(config: str, arguments: list[str], words: 
     assert time.monotonic() - started < 10
 
 
-def test_cluster_that_refuses_the_token(cluster: Cluster) -> None:
-    stranger = ENVIRONMENT | cluster.token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    path = ROOT / "tests" / "data" / "submit.yaml"
-    done = submit(str(path), "--address", cluster.address, "--num-ranks", "2", *PROGRAM, environment=stranger)
-    assert done.returncode == 1
-    assert f"{cluster.address}: the cluster refuses this user" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_no_cluster_at_the_address() -> None:
     path = ROOT / "tests" / "data" / "submit.yaml"
     done = submit(str(path), "--address", "http://127.0.0.1:1", "--num-ranks", "2", *PROGRAM)
@@ -167,3 +142,31 @@ def test_default_num_ranks_leaves_the_replicas_their_gpus() -> None:
     assert default_num_ranks(config, gpus=8) == 4
     with pytest.raises(ConfigError, match=r"rollout\.replicas"):
         default_num_ranks(config, gpus=4)
+
+
+# Somebody's cluster, started here, where nothing else runs beside it.
+
+
+@pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
+def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str) -> None:
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    arguments = [str(path), f"run.name={what}", "--num-ranks", "2", "--address", cluster.address, *PROGRAM]
+    done = submit(*arguments, environment=ENVIRONMENT | cluster.token)
+    expected = {
+        "succeed": (0, "rank 1 counts 2 ranks"),
+        "raise": (1, "ValueError: broken on purpose"),
+        "die": (1, "trainer rank 1 failed:\nThe actor died"),
+        "code": (7, "rank 1 says why"),
+    }
+    code, message = expected[what]
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stdout
+
+
+def test_cluster_that_refuses_the_token(cluster: Cluster) -> None:
+    stranger = ENVIRONMENT | cluster.token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    done = submit(str(path), "--address", cluster.address, "--num-ranks", "2", *PROGRAM, environment=stranger)
+    assert done.returncode == 1
+    assert f"{cluster.address}: the cluster refuses this user" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,22 +1,43 @@
-"""Real trainer ranks, real Ray, real vLLM: after every sync the replica holds exactly what the trainer exports."""
+"""Real trainer ranks, real Ray, real vLLM: after every sync the replica holds exactly what the trainer exports.
+
+A replica serves all tests of its model, one after another. They run in the order of the file: the last one leaves it broken.
+
+    python -m pytest tests/test_sync_trainer.py
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
 CASES = [{"wrap": wrap, "tensor": tensor} for wrap in ("ddp", "megatron_fsdp") for tensor in (1, 2)]
-NUM_STEPS = 20
+NUM_LAYERS, NUM_STEPS = 2, 20
 
 
-@pytest.mark.parametrize(("tied", "transport"), [(True, "shm"), (False, "nccl")])
-def test_replica_follows_the_trainer_bit_for_bit(tmp_path: Path, tied: bool, transport: str) -> None:
-    path = str(write_tiny_model(tmp_path / "model", "qwen3", tied))
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("sync")
+    run_ranks(2, "tests.sync_cases:close_replicas", {})
+
+
+@pytest.fixture(scope="module")
+def tied(root: Path) -> str:
+    return str(write_tiny_model(root / "tied", "qwen3", tied=True, num_hidden_layers=NUM_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def untied(root: Path) -> str:
+    return str(write_tiny_model(root / "untied", "qwen3", tied=False, num_hidden_layers=NUM_LAYERS))
+
+
+def follow(path: str, transport: str, *, has_head: bool) -> None:
     arguments = {"path": path, "cases": CASES, "num_steps": NUM_STEPS, "transport": transport}
     results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments, timeout_seconds=600)[0]
     for number, (case, result) in enumerate(zip(CASES, results, strict=True)):
@@ -27,13 +48,40 @@ def test_replica_follows_the_trainer_bit_for_bit(tmp_path: Path, tied: bool, tra
         assert result["num_pickled"] == 0
         assert set(result["ordinary"].values()) == {"oneDNN packs its weight after loading"}
         kinds = {name.rpartition(".")[2] for name in result["ordinary"]}
-        assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} | (set() if tied else {"lm_head"})
+        assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} | ({"lm_head"} if has_head else set())
         assert result["versions"] == [(v, [v], True) for v in range(number * 100, number * 100 + NUM_STEPS)]
 
 
-def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(tmp_path: Path) -> None:
-    path = str(write_tiny_model(tmp_path / "model", "qwen2", tied=False))
-    zero, one = run_ranks(2, "tests.sync_cases:refused_syncs", {"path": path}, timeout_seconds=300)
+def test_replica_follows_the_trainer_bit_for_bit(tied: str) -> None:
+    follow(tied, "shm", has_head=False)
+
+
+def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Path, tied: str) -> None:
+    """fp32: after each of 10 steps both replicas' greedy tokens are PEFT's; neither takes what the other is sent."""
+    case = {"name": "sft", "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}, "wrap": "megatron_fsdp"}
+    arguments = {"path": tied, "folder": str(root / "published"), "case": case, "num_steps": 10}
+    result = run_ranks(2, "tests.lora_vllm_cases:publish_both_ways", arguments)[0]
+    assert len({str(step["peft"]) for step in result["tokens"]}) > 1, "training changes the tokens"
+    for tokens, gaps in zip(result["tokens"], result["gaps"], strict=True):
+        assert tokens["merged"] == tokens["adapter"] == tokens["peft"]
+        assert max(gaps.values()) < 1e-4
+    adapter_elements = NUM_LAYERS * 4 * (128 + 256 + 128 + 128 + 128 + 512 + 256 + 128)  # q, k, v and gate, up share an A
+    assert result["bytes"]["adapter"] == 4 * adapter_elements
+    assert result["bytes"]["merged"] == sum(t.nbytes for t in load_file(Path(tied) / "model.safetensors").values())
+    adapter_to_merged, merged_to_adapter = result["refused"]
+    assert "True" in adapter_to_merged and "started without adapters" in adapter_to_merged
+    assert "True" in merged_to_adapter and "takes no others" in merged_to_adapter
+    assert result["serves_on"]
+    assert len(result["held"]) == NUM_LAYERS * (7 + 4), "a B for each of PEFT's linears, an A for each of megatron-core's"
+    assert all(result["held"].values())
+
+
+def test_replica_with_a_head_of_its_own_follows_the_trainer_bit_for_bit(untied: str) -> None:
+    follow(untied, "nccl", has_head=True)
+
+
+def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(untied: str) -> None:
+    zero, one = run_ranks(2, "tests.sync_cases:refused_syncs", {"path": untied}, timeout_seconds=300)
     for change in ("missing", "renamed"):
         assert "model.layers.1.mlp.up_proj.weight" in zero[change]
         assert zero[change] == one[change], "the same error on every rank"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import train_cases
 from tests.train_cases import ROOT, exact, interrupt_after, launch, metrics, write_config
 
 
@@ -39,18 +38,34 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
 
 
-@pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_resumed_run_is_the_same_bit_for_bit(first_run: Path, tmp_path: Path, placement: str) -> None:
-    """The former run's folder as a kill after step 3 would have left it, half a checkpoint on top; whoever has the devices."""
-    sync = {"transport": "ipc"} if placement == "colocated" else {}
-    config = write_config(tmp_path, rollout={"placement": placement}, sync=sync)
-    copy = tmp_path / "runs" / "run"
+def cut_off_copy(first_run: Path, folder: Path) -> Path:
+    """The former run's folder as a kill after step 3 would have left it, half a checkpoint on top."""
+    copy = folder / "runs" / "run"
     shutil.copytree(first_run, copy)
     (copy / "checkpoints" / "step_00000006").rename(copy / "checkpoints" / ".partial_step_00000006")
+    return copy
+
+
+def test_a_run_resumed_colocated_is_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
+    """Whoever has the devices."""
+    config = write_config(tmp_path, rollout={"placement": "colocated"}, sync={"transport": "ipc"})
+    copy = cut_off_copy(first_run, tmp_path)
     done = launch(config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert exact(copy) == exact(first_run)
     assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+
+
+def test_a_resumed_run_is_the_same_until_ctrl_c_which_leaves_no_process_behind(first_run: Path, tmp_path: Path) -> None:
+    """It goes on for ever, so that it is cut off in the midst of its work; the schedule stays that of the former run."""
+    config = write_config(tmp_path, engine={"optimizer": {"learning_rate": 1e-4, "decay_steps": 6 * 2}})
+    copy = cut_off_copy(first_run, tmp_path)
+    code, left = interrupt_after(7, config, marker=f"cut-off-{tmp_path.name}")
+    assert code != 0
+    assert left == []
+    assert exact(copy)[:6] == exact(first_run)
+    checkpoints = [p.name for p in (copy / "checkpoints").iterdir()]
+    assert "step_00000006" in checkpoints and ".partial_step_00000006" not in checkpoints
 
 
 def test_through_ray_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
@@ -63,7 +78,7 @@ def test_through_ray_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> No
 
 def test_one_step_off_generates_under_training(tmp_path: Path) -> None:
     config = write_config(tmp_path, engine={"wrap": "ddp"}, rollout={"max_staleness": 1}, checkpoint={"every_steps": 0})
-    done = launch(config)
+    done = launch(config, ranks=1)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = metrics(tmp_path / "runs" / "run")
     assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1, 1, 1]
@@ -110,11 +125,3 @@ def test_an_unknown_override_of_the_wrap_is_named(tmp_path: Path) -> None:
     done = launch(write_config(tmp_path), "engine.overrides.bucket_sizes=1000", ranks=1)
     assert done.returncode != 0
     assert "engine.overrides.bucket_sizes" in done.stderr and "bucket_size" in done.stderr
-
-
-def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    code, left = interrupt_after(2, config, marker=f"cut-off-{tmp_path.name}")
-    assert code != 0
-    assert left == []
-    assert train_cases.metrics(tmp_path / "runs" / "run")

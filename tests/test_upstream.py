@@ -1,4 +1,7 @@
-"""Each work-around's reason is still there. A failure here means: look at the place that it names, and take it out."""
+"""Each work-around's reason is still there. A failure here means: look at the place that it names, and take it out.
+
+megatron-core and mbridge are imported in the tests, since every worker of a parallel run collects this file.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from engine import parallel  # noqa: F401  (the device layer comes before megatron-core)
 from engine.ddp_fields import ddp_fields
 from tests.tiny_models import write_tiny_model
 
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-from megatron.core.distributed.fsdp.src.megatron_fsdp import package_info
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-import megatron_fsdp
-from mbridge.core.llm_bridge import LLMBridge
-from mbridge.models.qwen2 import Qwen2Bridge
+@pytest.fixture(autouse=True)
+def device_layer() -> None:
+    """It comes before megatron-core."""
+    from engine import parallel  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -35,23 +33,35 @@ def test_versions_that_the_work_arounds_were_written_for(package: str, expected:
 
 def test_fields_of_the_ddp_config_are_found_in_its_source() -> None:
     """engine/ddp_fields.py"""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
     assert list(ddp_fields()) == [field.name for field in dataclasses.fields(DistributedDataParallelConfig)]
 
 
 def test_megatron_core_still_brings_an_older_fsdp() -> None:
     """engine/upstream.py:use_standalone_fsdp"""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import package_info
+
     assert package_info.__version__.startswith("0.3."), "megatron-core has a newer Megatron-FSDP: is the swap still needed?"
     assert "isinstance(direct_module, (TELinear" in inspect.getsource(mcore_fsdp_adapter).replace("\n", "")
 
 
 def test_ddp_config_still_lacks_fields_of_megatron_fsdp() -> None:
     """engine/upstream.py:add_fsdp_fields"""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    import megatron_fsdp
+
     mine = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     assert {field.name for field in dataclasses.fields(megatron_fsdp.DistributedDataParallelConfig)} - mine
 
 
 def test_torch_norm_still_refuses_sequence_parallel() -> None:
     """engine/attention.py:RMSNorm"""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,
@@ -67,6 +77,9 @@ def test_torch_norm_still_refuses_sequence_parallel() -> None:
 
 def test_mbridge_still_hard_codes_transformer_engine_and_shares_tables() -> None:
     """engine/model.py:_LocalSpec, _bridge_class"""
+    from mbridge.core.llm_bridge import LLMBridge
+    from mbridge.models.qwen2 import Qwen2Bridge
+
     assert "use_transformer_engine=True" in inspect.getsource(LLMBridge._get_transformer_layer_spec)
     assert "self._DIRECT_MAPPING[" in inspect.getsource(Qwen2Bridge._adjust_mapping_for_shared_weights)
     assert "pre_mlp_layernorm.weight" not in LLMBridge._MLP_MAPPING

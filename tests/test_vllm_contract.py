@@ -1,6 +1,7 @@
 """What bridge/ relies on in vLLM, the same for 0.26 and 0.32: names, signatures, and what they stand for.
 
-Imports vLLM and starts nothing, but for the test marked gpu. A failure names what a new version has changed.
+Imports vLLM and starts nothing, but for the test marked gpu. A failure names what a new version has changed. The imports are
+the tests' own, since every worker of a parallel run collects this file.
 
     python -m pytest tests/test_vllm_contract.py
 """
@@ -13,29 +14,15 @@ import inspect
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import vllm.outputs
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.logprobs import Logprob
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.worker_manager import WorkerLoRAManager
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import reload
-from vllm.model_executor.models.utils import WeightsMapper
-from vllm.v1.engine import core
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.worker.gpu_worker import Worker
 
 from bridge import vllm_adapter, vllm_api, vllm_reload
-from bridge.receiver import BucketReceiver, WorkerExtension
+
+if TYPE_CHECKING:
+    import vllm.outputs
 
 
 def arguments(function: Any) -> list[str]:
@@ -43,6 +30,11 @@ def arguments(function: Any) -> list[str]:
 
 
 def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    from bridge.receiver import BucketReceiver
+
     assert arguments(WeightTransferEngine.__init__)[1:] == ["config", "vllm_config", "device", "model"]
     assert not inspect.isabstract(BucketReceiver)
     vllm_api.register()
@@ -50,6 +42,10 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
 
 
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from bridge.receiver import WorkerExtension
+
     for name in ("start_weight_update", "update_weights", "finish_weight_update"):
         assert callable(getattr(Worker, name))
     assert arguments(Worker.sleep) == ["self", "level"] and arguments(Worker.wake_up) == ["self", "tags"]
@@ -57,6 +53,10 @@ def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> Non
 
 
 def test_the_engine_has_the_calls_of_a_sync() -> None:
+    from vllm.v1.engine import core
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+
     for name in ("collective_rpc", "reset_prefix_cache", "resume_generation", "add_request", "abort", "shutdown"):
         assert callable(getattr(AsyncLLM, name))
     assert arguments(AsyncMPClient.pause_scheduler_async)[1:] == ["mode", "clear_cache"]
@@ -65,6 +65,8 @@ def test_the_engine_has_the_calls_of_a_sync() -> None:
 
 
 def test_engine_arguments_are_known() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert {
         *("model", "dtype", "tensor_parallel_size", "distributed_executor_backend", "max_model_len", "max_num_seqs"),
@@ -76,6 +78,8 @@ def test_engine_arguments_are_known() -> None:
 
 
 def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     class Plain:
         def __init__(self) -> None:
             self.told: list[str] = []
@@ -102,6 +106,9 @@ def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
 
 
 def finished(**fields: Any) -> vllm.outputs.RequestOutput:
+    import vllm.outputs
+    from vllm.logprobs import Logprob
+
     log_probs = [{5: Logprob(-0.5)}, {6: Logprob(-1.5)}]
     sample = vllm.outputs.CompletionOutput(0, "", [5, 6], -2.0, log_probs, finish_reason="length", **fields)
     return vllm.outputs.RequestOutput("0", None, [1], None, [sample], finished=True)
@@ -113,14 +120,20 @@ def test_every_token_has_the_version_that_the_replica_served() -> None:
     assert (completion.weight_versions, completion.finish_reason) == ((3, 3), "length")
 
 
-@pytest.mark.skipif(not hasattr(vllm.outputs, "WeightVersionSpan"), reason="this vLLM stamps no outputs")
 def test_stamps_win_over_the_served_version() -> None:
+    import vllm.outputs
+
+    if not hasattr(vllm.outputs, "WeightVersionSpan"):
+        pytest.skip("this vLLM stamps no outputs")
     spans = [vllm.outputs.WeightVersionSpan("default", 0, 1), vllm.outputs.WeightVersionSpan("4", 1, 2)]
     assert vllm_api.to_completion(finished(weight_versions=spans), 3).weight_versions == (-1, 4)
 
 
 def test_layers_that_stay_as_loaded_change_weights_on_cpus_only() -> None:
     """vllm_reload.AS_LOADED: what these methods do after loading asks for another platform than CUDA first."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
     assert (UnquantizedLinearMethod.__name__, UnquantizedEmbeddingMethod.__name__) == vllm_reload.AS_LOADED
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         code = inspect.getsource(method.process_weights_after_loading).split("\n", 1)[1].strip()
@@ -129,12 +142,19 @@ def test_layers_that_stay_as_loaded_change_weights_on_cpus_only() -> None:
 
 
 def test_layerwise_reload_takes_any_module() -> None:
+    from vllm.model_executor.model_loader import reload
+
     assert arguments(reload.initialize_layerwise_reload) == ["model"]
     info = reload.layerwise.get_layerwise_info(torch.nn.Linear(2, 2))
     assert not info.can_load() and {"load_numel", "load_numel_total"} <= vars(info).keys()
 
 
 def test_adapters_can_be_made_of_tensors() -> None:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.model_executor.models.utils import WeightsMapper
+
     used = {"lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"}
     assert used <= set(arguments(LoRAModel.from_lora_tensors))
     assert PEFTHelper.from_dict({"r": 8, "lora_alpha": 16, "use_rslora": False, "target_modules": []}).r == 8

@@ -86,15 +86,16 @@ def interrupt_after(lines: int, config: Path, marker: str, timeout_seconds: floa
     """Start a run, press Ctrl-C once `lines` steps are in metrics.jsonl; exit code and what is left running."""
     environment = {**os.environ, "MEGASYNC_PYTHON": sys.executable, "MEGASYNC_TEST_MARKER": marker}
     command = [str(ROOT / "launch" / "torchrun_one_node.sh"), str(config), "run.steps=100000", "--nproc", "2"]
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    said = config.parent / "said"
+    with said.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     written = config.parent / "runs" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline and process.poll() is None:
         if written.is_file() and len(written.read_text().splitlines()) >= lines:
             break
-        time.sleep(0.5)
+        time.sleep(0.1)
+    assert process.poll() is None, said.read_text()[-4000:]
     os.killpg(process.pid, signal.SIGINT)
     code = process.wait(timeout=120)
     deadline = time.monotonic() + 20
