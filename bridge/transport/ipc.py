@@ -29,6 +29,8 @@ DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
 class IpcWriter(ShmWriter):
     """The sending side of one stage; its two buffers are its own memory on `device`."""
 
+    longest_pause = 100e-6  # a bucket takes a GPU a millisecond
+
     def __init__(self, name: str, buffer_bytes: int, stage: int, reader_names: list[str], device: torch.device) -> None:
         super().__init__(Segment.create(name, HANDLE_BYTES, len(reader_names)), stage, reader_names)
         self.endpoint = f"{SCHEME}{self.segment.path}"
@@ -42,9 +44,10 @@ class IpcWriter(ShmWriter):
             slot[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
-        """As ShmWriter; first the bucket has to be complete on the device, which the readers' streams know nothing of."""
+        """As ShmWriter; but the bucket has to be complete on the device, which the readers' streams know nothing of."""
         with _scope(self._device):
-            _synchronize(self._device)
+            if not verify:  # a digest comes after the bucket on the same stream, and its value is waited for
+                _synchronize(self._device)
             super().publish(num_bytes, verify=verify)
 
     def close(self) -> None:
@@ -55,6 +58,8 @@ class IpcWriter(ShmWriter):
 
 class IpcReader(ShmReader):
     """One vLLM worker's view of all stages' buffers, which lie on the trainer's devices."""
+
+    longest_pause = 100e-6
 
     def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
         super().__init__(tuple(endpoint.removeprefix(SCHEME) for endpoint in endpoints), reader)

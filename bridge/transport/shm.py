@@ -36,7 +36,7 @@ MAX_READERS = 480
 WORD_MAGIC, WORD_READERS, WORD_BUFFER_BYTES, WORD_ABORTED = range(4)
 WORD_BUFFERS = 8  # of each buffer: sequence + 1 of the bucket in it, its digest, its number of bytes
 WORD_CONSUMED = 24  # of each reader: how many buckets it has read since the segment was made
-POLL_SECONDS_FIRST, POLL_SECONDS_LAST = 50e-6, 1e-3
+POLL_SECONDS_FIRST = 50e-6
 
 
 class TransportError(RuntimeError):
@@ -144,8 +144,8 @@ def _unlink(path: Path, creator: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str]) -> None:
-    """Poll until `ready`, with pauses that grow to 1 ms.
+def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str], longest_pause: float) -> None:
+    """Poll until `ready`, with pauses that grow to the longest.
 
     Raises:
         TransportError: the wall clock passed `deadline`; `describe` says who waits for whom.
@@ -155,11 +155,13 @@ def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str
         if time.time() > deadline:
             raise TransportError(f"deadline passed: {describe()}")
         time.sleep(pause)
-        pause = min(2 * pause, POLL_SECONDS_LAST)
+        pause = min(2 * pause, longest_pause)
 
 
 class ShmWriter:
     """The sending side of one stage. `sequence` counts buckets over all syncs of this segment."""
+
+    longest_pause = 1e-3  # seconds between two looks
 
     def __init__(self, segment: Segment, stage: int, reader_names: list[str]) -> None:
         self.segment, self.stage, self._reader_names = segment, stage, reader_names
@@ -193,7 +195,7 @@ class ShmWriter:
             self.raise_if_aborted()
             return min(self.segment.consumed) >= needed
 
-        _wait(ready, deadline, lambda: self._describe_wait(needed))
+        _wait(ready, deadline, lambda: self._describe_wait(needed), self.longest_pause)
         return self.buffers[self.sequence % NUM_BUFFERS]
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
@@ -220,6 +222,8 @@ class ShmWriter:
 class ShmReader:
     """One vLLM worker's view of all stages' segments; `reader` is its index among all workers of all replicas."""
 
+    longest_pause = 1e-3
+
     def __init__(self, endpoints: tuple[str, ...], reader: int) -> None:
         self.endpoints, self.reader = endpoints, reader
         self._segments = [Segment(Path(path), owner=False) for path in endpoints]
@@ -239,7 +243,7 @@ class ShmReader:
                     raise TransportError(f"aborted: {reason}")
             return segment.announced(sequence) is not None
 
-        _wait(ready, deadline, lambda: f"waits for the sender of stage {stage}, which sent no bucket {sequence}")
+        _wait(ready, deadline, lambda: f"waits for the sender of stage {stage}, which sent no bucket {sequence}", self.longest_pause)
         announced = segment.announced(sequence)
         assert announced is not None
         data = self._buffers[stage][sequence % NUM_BUFFERS][:num_bytes]

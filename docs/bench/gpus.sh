@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Takes the figures of docs/benchmarks.md that need GPUs: docs/bench/gpus.sh OUT CASE [CASE ...]; a case says on which GPUs it runs.
-# Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
+# Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere,
+# EXTRA="key=value ..." goes to all. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
 set -uo pipefail
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -9,7 +10,7 @@ python=${PYTHON:-python3}
 sync() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-240}" "$python" -m megasync.bench sync --config "$here/configs/bench_gpu.yaml" \
-    run.name="$case" run.dir=/tmp/runs "$@" --json "$out/$case.json" > "$out/$case.log" 2>&1
+    run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
   echo "$case: exit code $?"; grep -E "│|aimed at|Error" "$out/$case.log" | tail -40
 }
 
@@ -34,9 +35,10 @@ mkdir -p "$out"
 for case in "$@"; do
   case $case in
     3b) sync 3b 0,1,2 ;;
+    3b-ipc-256) sync 3b-ipc-256 3 rollout.placement=colocated bench.lora_rank=0 sync.bucket_bytes=256MiB ;;
     3b-ipc) sync 3b-ipc 3 rollout.placement=colocated bench.lora_rank=0 ;;
     7b) sync 7b 0,1 bench.shapes=7b bench.lora_rank=0 ;;
-    3b-fsdp) sync 3b-fsdp 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step rollout.replicas=2 bench.lora_rank=0 ;;
+    3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     grpo) assets 2; grpo grpo 2,3 ;;
