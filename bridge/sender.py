@@ -86,9 +86,9 @@ class StageStream:
         self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: Writer | None, *, verify: str
     ) -> None:
         self.source, self.manifest, self.writer, self.verify = source, manifest, writer, verify
-        self._views: dict[tuple[int, int, int], tuple[dict[str, torch.Tensor], list[Views]]] = {}  # with their memory
+        self._views: dict[tuple[int, ...], tuple[dict[str, torch.Tensor], list[Views]]] = {}  # with their memory
         self._dtypes = [spec.dtype for spec in manifest.tensors]
-        self._steps: dict[int, list[Step]] = {}  # by the first tensor of a part
+        self._steps: dict[tuple[int, int], list[Step]] = {}  # by first and number of a part's tensors
         self.buckets = plan_buckets(manifest, bucket_bytes)
         self._places: list[list[tuple[Bucket, Piece]]] = [[] for _ in manifest.tensors]
         for bucket in self.buckets:
@@ -127,20 +127,21 @@ class StageStream:
 
     def steps(self, first_tensor: int, num_tensors: int) -> list[Step]:
         """What is to be done with a run of tensors, bucket by bucket."""
-        if first_tensor in self._steps:
-            return self._steps[first_tensor]
+        if (first_tensor, num_tensors) in self._steps:
+            return self._steps[first_tensor, num_tensors]
         places = [place for tensor in self._places[first_tensor : first_tensor + num_tensors] for place in tensor]
         steps = []
         for bucket, group in itertools.groupby(places, key=lambda place: place[0]):
             pieces = [piece for _, piece in group]
             steps.append(Step(bucket, pieces, pieces[0] is bucket.pieces[0], pieces[-1] is bucket.pieces[-1]))
-        self._steps[first_tensor] = steps
+        self._steps[first_tensor, num_tensors] = steps
         return steps
 
     @torch.no_grad()
     def pack(self, step: Step, buffer: torch.Tensor, first_tensor: int, part: Part) -> None:
         """Copy a part's tensors of one bucket into it. Views are kept as long as memory that stays and buffer are the same."""
-        key, memory = (step.bucket.index, first_tensor, buffer.data_ptr()), part.memory
+        memory = part.memory
+        key = (step.bucket.index, first_tensor, len(part.copies), buffer.data_ptr())
         views = self._views.get(key)
         if views is None or not part.stays or views[0] is not memory:
             copies = dict(enumerate(part.copies, first_tensor))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # of a sync; bench_ways.py says what they are
-GPU_WAYS = ("floor", "stream", "unverified", "packed", "mbridge packed", "lora merged", "lora adapter")
 NEED_GPUS = ("packed", "mbridge packed")
-WAYS = tuple(dict.fromkeys((*GPU_WAYS, *CPU_WAYS)))
+WAYS = ("floor", "stream", "unverified", *NEED_GPUS, "per_tensor", "disk", "lora merged", "lora adapter")  # bench_ways.py
+CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # all that are worth it there
+GPU_WAYS = tuple(way for way in WAYS if way not in ("per_tensor", "disk"))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from bridge.manifest import Manifest
 from bridge.transport.shm import FOLDER as SHARED_MEMORY
 from bridge.transport.shm import PREFIX
 from engine import checkpoint
-from megasync.bench_config import CPU_WAYS, GPU_WAYS
+from megasync.bench_config import CPU_WAYS, GPU_WAYS, WAYS
 from megasync.bench_lora import LoraSide
 from megasync.bench_rank import BenchRank, Measured
 from megasync.bench_wire import Wire
@@ -106,17 +106,19 @@ class Ways(BenchRank):
         self.wire = Wire(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
         self.switch = Switch(self.exporter)
         self.whole = self.publisher(self.switch, self.pool)
-        wanted = {"stream", *(config.bench.ways if "all" not in config.bench.ways else GPU_WAYS if self.has_gpus else CPU_WAYS)}
+        usual = GPU_WAYS if self.has_gpus else CPU_WAYS
+        wanted = {"stream", *config.bench.ways, *(usual if "all" in config.bench.ways else ())}
         self.lora = LoraSide(self) if config.bench.lora_rank and any(way.startswith("lora") for way in wanted) else None
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.ways = {name: way for name, way in self._ways().items() if name in wanted}
+        possible = self._ways()
+        self.ways = {name: possible[name] for name in WAYS if name in wanted and name in possible}
         if self.pool is not None and "per_tensor" in self.ways:
             self.buffer = self._open_buffer(max(spec.num_bytes for spec in self.manifest.tensors))
 
     # The ways.
 
     def _ways(self) -> dict[str, Way]:
-        """All that this config allows for, in the order in which they take turns."""
+        """All that this config allows for."""
         whole = (self.engine, self.exporter, self.pool)
         ways = {
             "stream": Way(self.stream, *whole, self.whole),

@@ -243,7 +243,8 @@ class ShmReader:
                     raise TransportError(f"aborted: {reason}")
             return segment.announced(sequence) is not None
 
-        _wait(ready, deadline, lambda: f"waits for the sender of stage {stage}, which sent no bucket {sequence}", self.longest_pause)
+        late = f"waits for the sender of stage {stage}, which sent no bucket {sequence}"
+        _wait(ready, deadline, lambda: late, self.longest_pause)
         announced = segment.announced(sequence)
         assert announced is not None
         data = self._buffers[stage][sequence % NUM_BUFFERS][:num_bytes]
