@@ -3,6 +3,8 @@
 config.py          the dataclass of the YAML key `sync`, and what a replica is started with
 manifest.py        the ordered list of tensors that a sync carries
 export.py          megatron-core parameters become Hugging Face tensors, in layer order
+gather.py          the parameters' values come together: shards gathered, adapters merged
+trace.py           what a conversion copies where, recorded once
 merge.py           adapters merged into their weights (pure functions)
 adapter.py         the adapters alone as what a sync carries
 bucket.py          tensors become fixed-size buckets and back (pure functions)
@@ -15,8 +17,8 @@ verify.py          digests, and full tensors rebuilt from shards
 transport/         how bytes travel: shm, nccl, ipc
 receiver.py        the receiving side inside each vLLM worker
 unpack.py          buckets become parameters, or tensors
-plan.py            the baked plan: which piece of a bucket belongs where in a worker's parameters
-bake.py            such a plan from a model's own loaders
+plan.py            which piece of a bucket belongs where in memory, on either side
+bake.py            a worker's plan, from its model's own loaders
 vllm_adapter.py    adapters in a running vLLM
 vllm_api.py        everything that depends on the vLLM version, but for
 vllm_reload.py     vLLM's layer-wise reload, and

@@ -99,11 +99,11 @@ def _open_writer(stage: int, manifest: Manifest, config: SyncConfig, readers: li
     transport = choose_transport(config.transport)
     if transport == "shm":
         return ShmWriter(Segment.create(name, size, len(readers)), stage, readers)
-    has_cuda = torch.cuda.is_available()
+    has_cuda, num_buckets = torch.cuda.is_available(), len(plan_buckets(manifest, config.bucket_bytes))
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     if transport == "ipc":
-        return IpcWriter(name, size, stage, readers, device)
-    return GroupWriter(stage, len(plan_buckets(manifest, config.bucket_bytes)), size, len(readers), device)
+        return IpcWriter(name, size, stage, readers, device, num_buckets)
+    return GroupWriter(stage, num_buckets, size, len(readers), device)
 
 
 def _check_stages(entries: list[Any], num_stages: int) -> list[str]:

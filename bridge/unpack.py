@@ -14,8 +14,8 @@ import torch
 from bridge.bucket import Bucket, Piece, buffer_bytes, plan_buckets
 from bridge.manifest import Manifest, TensorSpec
 from bridge.transport.ipc import IpcReader, is_ipc_endpoint
-from bridge.transport.nccl import DamagedError, GroupReader, is_group_endpoint
-from bridge.transport.shm import ShmReader, TransportError
+from bridge.transport.nccl import GroupReader, is_group_endpoint
+from bridge.transport.shm import DamagedError, ShmReader, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,23 +80,36 @@ class Unpacking:
 
     def _buckets(self, stage: int, part: Manifest) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The stage's buckets in order, each good until the next is asked for."""
-        sync, reader = self._sync, self._reader
-        buckets = plan_buckets(part, sync.bucket_bytes)
-        if isinstance(reader, ShmReader):
-            if buffer_bytes(part, sync.bucket_bytes) != reader.buffer_bytes(stage):
-                raise TransportError(f"stage {stage}: buffers and bucket size do not fit together")
-            for bucket, data in _read_ahead(sync, stage, part, reader, buckets):
-                yield bucket, data
-                reader.release(stage)
-            return
-        sizes = [bucket.num_bytes for bucket in buckets]
-        stream = reader.read(stage, sizes, buffer_bytes(part, sync.bucket_bytes), sync.deadline, verify=sync.verify)
+        buckets = plan_buckets(part, self._sync.bucket_bytes)
+        shares_memory = isinstance(self._reader, ShmReader)
+        stream = self._read_shared(stage, part, buckets) if shares_memory else self._read_broadcast(stage, part, buckets)
         try:
-            for index, data in enumerate(stream):
-                yield buckets[index], data
+            yield from stream
         except DamagedError as error:
             told = [describe_bucket(buckets[index], len(buckets), stage, part) for index in error.buckets]
             raise TransportError(f"{', '.join(told)} arrived damaged: its digest differs from the sender's") from error
+
+    def _read_shared(
+        self, stage: int, part: Manifest, buckets: tuple[Bucket, ...]
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        sync, reader = self._sync, self._reader
+        assert isinstance(reader, ShmReader)
+        if buffer_bytes(part, sync.bucket_bytes) != reader.buffer_bytes(stage):
+            raise TransportError(f"stage {stage}: buffers and bucket size do not fit together")
+        for bucket, data in _read_ahead(sync, stage, part, reader, buckets):
+            yield bucket, data
+            reader.release(stage)
+        if sync.verify:
+            reader.finish(stage, (sync.sync_index + 1) * len(buckets), sync.deadline)
+
+    def _read_broadcast(
+        self, stage: int, part: Manifest, buckets: tuple[Bucket, ...]
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        sync, reader = self._sync, self._reader
+        assert isinstance(reader, GroupReader)
+        sizes = [bucket.num_bytes for bucket in buckets]
+        data = reader.read(stage, sizes, buffer_bytes(part, sync.bucket_bytes), sync.deadline, verify=sync.verify)
+        yield from zip(buckets, data, strict=True)
 
 
 def _read_ahead(

@@ -65,7 +65,7 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps:
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run goes on by the config of now: with more steps, say
     )
 
 

@@ -8,9 +8,10 @@ submit.py       the same program through Ray's job API; submit_driver.py is the 
 quickstart.py   model, data, warm-up and RL in one command; assets.py writes model and data
 export.py       a run's weights as a Hugging Face folder
 bench.py        weight sync against the usual ways, and generation with LoRA; bench_worker.py is a rank of it, bench_sync.py,
-                bench_lora.py and bench_rollout.py what it measures, bench_memory.py the meter, bench_replica.py and
-                bench_vllm.py the replica's side, bench_summary.py and bench_tables.py what comes out
-bench_train.py  training speed by variant; bench_train_rank.py is a rank of it, bench_config.py its keys and variants
+                bench_ways.py, bench_wire.py, bench_lora.py and bench_rollout.py what it measures, bench_memory.py the meters,
+                bench_replica.py and bench_vllm.py the replica's side, bench_summary.py and bench_tables.py what comes out
+bench_train.py  training speed by variant; bench_train_rank.py is a rank of it
+bench_config.py keys of the benches; bench_model.py and bench_engine.py models without weights on the disk
 config.py       all keys of a config; config_load.py reads them, config_check.py tries them against model and data
 log.py          what a run writes down; report.py, timeline.py and progress.py show it
 """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bridge.transport.ipc import IpcReader, IpcWriter, is_ipc_endpoint, segment_path
-from bridge.transport.shm import FOLDER, PREFIX, TransportError
+from bridge.transport.shm import FOLDER, PREFIX, DamagedError, TransportError
 
 CPU = torch.device("cpu")
 NUM_BUCKETS, NUM_BYTES = 5, 10_000
@@ -29,11 +29,12 @@ def read_all(endpoint: str, answers: Any) -> None:
         data = reader.read(0, index, NUM_BYTES, time.time() + 20, verify=True)
         answers.put(torch.equal(data, bucket(index)))
         reader.release(0)
+    reader.finish(0, NUM_BUCKETS, time.time() + 20)
     reader.close()
 
 
 def test_another_process_reads_what_was_sent() -> None:
-    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU)
+    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU, NUM_BUCKETS)
     assert is_ipc_endpoint(writer.endpoint) and segment_path(writer.endpoint).exists()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -43,6 +44,7 @@ def test_another_process_reads_what_was_sent() -> None:
         for index in range(NUM_BUCKETS):
             writer.acquire(time.time() + 60, lambda: None).copy_(bucket(index))
             writer.publish(NUM_BYTES, verify=True)
+        writer.finish(time.time() + 5, lambda: None)
         assert [answers.get(timeout=60) for _ in range(NUM_BUCKETS)] == [True] * NUM_BUCKETS
     finally:
         process.join(20)
@@ -53,16 +55,24 @@ def test_another_process_reads_what_was_sent() -> None:
 
 
 def test_a_damaged_bucket_and_an_abort_are_found() -> None:
-    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU)
+    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU, NUM_BUCKETS)
     reader = IpcReader((writer.endpoint,), 0, CPU)
     try:
         assert reader.buffer_bytes(0) == NUM_BYTES
         buffer = writer.acquire(time.time() + 5, lambda: None)
         buffer.copy_(bucket(0))
         writer.publish(NUM_BYTES, verify=True)
-        buffer[17] += 1
-        with pytest.raises(TransportError, match="damaged"):
-            reader.read(0, 0, NUM_BYTES, time.time() + 5, verify=True)
+        writer.acquire(time.time() + 5, lambda: None).copy_(bucket(1))
+        writer.publish(NUM_BYTES, verify=True)
+        assert torch.equal(reader.read(0, 0, NUM_BYTES, time.time() + 5, verify=True), bucket(0))
+        writer.buffers[1][17] += 1
+        reader.read(0, 1, NUM_BYTES, time.time() + 5, verify=True)
+        with pytest.raises(TransportError, match="waits for the digests of stage 0"):
+            reader.finish(0, 2, time.time() + 0.2)
+        writer.finish(time.time() + 5, lambda: None)
+        with pytest.raises(DamagedError) as caught:
+            reader.finish(0, 2, time.time() + 5)
+        assert caught.value.buckets == [1]
         reader.abort("the reader gives up")
         with pytest.raises(TransportError, match="the reader gives up"):
             writer.acquire(time.time() + 5, lambda: None)

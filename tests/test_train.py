@@ -57,8 +57,8 @@ def test_a_run_resumed_colocated_is_the_same_bit_for_bit(first_run: Path, tmp_pa
 
 
 def test_a_resumed_run_is_the_same_until_ctrl_c_which_leaves_no_process_behind(first_run: Path, tmp_path: Path) -> None:
-    """It goes on for ever, so that it is cut off in the midst of its work; the schedule stays that of the former run."""
-    config = write_config(tmp_path, engine={"optimizer": {"learning_rate": 1e-4, "decay_steps": 6 * 2}})
+    """It goes on for ever, so that it is cut off in the midst of its work."""
+    config = write_config(tmp_path)
     copy = cut_off_copy(first_run, tmp_path)
     code, left = interrupt_after(7, config, marker=f"cut-off-{tmp_path.name}")
     assert code != 0

@@ -28,6 +28,7 @@ POLL_SECONDS = 50e-6
 STORE_SECONDS = 10e-3  # between two looks into the store
 STORE_TIMEOUT = timedelta(seconds=60)
 GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
+GLOO_MARGIN_SECONDS = 5.0  # gloo's own limit comes after the sync's, which says who waits for what
 SCHEME = "tcp://"
 MAX_UNDER_WAY = 8
 ABORT, JOINED = "abort", "joined"
@@ -82,7 +83,8 @@ class Channel:
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = timedelta(seconds=max(1.0, deadline - time.time())) if self.stream is None else GROUP_TIMEOUT
+        left = max(0.0, deadline - time.time()) + GLOO_MARGIN_SECONDS
+        options.timeout = timedelta(seconds=left) if self.stream is None else GROUP_TIMEOUT
         with self.on_stream():
             if self.stream is not None and after is not None:
                 self.stream.wait_event(after)

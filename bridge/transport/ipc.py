@@ -1,7 +1,8 @@
 """Buckets through memory that trainer and replicas share on a device, for replicas on the trainer's own GPUs: CUDA IPC.
 
 Control words and their protocol are those of shm.py; where a segment there has two buffers, it has here what another
-process needs to map the sender's two buffers: CUDA's IPC handles, or without CUDA a file's path. Leaves out what a bucket means.
+process needs to map the sender's two buffers: CUDA's IPC handles, or without CUDA a file's path. Both sides take digests on
+their device, which are compared after the last bucket, so that nobody waits for one. Leaves out what a bucket means.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from uuid import uuid4
 
 import torch
 
-from bridge.transport.shm import FOLDER, PREFIX, Segment, ShmReader, ShmWriter
+from bridge.transport.shm import FOLDER, NUM_BUFFERS, PREFIX, DamagedError, Segment, ShmReader, ShmWriter
+from bridge.verify import digest_on_device
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
 
 SCHEME = "ipc:"
 HANDLE_BYTES = 4096
@@ -31,8 +33,18 @@ class IpcWriter(ShmWriter):
 
     longest_pause = 100e-6  # a bucket takes a GPU a millisecond
 
-    def __init__(self, name: str, buffer_bytes: int, stage: int, reader_names: list[str], device: torch.device) -> None:
-        super().__init__(Segment.create(name, HANDLE_BYTES, len(reader_names)), stage, reader_names)
+    def __init__(
+        self,
+        name: str,
+        buffer_bytes: int,
+        stage: int,
+        reader_names: list[str],
+        device: torch.device,
+        num_buckets: int,
+    ) -> None:
+        """`num_buckets`: of a pass."""
+        super().__init__(Segment.create(name, HANDLE_BYTES + 8 * num_buckets, len(reader_names)), stage, reader_names)
+        self._digests: list[torch.Tensor] = []
         self.endpoint = f"{SCHEME}{self.segment.path}"
         self._device = device
         self._files: list[Path] = []
@@ -43,12 +55,25 @@ class IpcWriter(ShmWriter):
             packed = len(handle).to_bytes(LENGTH_BYTES, "little") + handle
             slot[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
+    def start(self, deadline: float, check: Callable[[], None]) -> None:
+        self._digests = []
+
     def publish(self, num_bytes: int, *, verify: bool) -> None:
-        """As ShmWriter; but the bucket has to be complete on the device, which the readers' streams know nothing of."""
+        """As ShmWriter; but the bucket has to be complete on the device, and its digest is told at the end of the pass."""
         with _scope(self._device):
-            if not verify:  # a digest comes after the bucket on the same stream, and its value is waited for
-                _synchronize(self._device)
-            super().publish(num_bytes, verify=verify)
+            data = self.buffers[self.sequence % NUM_BUFFERS][:num_bytes]
+            _synchronize(self._device)
+            self.segment.announce(self.sequence, num_bytes, 0)
+            if verify:  # beside the readers' copies
+                self._digests.append(digest_on_device(data))
+        self.sequence += 1
+
+    def finish(self, deadline: float, check: Callable[[], None]) -> None:
+        """Tell the digests."""
+        if self._digests:
+            values = torch.stack(self._digests).cpu()
+            self.segment.buffers[0][HANDLE_BYTES:].view(torch.int64)[: len(values)].copy_(values)
+            self.segment.announce_checked(self.sequence)
 
     def close(self) -> None:
         for path in self._files:
@@ -64,11 +89,34 @@ class IpcReader(ShmReader):
     def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
         super().__init__(tuple(endpoint.removeprefix(SCHEME) for endpoint in endpoints), reader)
         self.endpoints, self._device = endpoints, device
+        self._digests: list[torch.Tensor] = []  # of the stage that is being read
         self._buffers = [[_open(slot, device) for slot in segment.buffers] for segment in self._segments]
 
     def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
+        """As ShmReader, but damage shows in `finish`."""
         with _scope(self._device):
-            return super().read(stage, sequence, num_bytes, deadline, verify=verify)
+            data = super().read(stage, sequence, num_bytes, deadline, verify=False)
+            if verify:
+                self._digests.append(digest_on_device(data))
+        return data
+
+    def finish(self, stage: int, num_buckets: int, deadline: float) -> None:
+        """Compare the digests of the stage's buckets.
+
+        Raises:
+            DamagedError: some differ.
+            TransportError: aborted by another side, or over the deadline.
+        """
+        if not self._digests:
+            return
+        segment = self._segments[stage]
+        late = f"waits for the digests of stage {stage}"
+        self._wait(lambda: segment.num_checked >= num_buckets, deadline, late)
+        mine, self._digests = torch.stack(self._digests).cpu(), []
+        theirs = segment.buffers[0][HANDLE_BYTES:].view(torch.int64)[: len(mine)]
+        wrong = (mine != theirs).nonzero().flatten().tolist()
+        if wrong:
+            raise DamagedError(stage, wrong)
 
     def release(self, stage: int) -> None:
         """The copies out of the view are queued on this thread's stream: they have to be over."""

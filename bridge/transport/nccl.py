@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bridge.transport.channel import SCHEME, Channel, abort_at
-from bridge.transport.shm import TransportError
+from bridge.transport.shm import DamagedError
 from bridge.verify import digest_on_device
 
 if TYPE_CHECKING:
@@ -160,14 +160,6 @@ class GroupReader:
                 channel.close()
         self._channels = [None] * len(self.endpoints)
         self._buffers = []
-
-
-class DamagedError(TransportError):
-    """Buckets of a stage whose digests differ from the sender's."""
-
-    def __init__(self, stage: int, buckets: list[int]) -> None:
-        super().__init__(f"buckets {buckets} of stage {stage} arrived damaged: their digests differ from the sender's")
-        self.stage, self.buckets = stage, buckets
 
 
 def is_group_endpoint(endpoint: str) -> bool:

@@ -36,11 +36,20 @@ MAX_READERS = 480
 WORD_MAGIC, WORD_READERS, WORD_BUFFER_BYTES, WORD_ABORTED = range(4)
 WORD_BUFFERS = 8  # of each buffer: sequence + 1 of the bucket in it, its digest, its number of bytes
 WORD_CONSUMED = 24  # of each reader: how many buckets it has read since the segment was made
+WORD_CHECKED = WORD_CONSUMED + MAX_READERS  # for how many buckets the digests that come at the end of a pass are there (ipc.py)
 POLL_SECONDS_FIRST = 50e-6
 
 
 class TransportError(RuntimeError):
     """A bucket did not get through: aborted by another side, over the deadline, or damaged on the way."""
+
+
+class DamagedError(TransportError):
+    """Buckets of a stage whose digests differ from the sender's."""
+
+    def __init__(self, stage: int, buckets: list[int]) -> None:
+        super().__init__(f"buckets {buckets} of stage {stage} arrived damaged: their digests differ from the sender's")
+        self.stage, self.buckets = stage, buckets
 
 
 class Segment:
@@ -113,6 +122,14 @@ class Segment:
         if self._words[base] != sequence + 1:
             return None
         return self._words[base + 2], self._words[base + 1]
+
+    @property
+    def num_checked(self) -> int:
+        """For how many buckets since the segment was made `announce_checked` was called."""
+        return self._words[WORD_CHECKED]
+
+    def announce_checked(self, num_buckets: int) -> None:
+        self._words[WORD_CHECKED] = num_buckets
 
     def abort(self, reason: str) -> None:
         """Raise the flag; the first reason stays."""
@@ -237,14 +254,8 @@ class ShmReader:
         """
         segment = self._segments[stage]
 
-        def ready() -> bool:
-            for each in self._segments:
-                if (reason := each.abort_reason) is not None:
-                    raise TransportError(f"aborted: {reason}")
-            return segment.announced(sequence) is not None
-
         late = f"waits for the sender of stage {stage}, which sent no bucket {sequence}"
-        _wait(ready, deadline, lambda: late, self.longest_pause)
+        self._wait(lambda: segment.announced(sequence) is not None, deadline, late)
         announced = segment.announced(sequence)
         assert announced is not None
         data = self._buffers[stage][sequence % NUM_BUFFERS][:num_bytes]
@@ -253,6 +264,20 @@ class ShmReader:
         if verify and digest_bytes(data) != announced[1]:
             raise TransportError("arrived damaged: its digest differs from the sender's")
         return data
+
+    def finish(self, stage: int, num_buckets: int, deadline: float) -> None:
+        """After the stage's last bucket, `num_buckets` since the segment was made. Nothing is left to be checked."""
+
+    def _wait(self, ready: Callable[[], bool], deadline: float, late: str) -> None:
+        """As `_wait`; raises TransportError too when another side aborts."""
+
+        def look() -> bool:
+            for each in self._segments:
+                if (reason := each.abort_reason) is not None:
+                    raise TransportError(f"aborted: {reason}")
+            return ready()
+
+        _wait(look, deadline, lambda: late, self.longest_pause)
 
     def buffer_bytes(self, stage: int) -> int:
         return self._buffers[stage][0].numel()
