@@ -117,11 +117,14 @@ def write_model(folder: Path, seed: int, dtype: str) -> None:
 
 
 def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_response_tokens: int) -> None:
-    """A Qwen2.5 of random weights, drawn on a GPU where there is one."""
+    """A Qwen2.5 of random weights, drawn on a GPU where there is one.
+
+    Half as large as usual: then so are the logits, whose rounding to bfloat16 is what trainer and vLLM differ by.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
-    sizes = SHAPES[shapes].hf_config(sequence_length=4096)
+    sizes = {**SHAPES[shapes].hf_config(sequence_length=4096), "initializer_range": 0.01}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     with torch.device(device):

@@ -21,7 +21,7 @@ SHOWN = {  # metric -> (label, format)
     "loss/policy": ("loss", "{:+.4f}"),
     "loss/sft": ("loss", "{:.4f}"),
     "grad_norm": ("grad norm", "{:.3f}"),
-    "logprob_gap/max": ("gap", "{:.1e}"),
+    "logprob_gap/max": ("largest gap", "{:.1e}"),
     "staleness/max": ("stale", "{:.0f}"),
     "sync/seconds": ("sync", "{:.3f} s"),
     "rollout/tokens_per_second": ("rollout", "{:,.0f} tok/s"),
