@@ -122,8 +122,9 @@ class ReplicaPool:
 
     def _send(self, replica: int, method: Any, share: list[Any]) -> Any:
         """Count what a pause has to come after: calls of an actor may overtake each other."""
+        ref = method.remote(share)
         self._num_sent[replica] += 1
-        return method.remote(share)
+        return ref
 
     @property
     def versions(self) -> list[int | None]:
@@ -147,16 +148,16 @@ class ReplicaPool:
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
-        calls = [actor.pause.remote(sent) for actor, sent in zip(self._actors, self._num_sent, strict=True)]
-        self.gather(calls)
+        self._after_sent("pause")
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Give device memory up; waits for running requests. `pause`, or `resume` where weights were kept, ends it."""
-        calls = [
-            actor.sleep.remote(sent, keep_weights=keep_weights)
-            for actor, sent in zip(self._actors, self._num_sent, strict=True)
-        ]
-        self.gather(calls)
+        self._after_sent("sleep", keep_weights=keep_weights)
+
+    def _after_sent(self, method: str, **options: Any) -> None:
+        """Call what comes after all generation that was sent."""
+        sent = zip(self._actors, self._num_sent, strict=True)
+        self.gather([getattr(actor, method).remote(count, **options) for actor, count in sent])
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""

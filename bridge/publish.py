@@ -63,8 +63,7 @@ class Publisher:
     ) -> None:
         if config.transport not in {"auto", "shm", "nccl", "ipc"}:
             raise ValueError(f"sync.transport is {config.transport}; choose auto, shm, nccl or ipc")
-        if config.verify not in {"none", "digest", "readback"}:
-            raise ValueError(f"sync.verify is {config.verify}; choose none, digest or readback")
+        _check_verify(config.verify)
         self._source, self._pool, self._config = source, pool, config
         self._adapter = adapter.to_dict() if adapter is not None else None
         self._ranks = Ranks(group)
@@ -80,11 +79,13 @@ class Publisher:
         `verify`: for this sync in the place of SyncConfig.verify; the same on every rank.
 
         Raises:
+            ValueError: there is no such way to verify.
             SyncError: on every rank alike; refused (replicas serve on) or failed (replicas named are out of service).
         """
+        verify = _check_verify(verify or self._config.verify)
         self._spans = []
         connection = self._connect(version)
-        connection.stream.verify = verify or self._config.verify
+        connection.stream.verify = verify
         with self._span("pause"):
             self._phase(version, self._pause)
         start = time.time()
@@ -266,6 +267,12 @@ class Publisher:
         start = time.time()
         yield
         self._spans.append(StageSpan(name, start, time.time()))
+
+
+def _check_verify(verify: str) -> str:
+    if verify not in {"none", "digest", "readback"}:
+        raise ValueError(f"sync.verify is {verify}; choose none, digest or readback")
+    return verify
 
 
 def _essential(reasons: list[str]) -> list[str]:

@@ -45,6 +45,10 @@ class WeightSource(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
+    def parts(self) -> Iterator[Part] | None:
+        """The same pass as memory to copy out of; None where there is no such thing."""
+        ...
+
 
 class Part(NamedTuple):
     """Some of a source's tensors, in order: `copies` has for each the parts of `memory` that it is, the same at every pass.
@@ -79,7 +83,7 @@ class Writer(Protocol):
 class StageStream:
     """Streams one pass of a source. `writer` is None on ranks that send nothing.
 
-    A source with a method `parts` (see Part) is packed from there: by foreach copies between views that are made once.
+    A source that gives parts is packed from there: by foreach copies between views that are made once.
     """
 
     def __init__(
@@ -102,8 +106,8 @@ class StageStream:
         """
         pass_ = _Pass(self, deadline, check)
         pass_.start()
-        parts = getattr(self.source, "parts", lambda: None)() if self.verify != "readback" else None
         try:
+            parts = self.source.parts() if self.verify != "readback" else None  # digests of tensors need tensors
             if parts is not None:
                 for part in parts:
                     pass_.take_part(part)

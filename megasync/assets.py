@@ -45,7 +45,7 @@ class Assets:
 def write_assets(folder: Path, seed: int, dtype: str = "float32", shapes: str = "", mean_response_tokens: int = 0) -> Assets:
     """Write model folder and data below `folder`; existing files are overwritten.
 
-    `shapes`: one of SHAPES, then every so many token ids end a response.
+    `shapes`: one of SHAPES, then one in so many token ids ends a response; with 0 the tokenizer's alone.
     """
     assets = Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +129,9 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=getattr(torch, dtype))
-    ends = list(range(VOCABULARY.index(EOS), sizes["vocab_size"], max(1, mean_response_tokens))) if mean_response_tokens else []
-    model.generation_config = GenerationConfig(eos_token_id=ends or VOCABULARY.index(EOS))
+    first = VOCABULARY.index(EOS)
+    ends = list(range(first, sizes["vocab_size"], mean_response_tokens)) if mean_response_tokens else first
+    model.generation_config = GenerationConfig(eos_token_id=ends)
     model.save_pretrained(folder)
 
 
@@ -143,6 +144,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", default=0, type=int)
     given = parser.parse_args(arguments)
+    if given.mean_response_tokens < 0 or (given.mean_response_tokens and not given.shapes):
+        parser.error(f"--mean-response-tokens {given.mean_response_tokens}: at least 0, and with --shapes only")
     assets = write_assets(given.to, given.seed, given.dtype, given.shapes, given.mean_response_tokens)
     print(f"model.path={assets.model} data.train={assets.train} data.eval={assets.held_out}")
     return 0

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megasync.bench_replica import BenchPool
     from megasync.config import Config
 
-NUM_BUFFERS = 2
-
 
 class SyncBench(Ways):
     """The rounds. Methods are collective; rank 0 alone has results."""
@@ -39,7 +37,7 @@ class SyncBench(Ways):
         super().__init__(config)
         self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
         self._segments: dict[Publisher, str] = {}  # where each publisher's shared memory lies, once it has some
-        self._has_synced: set[Publisher | None] = set()  # who has buffers on GPUs
+        self._stays: dict[str, dict[str, int]] = {}  # of GPUs' memory, what a way's first sync left taken, by process
 
     def run(self) -> Measured:
         """All rounds; on rank 0 what bench.py shows."""
@@ -49,17 +47,17 @@ class SyncBench(Ways):
         for index in range(-1, num_rounds):  # -1 warms up
             for name, way in self.ways.items():
                 version += 1
-                measured = {"round": index, "way": name, **self._measure(way, version, pids[name])}
+                measured = {"round": index, "way": name, **self._measure(name, way, version, pids[name])}
                 self.say(f"round {index + 1} of {num_rounds}  {name:<16}{measured.get('seconds', 0.0):.4f} s")
                 if way.source is not None and index in (-1, num_rounds - 1):
                     measured["same_weights"] = self.compare(name, way.source, way.pool)
                 rounds.append(measured)
         return {"warm_up": rounds[: len(self.ways)], "rounds": rounds[len(self.ways) :], **self._describe()}
 
-    def _measure(self, way: Way, version: int, pids: dict[str, int]) -> Measured:
+    def _measure(self, name: str, way: Way, version: int, pids: dict[str, int]) -> Measured:
         self.change(way.engine)
         give_back_free_memory()
-        meter = self._device_meter(way) if self.has_gpus else self._process_meter(way, pids)
+        meter = self._device_meter(name, way) if self.has_gpus else self._process_meter(way, pids)
         measured = way.sync(version)
         dist.barrier()
         extra = meter()
@@ -81,14 +79,15 @@ class SyncBench(Ways):
         dist.barrier()
         return meter.extra_bytes
 
-    def _device_meter(self, way: Way) -> Callable[[], dict[str, int]]:
-        """The same of GPUs' memory; without NCCL's own."""
-        kept = NUM_BUFFERS * self.config.sync.bucket_bytes if way.publisher in self._has_synced else 0
+    def _device_meter(self, name: str, way: Way) -> Callable[[], dict[str, int]]:
+        """The same of GPUs' memory, with what stays from one sync to the next; without NCCL's own."""
         before = self._device_bytes(way, begin=True)
 
         def extra_bytes() -> dict[str, int]:
-            self._has_synced.add(way.publisher)
-            return {name: peak - before[name] + kept for name, peak in self._device_bytes(way, begin=False).items()}
+            peaks, now = (self._device_bytes(way, begin=begin) for begin in (False, True))
+            is_first = name not in self._stays
+            stays = self._stays.setdefault(name, {process: now[process] - before[process] for process in now})
+            return {process: peak - before[process] + (0 if is_first else stays[process]) for process, peak in peaks.items()}
 
         return extra_bytes
 

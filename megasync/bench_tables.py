@@ -29,6 +29,7 @@ TARGETS = {
     "lora_merged_times_stream": "lora merged takes {:.2f} times as long as stream",
     "stream_times_lora_adapter": "lora adapter is {:.1f} times as fast as stream",
 }
+OUTSIDE = ("pause", "resume")  # of the time that is measured
 STAGES = {
     "pause": "running requests end",
     "begin": "replicas check the manifest",
@@ -121,7 +122,7 @@ def _print_stages(console: Console, results: dict[str, Any]) -> None:
     for name in stages["stream"]:
         cells = [f"{1000 * stages[way].get(name, 0.0):.1f}" for way in ways]
         share = stages["stream"][name] / summary["stream"]["seconds_median"]
-        rows.append([name, *cells, f"{share:.0%}"])
+        rows.append([name, *cells, f"{share:.0%}" if name not in OUTSIDE else ""])
     _print_table(console, "where our time goes, on rank 0, ms", ("stage", *ways, "of stream"), rows)
     for name in stages["stream"]:
         console.print(f"{name:<9}{STAGES[name]}")

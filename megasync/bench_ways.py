@@ -77,8 +77,7 @@ class Switch:
         return iter(self.source)
 
     def parts(self) -> Iterator[Part] | None:
-        parts: Iterator[Part] | None = self.source.parts()  # type: ignore[attr-defined] # both have it
-        return parts
+        return self.source.parts()
 
 
 @dataclass(frozen=True)
@@ -250,6 +249,7 @@ class Ways(BenchRank):
     @property
     def buffer_path(self) -> Path:
         return SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
+
 
 def _flush(path: Path) -> None:
     """Onto the disk, past the page cache."""

@@ -124,9 +124,10 @@ class Renamed:
         self.source, self.change, self.name = source, change, name
 
     def __getattr__(self, name: str) -> Any:
-        if name == "parts":
-            raise AttributeError(name)
         return getattr(self.source, name)
+
+    def parts(self) -> None:
+        return None
 
     def manifest(self) -> Any:
         from dataclasses import replace

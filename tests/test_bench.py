@@ -167,12 +167,15 @@ def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
         ("engine.lora.rank=4", "write bench.lora_rank=4"),
         ("engine.parallel.tensor=3", "does not divide 2 ranks"),
         ("run.dir=/proc/nowhere", "cannot be written"),
+        ("bench.ways=[pakced]", "packed"),
+        ("bench.ways=[packed]", "packed needs GPUs"),
+        ("bench.update=negate engine.wrap=megatron_fsdp", "write bench.update=step"),
     ],
 )
 def test_a_wrong_config_starts_nothing(override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, *overrides = small(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main(["sync", "--config", config, *overrides, override])
+        main(["sync", "--config", config, *overrides, *override.split()])
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
+from bridge.config import SyncConfig
 from bridge.manifest import ITEM_BYTES, Manifest, TensorSpec, find_differences, read_folder_manifest
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
 from bridge.replica import find_errors
+from bridge.publish import Publisher
 from bridge.sender import StageStream
 from bridge.transport import shm
 from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError, sweep_stale_segments
@@ -374,6 +376,18 @@ class DictSource:
         for name, tensor in self.tensors.items():
             self.iterated += 1
             yield name, tensor
+
+    def parts(self) -> None:
+        return None
+
+
+def test_a_misspelt_verification_starts_nothing() -> None:
+    source = DictSource({"t": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"sync\.verify is digset; choose none, digest or readback"):
+        Publisher(source, object(), SyncConfig(verify="digset"))
+    with pytest.raises(ValueError, match=r"sync\.verify is digset"):
+        Publisher(source, object(), SyncConfig()).publish(1, verify="digset")
+    assert source.iterated == 0
 
 
 @settings(deadline=None, max_examples=30)

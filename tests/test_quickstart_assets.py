@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megasync.assets import main as write_any_assets
 from megasync.assets import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
 from megasync.errors import ConfigError
 from megasync.quickstart import MARKER, WARM_UP, prepare_folder, rl_phase, shared_overrides, warm_up_phase
@@ -149,3 +150,18 @@ def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
         started = time.monotonic()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, f"still there after {time.monotonic() - started:.0f} s"
+
+
+def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--to", str(tmp_path), "--shapes", "tiny", "--dtype", "float32", "--mean-response-tokens"]
+    assert write_any_assets([*arguments, "8"]) == 0
+    ends = json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert ends[0] == VOCABULARY.index(EOS)
+    assert len(ends) == config["vocab_size"] // 8
+    assert f"data.train={tmp_path}" in capsys.readouterr().out
+    for wrong in ([*arguments, "-1"], ["--to", str(tmp_path), "--mean-response-tokens", "8"]):
+        with pytest.raises(SystemExit) as stop:
+            write_any_assets(wrong)
+        assert stop.value.code == 2
+        assert "with --shapes only" in capsys.readouterr().err

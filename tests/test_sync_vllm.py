@@ -55,6 +55,9 @@ class DictSource:
                 raise RuntimeError("out of trainer memory")
             yield name, tensor
 
+    def parts(self) -> None:
+        return None
+
 
 def in_layer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     def rank(name: str) -> tuple[int, str]:

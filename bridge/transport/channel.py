@@ -152,7 +152,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Leave the group. What is under way in it ends: NCCL's kernels at once, gloo's calls at the sync's deadline."""
+        """Leave the group. What is under way in it ends: NCCL's kernels at once, gloo's calls soon after the sync's deadline."""
         group, self._group = self._group, None
         if group is not None and self.stream is not None:
             group.abort()
