@@ -139,28 +139,29 @@ class Ways(BenchRank):
 
     def stream(self, version: int) -> Measured:
         self.switch.source = self.exporter
-        return self._publish(self.whole, version)
+        return self._publish(self.whole, self.pool, version)
 
     def unverified(self, version: int) -> Measured:
         self.switch.source = self.exporter
-        return self._publish(self.whole, version, "none")
+        return self._publish(self.whole, self.pool, version, "none")
 
     def lora_merged(self, version: int) -> Measured:
         assert self.lora is not None
         self.switch.source = self.lora.merged
-        return self._publish(self.whole, version)
+        return self._publish(self.whole, self.pool, version)
 
     def lora_adapter(self, version: int) -> Measured:
         assert self.lora is not None
-        return self._publish(self.lora.publisher, version)
+        return self._publish(self.lora.publisher, self.lora.pool, version)
 
-    def _publish(self, publisher: Publisher, version: int, verify: str | None = None) -> Measured:
+    def _publish(self, publisher: Publisher, pool: BenchPool | None, version: int, verify: str | None = None) -> Measured:
         report = publisher.publish(version, verify)
         stages: dict[str, float] = defaultdict(float)
         for span in report.stages:
             stages[span.name] += span.end - span.start
-        sent = {"messages": report.num_buckets, "bytes": report.num_bytes}
-        return {**sent, "seconds": report.seconds, "stages": dict(stages), "ordinary_layers": len(report.ordinary)}
+        sent = {"messages": report.num_buckets, "bytes": report.num_bytes, "ordinary_layers": len(report.ordinary)}
+        inside = [{span.name: span.end - span.start for span in spans} for spans in pool.sync_spans()] if pool is not None else []
+        return {**sent, "seconds": report.seconds, "stages": dict(stages), "replica_stages": inside}
 
     def floor(self, version: int) -> Measured:
         if self.wire is None:

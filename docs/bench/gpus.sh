@@ -7,28 +7,30 @@ out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 
+end() { # CASE EXIT_CODE PATTERN: what matters of its log
+  echo "$1: exit code $2"
+  if [ "$2" = 0 ]; then grep -E "$3" "$out/$1.log" | tail -40; else grep -E "$3|Error" "$out/$1.log" | tail -5; tail -25 "$out/$1.log"; fi
+}
+
 sync() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-240}" "$python" -m megasync.bench sync --config "$here/configs/bench_gpu.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
-  echo "$case: exit code $?"; grep -E "│|aimed at|Error" "$out/$case.log" | tail -40
+  end "$case" $? "│|aimed at"
 }
 
-grpo() { # CASE GPUS [key=value ...]
-  local case=$1 gpus=${GPUS:-$2}; shift 2
-  nvidia-smi -i "$gpus" --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -l 5 > "$out/$case.memory.csv" 2>&1 &
-  local watch=$!
-  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-300}" "$python" -m torch.distributed.run --standalone --nproc-per-node 1 \
+grpo() { # CASE GPUS RANKS [key=value ...]
+  local case=$1 gpus=${GPUS:-$2} ranks=$3; shift 3
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-300}" "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     -m megasync.train "$here/configs/grpo_gpu.yaml" model.path=/tmp/assets/model data.train=/tmp/assets/train.jsonl \
-    run.name="$case" run.dir=/tmp/runs "$@" > "$out/$case.log" 2>&1
-  echo "$case: exit code $?"; kill $watch
-  cp /tmp/runs/"$case"/{metrics.jsonl,timeline.json,summary.json,report.html} "$out/" 2>/dev/null
-  for file in metrics.jsonl timeline.json summary.json report.html; do mv "$out/$file" "$out/$case.$file" 2>/dev/null; done
-  grep -E "^step|Error" "$out/$case.log" | tail -12
+    run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} > "$out/$case.log" 2>&1
+  end "$case" $? "^step"
+  "$python" "$here/docs/bench/run_figures.py" "/tmp/runs/$case" --json "$out/$case.json"
+  cp "/tmp/runs/$case/timeline.json" "$out/$case.timeline.json"
 }
 
 assets() {
-  [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${GPUS:-$1} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
+  [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${GPUS:-0} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
 }
 
 mkdir -p "$out"
@@ -41,8 +43,10 @@ for case in "$@"; do
     3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
-    grpo) assets 2; grpo grpo 2,3 ;;
-    grpo-colocated) assets 3; grpo grpo-colocated 3 rollout.placement=colocated rollout.max_staleness=0 ;;
+    3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
+    assets) assets ;;
+    grpo) assets; grpo grpo 0,1 1 ;;
+    grpo-colocated) assets; grpo grpo-colocated 2,3 2 rollout.placement=colocated rollout.max_staleness=0 rollout.replicas=2 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;
   esac
 done
