@@ -1,4 +1,4 @@
-"""Packaging. Installs three plain packages and the vLLM plug-in; the runtime itself comes from locks/."""
+"""Packaging. Installs plain packages and the vLLM plug-in; the runtime itself comes from locks/."""
 
 from setuptools import setup
 
@@ -8,6 +8,6 @@ setup(
     description="Megatron-Core training engine for RL whose weights reach vLLM bucket by bucket, verified",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["megasync", "engine", "bridge", "bridge.transport"],
+    packages=["megasync", "megasync.bench", "engine", "bridge", "bridge.transport"],
     entry_points={"vllm.general_plugins": ["megasync = bridge.vllm_api:register"]},
 )

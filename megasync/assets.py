@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench_config import SHAPES
+from megasync.bench.config import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bridge.config import SyncConfig
 from engine.config import LORA_TARGETS, OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig
-from megasync.bench_config import SHAPES, VARIANTS, WAYS, BenchConfig, TrainBenchConfig
+from megasync.bench.config import SHAPES, VARIANTS, WAYS, BenchConfig, TrainBenchConfig
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasync.bench import main
-from megasync.bench_memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
-from megasync.bench_summary import summarise_rollout, summarise_sync
-from megasync.bench_config import NEED_GPUS, WAYS
-from megasync.bench_tables import show_rollout, show_sync
+from megasync.bench.cli import main
+from megasync.bench.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
+from megasync.bench.summary import summarise_rollout, summarise_sync
+from megasync.bench.config import NEED_GPUS, WAYS
+from megasync.bench.tables import show_rollout, show_sync
 from megasync.config_load import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ def test_rollout_compares_both_ways_to_serve_lora(tmp_path: Path) -> None:
 
 
 def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:
-    left = subprocess.run(["pgrep", "-f", "megasync.bench_worke[r]"], capture_output=True, text=True, check=False)
+    left = subprocess.run(["pgrep", "-f", "megasync.bench.worke[r]"], capture_output=True, text=True, check=False)
     assert left.stdout == ""
     assert not list(Path("/dev/shm").glob("megasync-bench-*"))
 

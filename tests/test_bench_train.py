@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megasync import bench
-from megasync.bench_config import SHAPES, VARIANTS, Shapes
+from megasync.bench import cli
+from megasync.bench.config import SHAPES, VARIANTS, Shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "configs" / "bench_train.yaml")
@@ -22,7 +22,7 @@ def test_variants_are_measured_and_train_alike(tmp_path: Path, capfd: pytest.Cap
     overrides = [*TINY, *SHORT, f"run.dir={tmp_path}", "engine.fusions=all", f"bench_train.variants=[{','.join(variants)}]"]
     overrides.append(f"bench_train.offload=[{variants[1]}]")
     out = tmp_path / "out.json"
-    code = bench.main(["train", "--config", CONFIG, *overrides, "--json", str(out)])
+    code = cli.main(["train", "--config", CONFIG, *overrides, "--json", str(out)])
     assert code == 0, capfd.readouterr().out
     results = json.loads(out.read_text())
     assert list(results["variants"]) == variants
@@ -43,13 +43,13 @@ def test_variants_are_measured_and_train_alike(tmp_path: Path, capfd: pytest.Cap
 
 def test_a_failing_variant_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = [*TINY, f"run.dir={tmp_path}", "bench_train.variants=[ddp]", "bench_train.variant_seconds=0.5"]
-    assert bench.main(["train", "--config", CONFIG, *overrides]) == 1
+    assert cli.main(["train", "--config", CONFIG, *overrides]) == 1
     assert "ddp: failed, not done after 0.5 s" in capfd.readouterr().out
 
 
 def test_a_wrong_key_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        bench.main(["train", "--config", CONFIG, "bench_train.variants=[dpp]", f"run.dir={tmp_path}"])
+        cli.main(["train", "--config", CONFIG, "bench_train.variants=[dpp]", f"run.dir={tmp_path}"])
     assert left.value.code == 2
     assert "ddp" in capfd.readouterr().err
 

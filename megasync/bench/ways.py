@@ -12,7 +12,7 @@ packed          vLLM's own packed broadcast over NCCL, from Hugging Face tensors
 mbridge packed  the same from mbridge's export_weights
 
 Each says how long it took from where running requests had ended to where vLLM could go on. All but `lora adapter` go to one
-pool. Leaves out rounds and memory (bench_sync.py).
+pool. Leaves out rounds and memory (sync.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bridge.manifest import Manifest
 from bridge.transport.shm import FOLDER as SHARED_MEMORY
 from bridge.transport.shm import PREFIX
 from engine import checkpoint
-from megasync.bench_config import CPU_WAYS, GPU_WAYS, WAYS
-from megasync.bench_lora import LoraSide
-from megasync.bench_rank import BenchRank, Measured
-from megasync.bench_wire import Wire
+from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS
+from megasync.bench.lora import LoraSide
+from megasync.bench.rank import BenchRank, Measured
+from megasync.bench.wire import Wire
 from megasync.weights import build_exporter
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bridge.publish import Publisher
     from bridge.sender import Part, WeightSource
     from engine.engine import Engine
-    from megasync.bench_replica import BenchPool
+    from megasync.bench.replica import BenchPool
     from megasync.config import Config
 
 DISK_STAGES = ("save", "flush", "reload")

@@ -1,6 +1,6 @@
-"""What every bench of bench_worker.py has on each trainer rank: the layout, vLLM replicas, and a comparison of weights.
+"""What every bench of worker.py has on each trainer rank: the layout, vLLM replicas, and a comparison of weights.
 
-Leaves out what is measured (bench_sync.py, bench_rollout.py).
+Leaves out what is measured (sync.py, rollout.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from bridge.verify import digest_value
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
-from megasync.bench_engine import RandomEngine, negate
-from megasync.bench_replica import WORKER_EXTENSION, BenchPool
+from megasync.bench.random_engine import RandomEngine, negate
+from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class BenchRank(ABC):
 
     @abstractmethod
     def run(self) -> Measured:
-        """Measure; on rank 0 what bench_summary.py takes."""
+        """Measure; on rank 0 what summary.py takes."""
 
     def say(self, text: str) -> None:
         """A line of progress, from rank 0. Not collective."""

@@ -3,7 +3,7 @@
 floor   buckets of nothing in particular, broadcast one after another: what the wire takes
 packed  vLLM's NCCLWeightTransferEngine with packed tensors, from an iterator of Hugging Face tensors
 
-Leaves out the workers' side (bench_vllm.py).
+Leaves out the workers' side (vllm_worker.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bridge.transport.channel import Channel, own_address
 
 if TYPE_CHECKING:
     from bridge.manifest import Manifest
-    from megasync.bench_replica import BenchPool
+    from megasync.bench.replica import BenchPool
 
 SECONDS = 60.0
 

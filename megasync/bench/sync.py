@@ -1,8 +1,8 @@
-"""`python -m megasync.bench sync` on one trainer rank: the ways of bench_ways.py take turns, round by round.
+"""`python -m megasync.bench sync` on one trainer rank: the ways of ways.py take turns, round by round.
 
 Before each, the trainer's weights change and all processes give freed memory back. Warm-up and last round end with a
-comparison of all that vLLM holds with what the trainer has. Leaves out tables (bench_tables.py) and the model
-(bench_model.py).
+comparison of all that vLLM holds with what the trainer has. Leaves out tables (tables.py) and the model
+(model.py).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.distributed as dist
 from bridge.bucket import plan_buckets
 from bridge.transport.shm import FOLDER as SHARED_MEMORY
 from bridge.transport.shm import PREFIX
-from megasync.bench_memory import PeakMeter, device_bytes, give_back_free_memory
-from megasync.bench_rank import Measured
-from megasync.bench_ways import Way, Ways
+from megasync.bench.memory import PeakMeter, device_bytes, give_back_free_memory
+from megasync.bench.rank import Measured
+from megasync.bench.ways import Way, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.publish import Publisher
-    from megasync.bench_replica import BenchPool
+    from megasync.bench.replica import BenchPool
     from megasync.config import Config
 
 
@@ -40,7 +40,7 @@ class SyncBench(Ways):
         self._stays: dict[str, dict[str, int]] = {}  # of GPUs' memory, what a way's first sync left taken, by process
 
     def run(self) -> Measured:
-        """All rounds; on rank 0 what bench.py shows."""
+        """All rounds; on rank 0 what tables.py shows."""
         rounds: list[Measured] = []
         num_rounds, version = self.config.bench.rounds, 0
         pids = {name: self._pids(way.pool) for name, way in self.ways.items()}

@@ -1,4 +1,4 @@
-"""How much memory processes take while something runs, as Linux or torch counts it. Leaves out what runs (bench_worker.py).
+"""How much memory processes take while something runs, as Linux or torch counts it. Leaves out what runs (worker.py).
 
 A process's peak is VmHWM of /proc/PID/status, which 5 written to /proc/PID/clear_refs sets back to what is resident now
 (man 5 proc). It counts RssAnon (heap), RssFile (mapped files, a cache that the kernel may take back) and RssShmem

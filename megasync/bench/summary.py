@@ -1,6 +1,6 @@
 """What the benches' rounds come to: medians, ratios and the figures that are aimed at. Pure functions; no torch in here.
 
-Leaves out their tables (bench_tables.py).
+Leaves out their tables (tables.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One rank of `python -m megasync.bench_train`, which starts it: trains one variant on random tokens from random weights.
+"""One rank of `python -m megasync.bench train`, which starts it: trains one variant on random tokens from random weights.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.bench_train_rank CONFIG.yaml ddp OUT.json
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.bench.train_rank CONFIG.yaml ddp OUT.json
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
 from engine.offload import Offload
 from engine.sample import Sample
-from megasync.bench_config import VARIANTS, Shapes
-from megasync.bench_engine import RandomEngine
+from megasync.bench.config import VARIANTS, Shapes
+from megasync.bench.random_engine import RandomEngine
 from megasync.config import Config
 from megasync.config_load import load_config
 from megasync.files import write_atomically

@@ -1,8 +1,8 @@
 """One trainer rank of `python -m megasync.bench`, which starts it: runs a bench and writes what it measured as JSON.
 
-Leaves out the benches (bench_sync.py, bench_rollout.py).
+Leaves out the benches (sync.py, rollout.py).
 
-    torchrun --standalone --nproc-per-node 2 -m megasync.bench_worker sync runs/bench/config.yaml OUT.json
+    torchrun --standalone --nproc-per-node 2 -m megasync.bench.worker sync runs/bench/config.yaml OUT.json
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from types import FrameType
 import ray
 
 from engine import parallel
-from megasync.bench_rank import BenchRank
-from megasync.bench_rollout import RolloutBench
-from megasync.bench_sync import SyncBench
+from megasync.bench.rank import BenchRank
+from megasync.bench.rollout import RolloutBench
+from megasync.bench.sync import SyncBench
 from megasync.config_load import load_config
 from megasync.files import write_atomically
 

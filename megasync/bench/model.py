@@ -6,7 +6,7 @@ import json
 import struct
 from typing import TYPE_CHECKING
 
-from megasync.bench_config import SHAPES
+from megasync.bench.config import SHAPES
 from megasync.files import write_atomically
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 An engine trains adapters for some steps and brings them to two replicas, merged to one and alone to the other; it is checked
 that they hold what was sent. Then both generate from the same prompts, greedily, in alternating order, while the
-other one and the trainer are idle. Leaves out tables (bench_tables.py).
+other one and the trainer are idle. Leaves out tables (tables.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from bridge.messages import GenerationRequest
-from megasync.bench_lora import LoraSide
-from megasync.bench_rank import BenchRank, Measured
+from megasync.bench.lora import LoraSide
+from megasync.bench.rank import BenchRank, Measured
 
 if TYPE_CHECKING:
     from bridge.messages import Completion
     from bridge.sender import WeightSource
-    from megasync.bench_replica import BenchPool
+    from megasync.bench.replica import BenchPool
     from megasync.config import Config
 
 NUM_STEPS = 3

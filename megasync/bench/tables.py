@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench_summary import OURS
+from megasync.bench.summary import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 NEED_GPUS = ("packed", "mbridge packed")
-WAYS = ("floor", "stream", "unverified", *NEED_GPUS, "per_tensor", "disk", "lora merged", "lora adapter")  # bench_ways.py
+WAYS = ("floor", "stream", "unverified", *NEED_GPUS, "per_tensor", "disk", "lora merged", "lora adapter")  # ways.py
 CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # all that are worth it there
 GPU_WAYS = tuple(way for way in WAYS if way not in ("per_tensor", "disk"))
 

@@ -1,6 +1,6 @@
 """Measures weight sync on this machine against the two usual ways, generation from LoRA's two ways, and training.
 
-Starts the trainer ranks itself (bench_sync.py, bench_rollout.py and bench_train_rank.py say what is measured and how), then
+Starts the trainer ranks itself (sync.py, rollout.py and train_rank.py say what is measured and how), then
 prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
@@ -21,11 +21,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync import bench_train
-from megasync.bench_config import NEED_GPUS, WAYS
-from megasync.bench_model import write_model
-from megasync.bench_summary import summarise_rollout, summarise_sync
-from megasync.bench_tables import show_rollout, show_sync
+from megasync.bench import train
+from megasync.bench.config import NEED_GPUS, WAYS
+from megasync.bench.model import write_model
+from megasync.bench.summary import summarise_rollout, summarise_sync
+from megasync.bench.tables import show_rollout, show_sync
 from megasync.config_check import MAX_SERVED_RANK, check_config
 from megasync.config_load import config_to_dict, load_config, save_config
 from megasync.errors import ConfigError, explain, main_errors
@@ -102,13 +102,13 @@ def _check_lora(config: Config, verb: str) -> None:
 
 
 def measure(verb: str, config: Config) -> Results | None:
-    """Run bench_worker.py on all ranks; what it measured, None when it failed."""
+    """Run worker.py on all ranks; what it measured, None when it failed."""
     folder, (summarise, _) = config.run.folder, VERBS[verb]
     config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
     save_config(config, config_path)
     results_path.unlink(missing_ok=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    ranks = ["--nproc-per-node", str(config.bench.num_ranks), "-m", "megasync.bench_worker"]
+    ranks = ["--nproc-per-node", str(config.bench.num_ranks), "-m", "megasync.bench.worker"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     code = run_to_end([*torchrun, *ranks, verb, str(config_path), str(results_path)])
     if code or not results_path.exists():
@@ -142,9 +142,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     with main_errors():
         config = load_config(given.config, given.overrides)
-        config = prepare(config, given.verb) if given.verb in VERBS else bench_train.prepare(config)
+        config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
     if given.verb == "train":
-        return bench_train.run(config, given.json)
+        return train.run(config, given.json)
     results = measure(given.verb, config)
     if results is None:
         return 1
@@ -153,6 +153,3 @@ def main(arguments: Sequence[str]) -> int:
     VERBS[given.verb][1](results)
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

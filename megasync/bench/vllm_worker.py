@@ -1,6 +1,6 @@
 """What the bench adds to a vLLM worker: the baselines' ways to load weights. Imported by vLLM's processes alone.
 
-Leaves out our own way, which is bridge/receiver.py, and who calls (bench_replica.py).
+Leaves out our own way, which is bridge/receiver.py, and who calls (replica.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vllm.config import set_current_vllm_config
 from bridge import vllm_api
 from bridge.receiver import WorkerExtension
 from bridge.transport.channel import Channel
-from megasync.bench_memory import device_bytes, give_back_free_memory
-from megasync.bench_wire import SECONDS, broadcast_all
+from megasync.bench.memory import device_bytes, give_back_free_memory
+from megasync.bench.wire import SECONDS, broadcast_all
 
 
 class BenchWorkerExtension(WorkerExtension):

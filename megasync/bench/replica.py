@@ -9,9 +9,9 @@ import psutil
 
 from bridge.pool import ReplicaPool
 from bridge.replica import Replica
-from megasync.bench_memory import give_back_free_memory
+from megasync.bench.memory import give_back_free_memory
 
-WORKER_EXTENSION = "megasync.bench_vllm.BenchWorkerExtension"
+WORKER_EXTENSION = "megasync.bench.vllm_worker.BenchWorkerExtension"
 
 
 class BenchReplica(Replica):
@@ -41,7 +41,7 @@ class BenchReplica(Replica):
         await self._engine.collective_rpc("bench_give_back_free_memory")
 
     async def take_floor(self, endpoint: str, num_readers: int, sizes: list[int]) -> None:
-        """The other side of bench_wire.Wire.floor."""
+        """The other side of wire.Wire.floor."""
         first = self.index * self.config.tensor_parallel
         await self._engine.collective_rpc("bench_floor", args=(endpoint, first, num_readers, sizes))
 

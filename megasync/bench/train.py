@@ -1,6 +1,6 @@
 """Measures training speed on this machine: tokens and model FLOP/s, as a share of what matrix products reach here.
 
-Starts the ranks of one variant after another (bench_train_rank.py has what they do); one that fails leaves the others alone.
+Starts the ranks of one variant after another (train_rank.py has what they do); one that fails leaves the others alone.
 Model FLOP/s count 6 for each parameter and token, attention apart. Leaves out rollouts and weight sync.
 
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench_config import SHAPES
+from megasync.bench.config import SHAPES
 from megasync.config_load import config_to_dict, save_config
 from megasync.files import write_atomically
 from megasync.processes import end_with_parent
@@ -57,7 +57,7 @@ class Ranks:
         for path in (self.results, self.turn):
             path.unlink(missing_ok=True)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        ranks = ["--nproc-per-node", str(config.bench_train.num_ranks), "-m", "megasync.bench_train_rank"]
+        ranks = ["--nproc-per-node", str(config.bench_train.num_ranks), "-m", "megasync.bench.train_rank"]
         arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """LoRA in the benches: an engine with adapters, a vLLM that serves them, and both ways to bring them there.
 
-Leaves out the measuring (bench_sync.py, bench_rollout.py).
+Leaves out the measuring (sync.py, rollout.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.lora import adapted_linears
 from megasync.weights import build_adapter_source, build_exporter
 
 if TYPE_CHECKING:
-    from megasync.bench_rank import BenchRank
+    from megasync.bench.rank import BenchRank
     from megasync.config import Config
 
 
