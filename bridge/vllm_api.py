@@ -136,7 +136,7 @@ def build_engine(config: ReplicaConfig) -> Any:
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_bytes or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES),
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": config.enforce_eager or not torch.cuda.is_available(),  # compiling asks for a C++ compiler there
         "seed": config.seed,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

@@ -164,6 +164,7 @@ def replica_config(config: Config) -> ReplicaConfig:
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_bytes=rollout.kv_cache_bytes,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
         seed=config.run.seed,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.placement == "colocated",

@@ -18,6 +18,7 @@ import torch
 
 from megasync.bench.cli import main
 from megasync.bench.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
+from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.config import NEED_GPUS, WAYS
 from megasync.bench.tables import show_rollout, show_sync
@@ -49,7 +50,9 @@ def run(verb: str, folder: Path, *ranks: str) -> tuple[dict, str]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """One run of `bench sync`, weights split over two ranks."""
     overrides = ("engine.parallel.tensor=2", "bench.ways=[all,floor,unverified]")
-    results, printed = run("sync", tmp_path_factory.mktemp("a bench"), *overrides)
+    folder = tmp_path_factory.mktemp("a bench")
+    results, printed = run("sync", folder, *overrides, "--picture", str(folder / "sync.svg"))
+    assert "0.00 B parameters" in (folder / "sync.svg").read_text()
     assert "disk takes" in printed
     assert "lora adapter moves" in printed
     return results
@@ -78,6 +81,21 @@ def test_results_say_what_was_measured(results: dict) -> None:
     processes = results["rounds"][0]["extra_bytes"]
     assert {"trainer rank 0", "trainer rank 1", "vLLM actor", "vLLM worker 0"} <= processes.keys()
     assert results["targets"]["stream_extra_bytes"]["at_most"] == 2 * 20000 + model["largest_tensor"]["bytes"]
+
+
+def test_the_same_results_give_the_same_picture(results: dict, tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.svg" for name in "ab"]
+    for file in files:
+        draw_sync([results, results], file)
+    drawn = files[0].read_text()
+    assert drawn == files[1].read_text()
+    assert all(f"<!-- {way} -->" in drawn for way in POSSIBLE)
+
+
+@pytest.mark.parametrize(("verb", "name", "words"), [("train", "a.svg", "bench sync"), ("sync", "a.gif", ".png")])
+def test_pictures_that_cannot_be(verb: str, name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_picture(verb, Path(name))
 
 
 def test_lora_rows_count_what_is_sent(results: dict) -> None:

@@ -3,7 +3,7 @@
 Starts the trainer ranks itself (sync.py, rollout.py and train_rank.py say what is measured and how), then
 prints tables and, with --json, writes every round down.
 
-    python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE] [--picture FILE.svg]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.bench import train
 from megasync.bench.config import NEED_GPUS, WAYS
 from megasync.bench.model import write_model
+from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
 from megasync.config_check import MAX_SERVED_RANK, check_config
@@ -139,8 +140,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it there; sync alone: .svg, .png or .pdf")
     given = parser.parse_intermixed_args(arguments)
     with main_errors():
+        if given.picture is not None:
+            check_picture(given.verb, given.picture)
         config = load_config(given.config, given.overrides)
         config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
     if given.verb == "train":
@@ -150,6 +154,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if given.json is not None:
         write_atomically(given.json, json.dumps(results, indent=1) + "\n")
+    if given.picture is not None:
+        draw_sync([results], given.picture)
     VERBS[given.verb][1](results)
     return 0
 
