@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Takes the figures of docs/benchmarks.md that need GPUs: docs/bench/gpus.sh OUT CASE [CASE ...]; a case says on which GPUs it runs.
-# Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere,
+# Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere, RANKS=1 gives a GRPO run so many trainer ranks,
 # EXTRA="key=value ..." goes to all. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
 set -uo pipefail
 out=$1; shift
@@ -20,7 +20,7 @@ sync() { # CASE GPUS [key=value ...]
 }
 
 grpo() { # CASE GPUS RANKS [key=value ...]
-  local case=$1 gpus=${GPUS:-$2} ranks=$3; shift 3
+  local case=$1 gpus=${GPUS:-$2} ranks=${RANKS:-$3}; shift 3
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-300}" "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     -m megasync.train "$here/configs/grpo_gpu.yaml" model.path=/tmp/assets/model data.train=/tmp/assets/train.jsonl \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} > "$out/$case.log" 2>&1
