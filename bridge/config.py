@@ -28,7 +28,7 @@ class ReplicaConfig:
     max_num_seqs: int = 256
     kv_cache_bytes: int | None = None  # None: by gpu_memory_utilization; on a CPU 1 GiB
     gpu_memory_utilization: float = 0.85
-    enforce_eager: bool = True  # on CPUs whatever it says
+    enforce_eager: bool = False  # on CPUs always
     seed: int = 0
     start_timeout_seconds: float = 600.0
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
