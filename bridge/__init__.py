@@ -24,5 +24,6 @@ vllm_api.py        everything that depends on the vLLM version, but for
 vllm_reload.py     vLLM's layer-wise reload, and
 vllm_readback.py   what a vLLM worker holds, in Hugging Face names
 replica.py         what runs in the Ray actor of one vLLM replica
-pool.py            ReplicaPool: those actors as rank 0 of the trainer sees them
+actors.py          those actors: started, called, ended
+pool.py            ReplicaPool: the replicas as rank 0 of the trainer sees them
 """
