@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.plan import Plan
 
 Reader = ShmReader | GroupReader
+KEPT_IN_VIEWS = ".experts."  # vLLM keeps views of these until their layer is complete (fused_moe/routed_experts.py:1060)
 
 
 def open_reader(message: BeginSync, worker: int, device: torch.device) -> Reader:
@@ -55,7 +56,10 @@ class Unpacking:
             first += size
 
     def _unpack_stage(self, stage: int, first: int, part: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor that lies in one bucket of shared memory is lent: a view, which moves when the bucket is given back."""
+        """A tensor that lies in one bucket of shared memory is lent: a view, which moves when the bucket is given back.
+
+        Not an expert's, since views of it would not move.
+        """
         lends = isinstance(self._reader, ShmReader) and self._device.type == "cpu"
         tensor = torch.empty(0)
         for bucket, data in self._buckets(stage, part):
@@ -68,7 +72,7 @@ class Unpacking:
                     self.arrived.add(first + piece.tensor)
                 if self._plan is not None and self._plan.is_planned(first + piece.tensor):
                     continue
-                if lends and 0 < piece.num_bytes == spec.num_bytes:
+                if lends and 0 < piece.num_bytes == spec.num_bytes and KEPT_IN_VIEWS not in spec.name:
                     tensor = _lend(data, spec, piece, lent)
                 else:
                     if piece.tensor_offset == 0:
