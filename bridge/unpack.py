@@ -16,6 +16,7 @@ from bridge.manifest import Manifest, TensorSpec
 from bridge.transport.ipc import IpcReader, is_ipc_endpoint
 from bridge.transport.nccl import GroupReader, is_group_endpoint
 from bridge.transport.shm import DamagedError, ShmReader, TransportError
+from bridge.vllm_experts import KEPT_IN_VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from bridge.plan import Plan
 
 Reader = ShmReader | GroupReader
-KEPT_IN_VIEWS = ".experts."  # vLLM keeps views of these until their layer is complete (fused_moe/routed_experts.py:1060)
 
 
 def open_reader(message: BeginSync, worker: int, device: torch.device) -> Reader:

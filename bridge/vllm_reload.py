@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bridge import vllm_experts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
-EXPERTS = "UnquantizedFusedMoEMethod"  # its backend decides; layers/fused_moe/oracle/unquantized.py:416
-EXPERTS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 def config_scope(vllm_config: Any) -> AbstractContextManager[Any]:
@@ -51,8 +51,8 @@ def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | 
             return None if type(method).__name__ in AS_LOADED else f"{type(method).__name__} changes weights after loading"
         if hasattr(layer, "cpu_linear"):
             return "oneDNN packs its weight after loading"
-        if type(method).__name__ == EXPERTS:
-            return _expert_transformation(method)
+        if vllm_experts.is_fused_experts(layer):
+            return vllm_experts.transformation(layer)
         if method is not None and type(method).__name__ not in AS_LOADED:
             return f"{type(method).__name__} changes weights after loading"
         if method is None and hasattr(layer, "process_weights_after_loading"):
@@ -60,17 +60,6 @@ def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | 
         return None
 
     return reason
-
-
-def _expert_transformation(method: Any) -> str | None:
-    """Of a layer whose experts are fused into w13_weight [experts, gate and up, in] and w2_weight [experts, out, in]."""
-    backend = method.unquantized_backend.name
-    if backend in EXPERTS_AS_LOADED:
-        return None
-    if backend == "CPU":  # 0.26 has no moe_kernel there, but a cpu_fused_moe
-        is_packed = method.moe_kernel is not None or hasattr(method, "cpu_fused_moe")
-        return "the CPU backend packs its experts after loading" if is_packed else None
-    return f"the {backend} backend puts its experts in another order after loading"
 
 
 def begin_reload(layers: Iterable[torch.nn.Module]) -> None:
@@ -84,19 +73,8 @@ def begin_reload(layers: Iterable[torch.nn.Module]) -> None:
     for layer in layers:
         for part in layer.modules():
             vars(part).pop("cpu_linear", None)  # the packed copy of the old weight; loading packs the new one
-            _forget_expert_kernel(part)
+            vllm_experts.forget_kernel(part)
         initialize_layerwise_reload(layer)
-
-
-def _forget_expert_kernel(layer: Any) -> None:
-    """So that loading packs the experts again on CPUs.
-
-    vllm(-cpu) 0.32 packs them where it makes their kernel, once (fused_moe/unquantized_fused_moe_method.py:202-218): a reload
-    would leave them as loaded, for a kernel that takes them for packed.
-    """
-    method = getattr(layer, "quant_method", None)
-    if type(method).__name__ == EXPERTS and method.unquantized_backend.name == "CPU":
-        method.moe_kernel = None
 
 
 def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, model_config: Any) -> None:
@@ -144,11 +122,6 @@ def unloaded_layers(model: torch.nn.Module) -> list[str]:
 
 
 def load_stream(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-    """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say.
-
-    0.26 leaves a part of experts' names out (fused_moe/runner/moe_runner.py:295).
-    """
+    """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say."""
     loaded: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
-    if loaded is None:
-        return None
-    return loaded | {name.replace(".experts.w", ".experts.routed_experts.w") for name in loaded}
+    return None if loaded is None else vllm_experts.parameter_names(loaded)
