@@ -89,8 +89,8 @@ def slices(path: str, layer: Any, name: str) -> Iterator[tuple[str, tuple[int, i
 
 def _unpacks(layer: Any) -> bool:
     """Whether the layer is packed in a way that is known here: experts/cpu_moe.py:CPUUnquantizedExperts."""
-    kernel = getattr(layer.quant_method, "moe_kernel", None)
-    return hasattr(getattr(kernel, "fused_experts", None), "isa") and not kernel.fused_experts._use_zentorch
+    experts = getattr(layer.quant_method.moe_kernel, "fused_experts", None)
+    return hasattr(experts, "isa") and not getattr(experts, "_use_zentorch", False)
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:

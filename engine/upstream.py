@@ -69,7 +69,7 @@ def use_foreach_clipping() -> None:
 
 
 def use_torch_in_router() -> None:
-    """Without TransformerEngine moe_utils.py:36 leaves `te_general_gemm` undefined, and the router asks at :1191 if it is None."""
+    """Without TransformerEngine moe_utils.py:36 leaves `te_general_gemm` undefined; the router (:1191) compares it with None."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -109,7 +109,9 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         copied = dict(assembled(source))
     base = load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    written = Path(folder) / f"merged{source.stage}{source.is_sender}"
+    PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(written)  # experts one by one
+    merged = load_file(written / "model.safetensors")
     return {
         "sender": source.is_sender,
         "names": names,

@@ -67,7 +67,7 @@ def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[st
 
 
 def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
-    """For each family, from two folders of one shape: what is not planned, what differs from the loaders' work or is read wrongly."""
+    """For each family, from two folders of one shape: what is not planned, what is loaded otherwise, what is misread."""
     results = {}
     for family, (before, after) in families.items():
         config, model = build_model(before, tensor_parallel)

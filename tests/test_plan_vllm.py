@@ -1,6 +1,8 @@
-"""The baked plan of vLLM's own models, linears, experts and all: bit for bit what their loaders load, also on tensor-parallel ranks.
+"""The baked plan of vLLM's own models, linears and experts too: bit for bit what their loaders load, and what is read back.
 
-On CPUs vLLM packs linears and experts after loading, so that plans of running replicas leave them out; here that step is left out.
+Also on tensor-parallel ranks.
+
+On CPUs vLLM packs these after loading, so that plans of running replicas leave them out; here that step is left out.
 
     python -m pytest tests/test_plan_vllm.py
 """
