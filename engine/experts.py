@@ -49,7 +49,12 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 def check(hf_config: Any, engine: EngineConfig) -> None:
     """ValueError for what does not go with experts: megasync/config_check.py says the same before anything starts."""
-    if hf_config.model_type in FAMILIES and engine.parallel.tensor > 1 and not engine.parallel.sequence:
+    if hf_config.model_type not in FAMILIES:
+        return
+    if engine.parallel.expert > 1:
+        message = f"engine.parallel.expert = {engine.parallel.expert}: each rank has all experts"
+        raise ValueError(f"{message}; write engine.parallel.expert=1")
+    if engine.parallel.tensor > 1 and not engine.parallel.sequence:
         raise ValueError(
             f"engine.parallel.sequence = false with engine.parallel.tensor = {engine.parallel.tensor}: megatron-core trains "
             "mixtures of experts under tensor parallelism with sequence parallelism only; write engine.parallel.sequence=true"
