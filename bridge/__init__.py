@@ -21,7 +21,8 @@ plan.py            which piece of a bucket belongs where in memory, on either si
 bake.py            a worker's plan, from its model's own loaders
 vllm_adapter.py    adapters in a running vLLM
 vllm_api.py        everything that depends on the vLLM version, but for
-vllm_reload.py     vLLM's layer-wise reload, and
+vllm_reload.py     vLLM's layer-wise reload,
+vllm_experts.py    its fused experts, and
 vllm_readback.py   what a vLLM worker holds, in Hugging Face names
 replica.py         what runs in the Ray actor of one vLLM replica
 actors.py          those actors: started, called, ended

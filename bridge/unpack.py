@@ -16,6 +16,7 @@ from bridge.manifest import Manifest, TensorSpec
 from bridge.transport.ipc import IpcReader, is_ipc_endpoint
 from bridge.transport.nccl import GroupReader, is_group_endpoint
 from bridge.transport.shm import DamagedError, ShmReader, TransportError
+from bridge.vllm_experts import KEPT_IN_VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +56,10 @@ class Unpacking:
             first += size
 
     def _unpack_stage(self, stage: int, first: int, part: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor that lies in one bucket of shared memory is lent: a view, which moves when the bucket is given back."""
+        """A tensor that lies in one bucket of shared memory is lent: a view, which moves when the bucket is given back.
+
+        Not an expert's, since views of it would not move.
+        """
         lends = isinstance(self._reader, ShmReader) and self._device.type == "cpu"
         tensor = torch.empty(0)
         for bucket, data in self._buckets(stage, part):
@@ -68,7 +72,7 @@ class Unpacking:
                     self.arrived.add(first + piece.tensor)
                 if self._plan is not None and self._plan.is_planned(first + piece.tensor):
                     continue
-                if lends and 0 < piece.num_bytes == spec.num_bytes:
+                if lends and 0 < piece.num_bytes == spec.num_bytes and KEPT_IN_VIEWS not in spec.name:
                     tensor = _lend(data, spec, piece, lent)
                 else:
                     if piece.tensor_offset == 0:

@@ -1,7 +1,7 @@
 """What a vLLM worker holds, in Hugging Face names and coordinates: fused layers taken apart, shards placed.
 
 Depends on the vLLM version as vllm_api.py does; notes are relative to vllm 0.32.0's package. Leaves out putting shards
-together (verify.assemble) and layers that are not dense: mixture-of-experts layers are refused by name.
+together (verify.assemble) and fused experts (vllm_experts.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bridge import vllm_experts
 from bridge.manifest import TIED_HEAD
 from bridge.verify import Shard, as_bytes, digest_value
 
@@ -29,7 +30,8 @@ def unpacked_weight(layer: Any) -> torch.Tensor:
     """
     if not hasattr(layer, "cpu_linear"):
         return layer.weight.detach()  # type: ignore[no-any-return]
-    width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+    width = next(width for width in widths if width is not None)
     dtype = layer.weight.dtype
     columns = []
     for start in range(0, width, IDENTITY_ROWS):
@@ -51,13 +53,17 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         if not names or path.endswith("attn"):
             continue
+        if vllm_experts.is_fused_experts(module):
+            for name in names:
+                if any(wanted(hf_name) for hf_name in vllm_experts.hf_names(path, module, name)):
+                    yield from vllm_experts.slices(path, module, name)
+            continue
         parent, _, last = path.rpartition(".")
         hf_paths = [f"{parent}.{part}" for part in packed[last]] if last in packed else [path]
         for name in names:
             full_names = [f"{hf_path}.{name}" for hf_path in hf_paths]
             if any(wanted(full_name) for full_name in full_names):
                 yield from _layer_slices(module, name, full_names)
-
 
     head = getattr(model, "lm_head", None)
     if type(head).__name__ == "VocabParallelEmbedding" and wanted(TIED_HEAD):
@@ -66,13 +72,13 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
 
 def _layer_slices(layer: Any, name: str, hf_names: list[str]) -> Iterator[Slice]:
     kind = type(layer).__name__
-    if "MoE" in kind:
+    if "MoE" in kind or kind == "RoutedExperts":
         raise ValueError(f"read-back does not know {kind} layers ({hf_names[0]}); set sync.verify to digest")
     if kind == "VocabParallelEmbedding":
         yield _vocabulary_rows(layer, hf_names[0], layer.weight.detach())
     elif kind == "ParallelLMHead":
         yield _vocabulary_rows(layer, hf_names[0], unpacked_weight(layer))
-    elif not hasattr(layer, "input_size_per_partition"):
+    elif not hasattr(layer, "input_size"):
         tensor = getattr(layer, name).detach()
         yield hf_names[0], (0,) * tensor.ndim, tensor
     else:
@@ -89,6 +95,8 @@ def _vocabulary_rows(layer: Any, hf_name: str, weight: torch.Tensor) -> Slice:
 def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Tensor) -> Iterator[Slice]:
     rank, other_dims = layer.tp_rank, (0,) * (tensor.ndim - 1)
     kind = type(layer).__name__
+    if kind == "GateLinear":  # a router's: model_executor/layers/fused_moe/router/gate_linear.py:21
+        kind = "ReplicatedLinear"
     if kind == "RowParallelLinear":
         offsets = (0, rank * layer.input_size_per_partition) if name == "weight" else (0,)
         yield hf_names[0], offsets, tensor

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bridge import vllm_experts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
@@ -49,6 +51,8 @@ def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | 
             return None if type(method).__name__ in AS_LOADED else f"{type(method).__name__} changes weights after loading"
         if hasattr(layer, "cpu_linear"):
             return "oneDNN packs its weight after loading"
+        if vllm_experts.is_fused_experts(layer):
+            return vllm_experts.transformation(layer)
         if method is not None and type(method).__name__ not in AS_LOADED:
             return f"{type(method).__name__} changes weights after loading"
         if method is None and hasattr(layer, "process_weights_after_loading"):
@@ -69,6 +73,7 @@ def begin_reload(layers: Iterable[torch.nn.Module]) -> None:
     for layer in layers:
         for part in layer.modules():
             vars(part).pop("cpu_linear", None)  # the packed copy of the old weight; loading packs the new one
+            vllm_experts.forget_kernel(part)
         initialize_layerwise_reload(layer)
 
 
@@ -119,4 +124,4 @@ def unloaded_layers(model: torch.nn.Module) -> list[str]:
 def load_stream(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
     """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say."""
     loaded: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
-    return loaded
+    return None if loaded is None else vllm_experts.parameter_names(loaded)

@@ -4,6 +4,7 @@ config.py      the dataclasses of the YAML keys `model`, `engine` and `algorithm
 device.py      lets megatron-core, megatron-fsdp and mbridge run where there is no CUDA
 parallel.py    process groups
 model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge
+experts.py     mixtures of experts in that
 attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm
 fused.py       rotary embedding and log-probs in one kernel each, with CUDA
 lora.py        low-rank adapters on the frozen linears

@@ -84,13 +84,13 @@ class Engine:
         optimizer = _reporting_norm(engine).optimizer
         self.optimizer = build_optimizer(optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
+        self.reference: list[torch.nn.Module] | None = None
+        if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:  # experts copy model_config, so before it has functions
+            self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
-        self.reference: list[torch.nn.Module] | None = None
-        if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:
-            self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
 
     def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
         return build_chunks(self.hf_bridge, path)

@@ -6,7 +6,7 @@
 `A` and `B` are the linear's own parameters `lora_a` and `lora_b`; the base's names stay as they are. Gradients of the
 whole factor are complete on every tensor-parallel rank; under sequence parallelism each rank has its tokens' part, and
 megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Leaves out files (peft.py), the merge
-(the weight bridge's) and experts, whose weights are parameters of one module.
+(the weight bridge's) and experts, which take no adapters.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _flag(chunks: list[torch.nn.Module], name: str, value: bool) -> Iterator[Non
 
 def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:
     for name, module in chunk.named_modules():
-        if type(module) in ADAPTED and "decoder.layers." in name:
+        if type(module) in ADAPTED and "decoder.layers." in name and ".experts." not in name:
             yield name, module
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine import device, fused, parallel, upstream
+from engine import device, experts, fused, parallel, upstream
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
@@ -26,7 +26,7 @@ from engine.attention import CoreAttention, RMSNorm
 from engine.config import EngineConfig, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES)
 
 
 class _LocalSpec:
@@ -70,9 +70,10 @@ def _bridge_class(model_type: str) -> type[Bridge]:
         },
         "_OTHER_MAPPING": {**base._OTHER_MAPPING, "input_layernorm.weight": [layer + "input_layernorm.weight"]},
     }
-    if model_type == "llama":  # the Qwen bridges do this themselves; llama.py leaves tied embeddings out
-        tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer
-    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
+    if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
+        tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
+    mixins = (_LocalSpec, experts.ExpertNames) if model_type in experts.FAMILIES else (_LocalSpec,)
+    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (*mixins, base), tables)
     return bridge_class
 
 
@@ -85,6 +86,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups."""
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     hf_config.rope_theta = upstream.rope_theta(hf_config)
+    experts.check(hf_config, engine)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
     use_fused = fused.chosen(engine.fusions)
     recompute: dict[str, Any] = {}
@@ -105,6 +107,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
         **recompute,
+        **experts.config_arguments(hf_config),
     )
     return bridge
 

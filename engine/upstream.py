@@ -68,6 +68,14 @@ def use_foreach_clipping() -> None:
         clip_grads.multi_tensor_scale_impl = scale
 
 
+def use_torch_in_router() -> None:
+    """Without TransformerEngine moe_utils.py:36 leaves `te_general_gemm` undefined; the router (:1191) compares it with None."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def rope_theta(hf_config: Any) -> float:
     """mbridge 0.15.1 (llm_bridge.py:_get_gptmodel_args) reads `rope_theta`; transformers 5 keeps it in rope_parameters."""
     parameters = getattr(hf_config, "rope_parameters", None) or {}

@@ -117,18 +117,18 @@ def write_model(folder: Path, seed: int, dtype: str) -> None:
 
 
 def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_response_tokens: int) -> None:
-    """A Qwen2.5 of random weights, drawn on a GPU where there is one.
+    """A Qwen of random weights, drawn on a GPU where there is one.
 
     Half as large as usual: then so are the logits, whose rounding to bfloat16 is what trainer and vLLM differ by.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     sizes = {**SHAPES[shapes].hf_config(sequence_length=4096), "initializer_range": 0.01}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=getattr(torch, dtype))
     first = VOCABULARY.index(EOS)
     ends = list(range(first, sizes["vocab_size"], mean_response_tokens)) if mean_response_tokens else first
     model.generation_config = GenerationConfig(eos_token_id=ends)
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write assets of any size."""
     parser = argparse.ArgumentParser(prog="python -m megasync.assets", description="Write a random model, a tokenizer and sums.")
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--shapes", default="", choices=["", *SHAPES], help="a Qwen2.5's; without: the quickstart's own")
+    parser.add_argument("--shapes", default="", choices=["", *SHAPES], help="a Qwen's; without: the quickstart's own")
     parser.add_argument("--mean-response-tokens", default=0, type=int, metavar="N", help="with --shapes: one id in N ends it")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", default=0, type=int)

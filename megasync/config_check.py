@@ -97,9 +97,13 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     parallel = config.engine.parallel
-    split_by_tensor = ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+    split_by_tensor = ("num_attention_heads", "num_key_value_heads", "vocab_size", shape.split_size)
     _check_divides(config, "engine.parallel.tensor", parallel.tensor, shape, split_by_tensor)
     _check_divides(config, "engine.parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
+    if shape.num_experts and parallel.tensor > 1 and not parallel.sequence:
+        message = f"engine.parallel.sequence = false: megatron-core trains {shape.model_type} split over tensors with it only"
+        remedy = "write engine.parallel.sequence=true, or engine.parallel.tensor=1"
+        raise ConfigError(explain(message, tensor=str(parallel.tensor), choices="true", remedy=remedy))
 
 
 def _check_lora(config: Config, shape: ModelShape) -> None:
@@ -110,7 +114,8 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{given[0]} could be for"
             raise ConfigError(explain(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out"))
         return
-    smallest = min(shape.hidden_size, shape.intermediate_size)
+    _check_lora_of_experts(config, shape)
+    smallest = shape.hidden_size if shape.num_experts else min(shape.hidden_size, shape.intermediate_size)
     if lora.rank > smallest:
         message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
         remedy = f"write engine.lora.rank={min(32, smallest)}"
@@ -123,6 +128,21 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             check_peft_folder(lora.adapter_path, lora, config.model.path)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
+    """Of a mixture of experts the attention is adapted, and replicas get the whole merged."""
+    if not shape.num_experts:
+        return
+    lora, adapted = config.engine.lora, ("linear_qkv", "linear_proj")
+    wrong = [target for target in lora.targets if target not in adapted]
+    if wrong:
+        message = f"engine.lora.targets = {', '.join(lora.targets)}: {wrong[0]} is in the experts of {shape.model_type}"
+        remedy = f"write engine.lora.targets=[{','.join(adapted)}]"
+        raise ConfigError(explain(message, model=config.model.path, choices=", ".join(adapted), remedy=remedy))
+    if lora.sync == "adapter":
+        message = f"engine.lora.sync = adapter: not supported for the mixture of experts {shape.model_type}"
+        raise ConfigError(explain(message, model=config.model.path, choices="merged", remedy="write engine.lora.sync=merged"))
 
 
 def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names: Sequence[str]) -> None:
@@ -166,8 +186,10 @@ def _check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
     good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
+    good = [divisor for divisor in good if shape.moe_intermediate_size % divisor == 0]
     if size not in good:
         problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"
+        problem += f" and moe_intermediate_size = {shape.moe_intermediate_size}" if shape.num_experts else ""
         raise _wrong_size(config, "rollout.tensor_parallel", size, problem, good)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from megasync.errors import ConfigError, explain, nearest_name
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # values of `model_type` in config.json
+MOE_FAMILIES = ("qwen3_moe",)  # mixtures of experts
+FAMILIES = ("llama", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own limit
@@ -32,6 +33,17 @@ class ModelShape:
     vocab_size: int
     intermediate_size: int
     hidden_size: int
+    num_experts: int = 0  # 0, and so the next two: no mixture of experts
+    moe_intermediate_size: int = 0
+    num_experts_per_tok: int = 0
+
+    @property
+    def split_size(self) -> str:
+        """Which of the sizes above tensor parallelism cuts in the layers' feed-forward part."""
+        return "moe_intermediate_size" if self.num_experts else "intermediate_size"
+
+
+SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
 def check_model_folder(folder: str | Path) -> ModelShape:
@@ -73,14 +85,19 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
                 remedy="set model.path to a model of one of these",
             )
         )
-    fields = {"num_key_value_heads": fields.get("num_attention_heads")} | fields
+    defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
+    fields = {name: fields.get(other) for name, other in defaults.items()} | fields
+    names = [name for name in ModelShape.__dataclass_fields__ if name != "model_type"]
     sizes: dict[str, int] = {}
-    for name in list(ModelShape.__dataclass_fields__)[1:]:
+    for name in names if family in MOE_FAMILIES else [name for name in names if name not in SIZES_OF_EXPERTS]:
         size = fields.get(name)
         if type(size) is not int or size < 1:
             message = f"{path}: {name} = {size!r}: a whole number of at least 1 is expected"
             raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
         sizes[name] = size
+    if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
+        message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
+        raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
     return ModelShape(model_type=family, **sizes)
 
 
@@ -97,6 +114,14 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
         "a quantised checkpoint (quantization_config)": bool(fields.get("quantization_config")),
     }
+    if family in MOE_FAMILIES:
+        step, shared = fields.get("decoder_sparse_step", 1), fields.get("shared_expert_intermediate_size")
+        refused |= {
+            "layers without experts (mlp_only_layers)": bool(fields.get("mlp_only_layers")),
+            f"layers without experts (decoder_sparse_step = {step!r}, 1 is)": step != 1,
+            "a shared expert (shared_expert_intermediate_size)": bool(shared),
+            "a load-balancing loss (output_router_logits = true)": bool(fields.get("output_router_logits")),
+        }
     for feature, present in refused.items():
         if present:
             raise ConfigError(explain(f"{path}: {feature} is not supported", remedy=UNSUPPORTED_REMEDY))

@@ -218,6 +218,26 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
+def negated_export(path: str) -> dict[str, Any]:
+    """An engine of the bench that trains nothing: which of its tensors the export has, and has negated after `negate`."""
+    from engine.offload import _storages
+    from megasync.bench.random_engine import FrozenEngine, negate
+
+    parallel.initialize(ParallelConfig(), seed=0)
+    built = FrozenEngine(ModelConfig(path, "float32"), EngineConfig("ddp"), AlgorithmConfig("sft"), num_steps=1)
+    source = exporter(built)
+    before = {name: tensor.clone() for name, tensor in source}
+    negate(built)
+    after = dict(assembled(source))
+    state = sum(storage.nbytes() for kind in ("gradients", "optimizer") for storage in _storages(built, kind))
+    parallel.leave_groups()
+    return {
+        "names": sorted(before),
+        "negated": sorted(name for name in after if torch.equal(after[name], -before[name])),
+        "state_bytes": state,
+    }
+
+
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:
     """The same log-probs from transformers, one sample at a time."""
     from transformers import AutoModelForCausalLM

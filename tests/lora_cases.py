@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ def against_peft(cases: list[dict[str, Any]], folder: str) -> list[dict[str, flo
     return results
 
 
+def by_expert(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As in a folder; transformers 5 holds all experts of a layer in one tensor."""
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            yield name, tensor
+            continue
+        parts = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+        for expert, weight in enumerate(tensor):
+            yield from zip((f"{prefix}.{expert}.{part}.weight" for part in parts), weight.chunk(len(parts)), strict=True)
+
+
 def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int = 3) -> dict[str, Any]:
     """After training: the export against PEFT's merge, and the frozen weights against the folder."""
     from peft import PeftModel
@@ -109,7 +122,7 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         copied = dict(assembled(source))
     base = load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    merged = dict(by_expert(PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()))
     return {
         "sender": source.is_sender,
         "names": names,

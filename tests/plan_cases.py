@@ -15,6 +15,7 @@ from bridge.bake import bake
 from bridge.bucket import plan_buckets
 from bridge.manifest import read_folder_manifest
 from bridge.plan import Plan
+from bridge.vllm_readback import hf_slices
 
 BUCKET_BYTES = 100_000
 
@@ -54,20 +55,33 @@ def scatter_all(plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
         plan.scatter(bucket, 0, data[: bucket.num_bytes])
 
 
+def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Tensors of which this worker's read-back is not the part that it says, or not there at all."""
+    tensors = {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}
+    right = set()
+    for name, offsets, part in hf_slices(model, lambda _: True):
+        where = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        if name in tensors and torch.equal(part, tensors[name][where]):
+            right.add(name)
+    return sorted(tensors.keys() - right)
+
+
 def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
-    """For each family, from two folders of one shape: what is not planned, and what differs from the loaders' work."""
+    """For each family, from two folders of one shape: what is not planned, what is loaded otherwise, what is misread."""
     results = {}
     for family, (before, after) in families.items():
         config, model = build_model(before, tensor_parallel)
         manifest = read_folder_manifest(before)
         with vllm_reload.config_scope(config):
             plan = bake(manifest, model, model.load_weights, vllm_reload.transformation(model))
-        scatter_all(plan, load_file(Path(after) / "model.safetensors"))
+        tensors = load_file(Path(after) / "model.safetensors")
+        scatter_all(plan, tensors)
         loaded = dict(build_model(after, tensor_parallel)[1].named_parameters())
         results[family] = {
             "ordinary": plan.ordinary,
             "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if not plan.is_planned(index)],
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
             "num_parameters": len(loaded),
+            "read_back": misread(model, tensors),
         }
     return results

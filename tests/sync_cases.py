@@ -49,20 +49,24 @@ def close_replicas() -> None:
     ray.shutdown()
 
 
-def publish_and_compare(path: str, cases: list[dict[str, Any]], num_steps: int, transport: str = "auto") -> list[dict[str, Any]]:
+def publish_and_compare(
+    path: str, cases: list[dict[str, Any]], num_steps: int, transport: str = "auto", verify: str = "digest"
+) -> list[dict[str, Any]]:
     """Train, publish and read back `num_steps` times for each case, all against one replica."""
     pool = replica(path) if is_rank_zero() else None
     results = []
     for number, case in enumerate(cases):
         with engine(path, name="sft", **case) as built:
-            results.append(follow(built, pool, num_steps, number * 100, transport))
+            results.append(follow(built, pool, num_steps, number * 100, SyncConfig(transport, BUCKET_BYTES, verify=verify)))
     return results
 
 
-def follow(built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int, transport: str) -> dict[str, Any]:
+def follow(
+    built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int, config: SyncConfig
+) -> dict[str, Any]:
     """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps."""
     source = exporter(built)
-    publisher = Publisher(source, pool, SyncConfig(transport, BUCKET_BYTES, verify="digest"))
+    publisher = Publisher(source, pool, config)
     differing: set[str] = set()
     versions, worst, moved = [], 0.0, 0
     ordinary, num_pickled = {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))

@@ -15,14 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from bridge.manifest import read_folder_manifest
 from megasync.bench.cli import main
+from megasync.bench.config import NEED_GPUS, SHAPES, WAYS
 from megasync.bench.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
+from megasync.bench.model import write_shapes
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
-from megasync.bench.config import NEED_GPUS, WAYS
 from megasync.bench.tables import show_rollout, show_sync
 from megasync.config_load import load_config
+from megasync.model_folder import check_model_folder
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 POSSIBLE = [way for way in WAYS if way not in NEED_GPUS]
@@ -175,9 +180,30 @@ def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
         shared.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("shapes", ["tiny", "tiny-moe"])
+def test_written_shapes_are_those_of_a_folder(tmp_path: Path, shapes: str) -> None:
+    """Names, shapes and sizes are transformers' own, expert by expert; `num_parameters` counts them."""
+    write_shapes(tmp_path / "hole", shapes, "float32", 64)
+    config = AutoConfig.from_pretrained(tmp_path / "hole")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "whole")
+    hole, whole = (read_folder_manifest(tmp_path / name) for name in ("hole", "whole"))
+    assert sorted(hole.tensors, key=str) == sorted(whole.tensors, key=str)
+    assert hole.total_bytes == 4 * SHAPES[shapes].num_parameters
+    shape = check_model_folder(tmp_path / "hole")
+    assert shape.num_experts == SHAPES[shapes].num_experts
+
+
+def test_experts_without_an_optimizer_change_and_are_exported(tmp_path: Path) -> None:
+    write_shapes(tmp_path, "tiny-moe", "float32", 64)
+    result = run_ranks(1, "tests.engine_cases:negated_export", {"path": str(tmp_path)})[0]
+    assert result["negated"] == result["names"] == sorted(read_folder_manifest(tmp_path).by_name)
+    assert result["state_bytes"] == 0
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("bench.shapes=tiny-moe", "allowed: 0 to 0"),
         ("bench.rouns=2", "bench.rounds"),
         ("bench.rounds=0", "at least 1"),
         ("bench.num_kv_heads=3", "not a multiple"),
@@ -201,7 +227,12 @@ def test_a_wrong_config_starts_nothing(override: str, words: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("override", "words"), [("bench.lora_rank=0", "1 to 64"), ("bench.prompt_tokens=33", "rollout.max_model_len=65")]
+    ("override", "words"),
+    [
+        ("bench.shapes=tiny-moe", "measure bench sync"),
+        ("bench.lora_rank=0", "1 to 64"),
+        ("bench.prompt_tokens=33", "rollout.max_model_len=65"),
+    ],
 )
 def test_a_rollout_that_cannot_be_starts_nothing(
     override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

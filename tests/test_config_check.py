@@ -203,7 +203,57 @@ def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
     assert check_model_folder(tmp_path).num_key_value_heads == 4
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", None, 3])
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+def test_mixtures_of_experts(tmp_path: Path) -> None:
+    sizes = {**EXPERTS, "num_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1, "output_router_logits": False}
+    shape = check_model_folder(write_model(tmp_path, **EXPERTS))
+    assert (shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size) == (8, 2, 96)
+    del sizes["num_experts"]
+    assert check_model_folder(write_model(tmp_path, **sizes, num_local_experts=8)) == shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_experts": 0}, "num_experts = 0"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size = None"),
+        ({"num_experts_per_tok": 9}, "more than num_experts = 8"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ({"shared_expert_intermediate_size": 64}, "shared expert"),
+        ({"output_router_logits": True}, "load-balancing loss"),
+    ],
+)
+def test_unsupported_mixtures_of_experts(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    message = model_refused(write_model(tmp_path, **{**EXPERTS, **changes}))
+    assert word in message
+    assert "remedy:" in message
+
+
+def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
+    model = f"model.path={write_model(tmp_path / 'experts', **EXPERTS)}"
+    split = (model, "engine.parallel.tensor=2")
+    message = cannot_run(runnable, *split)
+    assert "engine.parallel.sequence = false" in message
+    assert "write engine.parallel.sequence=true" in message
+    check_config(load_config(runnable, [*split, "engine.parallel.sequence=true"]), 2)
+    assert "engine.parallel.expert = 2: not supported yet" in cannot_run(runnable, model, "engine.parallel.expert=2")
+    odd = f"model.path={write_model(tmp_path / 'odd', **{**EXPERTS, 'moe_intermediate_size': 97})}"
+    message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
+    assert "moe_intermediate_size = 97" in message
+    assert "moe_intermediate_size = 97" in cannot_run(runnable, odd, "rollout.tensor_parallel=2")
+    lora = (model, "engine.lora.rank=8")
+    message = cannot_run(runnable, *lora)
+    assert "linear_fc1 is in the experts of qwen3_moe" in message
+    assert "write engine.lora.targets=[linear_qkv,linear_proj]" in message
+    lora = (*lora, "engine.lora.targets=[linear_qkv,linear_proj]")
+    check_config(load_config(runnable, lora), 2)
+    assert "write engine.lora.sync=merged" in cannot_run(runnable, *lora, "engine.lora.sync=adapter")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt2", None, 3])
 def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) -> None:
     message = model_refused(write_model(tmp_path, model_type=family))
     assert f"model_type = {family!r}" in message

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
 
+from engine import experts
+from engine.config import EngineConfig, ParallelConfig
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], s
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
     """For long runs of many cases: a layer for each of two stages."""
     return str(write_tiny_model(tmp_path_factory.mktemp("shallow"), "qwen3", tied=True, num_hidden_layers=2))
+
+
+def fit(case: dict[str, Any]) -> dict[str, Any]:
+    """With sequence parallelism, where the model's tensor parallelism wants it."""
+    return {**case, "sequence": True} if "qwen3_moe" in case["path"] and case.get("tensor", 1) > 1 else case
 
 
 def assert_close(a: list[tuple[float, float]], b: list[tuple[float, float]], tolerance: float) -> None:
@@ -59,10 +67,10 @@ def test_wraps_and_layouts_train_alike(shallow: str) -> None:
 def test_untied_families_train_alike(models: dict[tuple[str, bool], str]) -> None:
     alone: list[dict[str, Any]] = [
         {"path": models[family, False], "wrap": wrap, "name": "sft"}
-        for family in ("qwen2", "llama")
+        for family in ("qwen2", "llama", "qwen3_moe")
         for wrap in ("ddp", "megatron_fsdp")
     ]
-    sharded = [{**case, "tensor": 2} if case["wrap"] == "ddp" else case for case in alone]
+    sharded = [fit({**case, "tensor": 2}) if case["wrap"] == "ddp" else case for case in alone]
     references = run_ranks(1, "tests.engine_cases:losses", {"cases": alone, "num_steps": 3})[0]
     results = run_ranks(2, "tests.engine_cases:losses", {"cases": sharded, "num_steps": 3})[0]
     for case, reference, result in zip(sharded, references, results, strict=True):
@@ -82,7 +90,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_export_equals_the_folder_bit_for_bit(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
     layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == num_ranks]
-    cases = [{"path": path, **layout} for path in models.values() for layout in layouts]
+    cases = [fit({"path": path, **layout}) for path in models.values() for layout in layouts]
     alone = num_ranks == 4  # nobody else needs that many
     ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases}, alone=alone)
     for number, case in enumerate(cases):
@@ -105,8 +113,27 @@ def test_log_probs_equal_transformers(models: dict[tuple[str, bool], str]) -> No
     assert max(worst) < 1e-4, worst
     two = [{"path": models["qwen3", True], "tensor": 2}, {"path": models["qwen2", False], "wrap": "megatron_fsdp"}]
     two.append({"path": models["llama", False], "pipeline": 2})
+    two.append(fit({"path": models["qwen3_moe", True], "tensor": 2}))
     worst = run_ranks(2, "tests.engine_cases:log_probs_against_hf", {"cases": two})[0]
     assert max(worst) < 1e-4, worst
+
+
+def test_experts_are_chosen_and_weighted_as_by_transformers(tmp_path: Path) -> None:
+    """Weights of the chosen that do not sum to 1, and experts that get no token at all."""
+    path = str(write_tiny_model(tmp_path, "qwen3_moe", num_experts=40, norm_topk_prob=False, moe_intermediate_size=32))
+    cases = [{"path": path, "tokens": 30}, {"path": path, "fusions": "all"}]
+    worst = run_ranks(1, "tests.engine_cases:log_probs_against_hf", {"cases": cases})[0]
+    assert max(worst) < 1e-4, worst
+    case = {"path": path, "name": "sft", "tokens": 30}
+    results = run_ranks(1, "tests.engine_cases:losses", {"cases": [case, {**case, "fusions": "all"}], "num_steps": 3})[0]
+    assert_close(*results, 1e-5)
+
+
+@pytest.mark.parametrize(("layout", "words"), [({"tensor": 2}, "sequence=true"), ({"expert": 2}, "expert=1")])
+def test_layouts_that_do_not_go_with_experts_are_refused(layout: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        experts.check(Qwen3MoeConfig(), EngineConfig(parallel=ParallelConfig(**layout)))
+    experts.check(Qwen3Config(), EngineConfig(parallel=ParallelConfig(tensor=2)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -132,12 +159,12 @@ def test_resumed_run_equals_the_uninterrupted_one(shallow: str, tmp_path: Path) 
         assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4
 
 
-def test_offload_between_steps_changes_nothing(shallow: str) -> None:
+def test_offload_between_steps_changes_nothing(shallow: str, models: dict[tuple[str, bool], str]) -> None:
     """Losses, gradient norms and final log-probs bit for bit; what was taken off the device was really given up."""
     wraps = ("ddp", "megatron_fsdp")
     cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for wrap in wraps for dtype in ("float32", "bfloat16")]
     cases += [{"wrap": wrap, "dtype": "bfloat16", "kinds": ("gradients", "optimizer")} for wrap in wraps]
-    cases = [{"path": shallow, **case} for case in cases]
+    cases = [{"path": shallow, **case} for case in cases] + [{"path": models["qwen3_moe", False]}]
     for case, result in zip(cases, run_ranks(2, "tests.engine_cases:offloaded_losses", {"cases": cases})[0], strict=True):
         print(case, result)
         assert result["same"]

@@ -112,6 +112,17 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
             assert rank["merge_error"] < 1e-3
 
 
+def test_attention_of_a_mixture_of_experts_is_merged_as_by_peft(root: Path) -> None:
+    path = str(write_tiny_model(root / "experts", "qwen3_moe"))
+    lora = {**LORA, "targets": ("linear_qkv", "linear_proj")}
+    case = {"name": "sft", "lora": lora, "optimizer": FAST, "tensor": 2, "sequence": True}
+    arguments = {"path": path, "folder": str(root / "trained_experts"), "case": case}
+    rank = run_ranks(2, "tests.lora_cases:merged_export", arguments)[0]
+    assert rank["in_order"] and rank["copied"]
+    assert rank["worst"] < 1e-6
+    assert all(("self_attn" in name and "proj" in name) != (name in rank["unmoved"]) for name in rank["names"])
+
+
 def test_a_thousand_merged_exports_drift_by_no_bit(root: Path) -> None:
     from tests.lora_cases import write_peft_adapter
 

@@ -85,6 +85,31 @@ def test_mbridge_still_hard_codes_transformer_engine_and_shares_tables() -> None
     assert "pre_mlp_layernorm.weight" not in LLMBridge._MLP_MAPPING
 
 
+def test_router_still_asks_for_a_gemm_that_only_transformer_engine_defines() -> None:
+    """engine/upstream.py:use_torch_in_router"""
+    from megatron.core.transformer.moe import moe_utils
+
+    source = inspect.getsource(moe_utils)
+    assert "if te_general_gemm is not None" in source
+    assert "te_general_gemm = None" not in source
+
+
+def test_experts_still_copy_the_whole_config() -> None:
+    """engine/engine.py: the reference model is built before the config has the wrapper's methods"""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    assert "deepcopy(config)" in inspect.getsource(SequentialMLP.__init__)
+
+
+def test_mbridge_still_names_grouped_experts_only() -> None:
+    """engine/experts.py:ExpertNames; engine/model.py:_bridge_class for tied embeddings"""
+    from mbridge.core.bridge import Bridge
+    from mbridge.models.qwen3moe import Qwen3MoEBridge
+
+    assert 'name.split("weight")[-1]' in inspect.getsource(Qwen3MoEBridge._weight_name_mapping_mlp)
+    assert Qwen3MoEBridge._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights
+
+
 def test_transformers_still_keeps_rope_theta_elsewhere(tmp_path: Path) -> None:
     """engine/upstream.py:rope_theta"""
     config = AutoConfig.from_pretrained(write_tiny_model(tmp_path, "qwen3"))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bridge import vllm_adapter, vllm_api, vllm_reload
+from bridge import vllm_adapter, vllm_api, vllm_experts, vllm_reload
 
 if TYPE_CHECKING:
     import vllm.outputs
@@ -139,6 +139,30 @@ def test_layers_that_stay_as_loaded_change_weights_on_cpus_only() -> None:
         code = inspect.getsource(method.process_weights_after_loading).split("\n", 1)[1].strip()
         assert code.startswith("if current_platform.is_cpu():")
         assert "cuda" not in code and "else:" not in code
+
+
+def test_experts_stay_as_loaded_for_triton_only() -> None:
+    """vllm_experts.AS_LOADED: no branch but ROCm's is about it; another backend has one, or returns before."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    assert UnquantizedFusedMoEMethod.__name__ == vllm_experts.METHOD
+    assert set(vllm_experts.AS_LOADED) <= set(unquantized.UnquantizedMoeBackend.__members__)
+    code = inspect.getsource(unquantized.convert_to_unquantized_kernel_format)
+    assert "UnquantizedMoeBackend.BATCHED_TRITON" not in code
+    assert code.count("UnquantizedMoeBackend.TRITON") == code.count("is_rocm()") == 1
+    assert code.rstrip().endswith("return w13_weight.contiguous(), w2_weight.contiguous()")
+
+
+def test_experts_are_packed_where_their_kernel_is_made() -> None:
+    """vllm_experts.forget_kernel, and the order that CPUs pack in"""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    code = inspect.getsource(UnquantizedFusedMoEMethod)
+    assert "is_weight_update = self.moe_kernel is not None" in code
+    if "cpu_fused_moe" in code:
+        pytest.skip("this vLLM packs experts at each loading")
+    assert "self.moe_kernel.fused_experts.process_weights_after_loading(layer)" in code
 
 
 def test_layerwise_reload_takes_any_module() -> None:

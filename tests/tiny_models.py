@@ -21,6 +21,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY_SIZE = 128
@@ -28,6 +30,7 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -61,6 +64,9 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     }
     if family == "qwen2":
         del fields["head_dim"]
+    if family == "qwen3_moe":
+        fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        fields["norm_topk_prob"] = True
     fields |= config
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)

@@ -29,6 +29,13 @@ grpo() { # CASE GPUS RANKS [key=value ...]
   cp "/tmp/runs/$case/timeline.json" "$out/$case.timeline.json"
 }
 
+train() { # CASE GPUS [key=value ...]
+  local case=$1 gpus=${GPUS:-$2}; shift 2
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-240}" "$python" -m megasync.bench train --config "$here/configs/bench_train.yaml" \
+    run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
+  end "$case" $? "│|offload"
+}
+
 assets() {
   [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${GPUS:-0} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
 }
@@ -40,10 +47,12 @@ for case in "$@"; do
     3b-ipc-256) sync 3b-ipc-256 3 rollout.placement=colocated bench.lora_rank=0 sync.bucket_bytes=256MiB ;;
     3b-ipc) sync 3b-ipc 3 rollout.placement=colocated bench.lora_rank=0 ;;
     7b) sync 7b 0,1 bench.shapes=7b bench.lora_rank=0 ;;
+    30b-a3b) sync 30b-a3b 0,1 bench.shapes=30b-a3b bench.lora_rank=0 ;;
     3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
+    offload) train offload 3 bench_train.num_ranks=1 'bench_train.variants=[ddp,megatron_fsdp]' 'bench_train.offload=[ddp,megatron_fsdp]' ;;
     assets) assets ;;
     grpo) assets; grpo grpo 0,1 1 ;;
     grpo-colocated) assets; grpo grpo-colocated 2,3 2 rollout.placement=colocated rollout.max_staleness=0 rollout.replicas=2 ;;

@@ -89,7 +89,10 @@ def _check_lora(config: Config, verb: str) -> None:
         message = f"engine.lora.rank = {config.engine.lora.rank}: the bench has a rank of its own"
         raise ConfigError(explain(message, remedy=f"write bench.lora_rank={config.engine.lora.rank}, without engine.lora"))
     shape = check_model_folder(config.model.path)
-    most = min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
+    if shape.num_experts and verb == "rollout":
+        message = f"bench rollout: compares LoRA's ways to vLLM, of which {shape.model_type} has one"
+        raise ConfigError(explain(message, remedy="measure bench sync, or take a model without experts"))
+    most = 0 if shape.num_experts else min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
     least = 1 if verb == "rollout" else 0
     if not least <= sizes.lora_rank <= most:
         message = f"bench.lora_rank = {sizes.lora_rank}: not possible for bench {verb} with this model"

@@ -1,8 +1,9 @@
-"""Model folders for the benches: a small Qwen3 whole, or a Qwen2.5's shapes in files that hold no bytes. No Megatron here."""
+"""Model folders for the benches: a small Qwen3 whole, or larger shapes in files that hold no bytes. No Megatron here."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,17 @@ def write_qwen3(config: Config, folder: Path) -> None:
     model.to(getattr(torch, config.model.dtype)).save_pretrained(folder)
 
 
+def on_disk(name: str, shape: list[int]) -> list[tuple[str, list[int]]]:
+    """Names and shapes in a folder of a tensor of transformers 5, which holds all experts of a layer in one."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return [(name, shape)]
+    experts, rows, columns = shape
+    parts = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+    rows //= len(parts)
+    return [(f"{prefix}.{expert}.{part}.weight", [rows, columns]) for expert in range(experts) for part in parts]
+
+
 def write_shapes(folder: Path, shapes: str, dtype: str, sequence_length: int) -> None:
     """config.json and a safetensors file that is all hole: it reads as zeros and takes no room on the disk."""
     import torch
@@ -59,11 +71,12 @@ def write_shapes(folder: Path, shapes: str, dtype: str, sequence_length: int) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     item_bytes, entries, end = getattr(torch, dtype).itemsize, {}, 0
-    for name, tensor in model.state_dict().items():
+    held = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in (part for fused in held.items() for part in on_disk(*fused)):
         if name == "lm_head.weight" and hf_config["tie_word_embeddings"]:
             continue
-        begin, end = end, end + tensor.numel() * item_bytes
-        entries[name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shape) * item_bytes
+        entries[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     with (folder / "model.safetensors").open("wb") as file:

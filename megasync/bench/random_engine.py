@@ -17,6 +17,16 @@ class RandomEngine(Engine):
         return engine.model.build_chunks(self.hf_bridge, None)
 
 
+class FrozenEngine(RandomEngine):
+    """One whose weights no step changes: there are no gradients and no optimizer's state beside them."""
+
+    def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
+        chunks = super()._start_chunks(path)
+        for chunk in chunks:
+            chunk.requires_grad_(requires_grad=False)
+        return chunks
+
+
 @torch.no_grad()
 def negate(built: Engine) -> None:
     """Flip the signs of all weights, in place: quicker than an optimizer step, without its memory. For DDP."""

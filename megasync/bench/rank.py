@@ -16,7 +16,8 @@ from bridge.verify import digest_value
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
-from megasync.bench.random_engine import RandomEngine, negate
+from megasync.bench.config import SHAPES
+from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.weights import build_publisher, replica_config, start_ray
 
@@ -48,7 +49,10 @@ class BenchRank(ABC):
             print(text, flush=True)
 
     def build_engine(self, engine: EngineConfig) -> Engine:
-        kind = Engine if self.config.bench.shapes == "none" else RandomEngine
+        bench = self.config.bench
+        kind = Engine if bench.shapes == "none" else RandomEngine
+        if bench.update == "negate" and bench.shapes != "none" and SHAPES[bench.shapes].num_experts:
+            kind = FrozenEngine  # for all experts' gradients and optimizer state, one GPU is too small
         return kind(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
 
     def change(self, engine: Engine) -> None:

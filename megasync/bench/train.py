@@ -1,7 +1,7 @@
 """Measures training speed on this machine: tokens and model FLOP/s, as a share of what matrix products reach here.
 
 Starts the ranks of one variant after another (train_rank.py has what they do); one that fails leaves the others alone.
-Model FLOP/s count 6 for each parameter and token, attention apart. Leaves out rollouts and weight sync.
+Model FLOP/s count 6 for each token and each parameter that it meets, attention apart. Leaves out rollouts and weight sync.
 
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
 """

@@ -147,7 +147,7 @@ def _speed(config: Config, shapes: Shapes, rounds: list[Measured], ceiling: floa
     seconds = sorted(step["update_seconds"] for step in rounds)[len(rounds) // 2]
     split = config.engine.parallel.tensor * config.engine.parallel.pipeline
     tokens = bench.num_microbatches * bench.num_sequences * bench.sequence_length / split
-    model_flops = 6 * shapes.num_parameters * tokens / seconds
+    model_flops = 6 * shapes.num_active_parameters * tokens / seconds
     return {
         "step_seconds_median": seconds,
         "tokens_per_second_per_gpu": tokens / seconds,

@@ -12,7 +12,7 @@ import time
 import torch
 from vllm.config import set_current_vllm_config
 
-from bridge import vllm_api
+from bridge import vllm_api, vllm_experts
 from bridge.receiver import WorkerExtension
 from bridge.transport.channel import Channel
 from megasync.bench.memory import device_bytes, give_back_free_memory
@@ -35,7 +35,9 @@ class BenchWorkerExtension(WorkerExtension):
             vllm_api.load_stream(self.weight_transfer_engine.model, [(name, tensor)])
 
     def bench_reload(self, folder: str) -> None:
-        """vLLM's own reload from a Hugging Face folder, and what it forgets on CPUs when embeddings are tied."""
+        """vLLM's own reload from a Hugging Face folder, and what it forgets on CPUs: tied embeddings, and to pack experts."""
+        for layer in self.weight_transfer_engine.model.modules():
+            vllm_experts.forget_kernel(layer)
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined] # the worker's
         vllm_api.repack_tied_head(self.weight_transfer_engine.model)
 
