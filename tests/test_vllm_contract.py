@@ -188,7 +188,8 @@ def test_adapters_can_be_made_of_tensors() -> None:
 
 
 @pytest.mark.gpu
-def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: str, tied: bool) -> None:
     """Needs 2 devices. The trainer's is the first; the replica gets the second."""
     import ray
     from safetensors.torch import load_file
@@ -199,7 +200,7 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path) -> None:
     from tests.test_sync_vllm import DictSource, differing, in_layer_order
     from tests.tiny_models import write_tiny_model
 
-    folders = [write_tiny_model(tmp_path / str(seed), "qwen3", True, seed, torch.bfloat16, head_dim=64) for seed in range(3)]
+    folders = [write_tiny_model(tmp_path / str(seed), family, tied, seed, torch.bfloat16, head_dim=64) for seed in range(3)]
     torch.zeros(1, device="cuda")
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     ray.init(include_dashboard=False, log_to_driver=False)
