@@ -14,14 +14,14 @@ end() { # CASE EXIT_CODE PATTERN: what matters of its log
 
 sync() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
-  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-240}" "$python" -m megasync.bench sync --config "$here/configs/bench_gpu.yaml" \
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m megasync.bench sync --config "$here/configs/bench_gpu.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
   end "$case" $? "│|aimed at"
 }
 
 grpo() { # CASE GPUS RANKS [key=value ...]
   local case=$1 gpus=${GPUS:-$2} ranks=${RANKS:-$3}; shift 3
-  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-300}" "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-900}" "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     -m megasync.train "$here/configs/grpo_gpu.yaml" model.path=/tmp/assets/model data.train=/tmp/assets/train.jsonl \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} > "$out/$case.log" 2>&1
   end "$case" $? "^step"
@@ -31,7 +31,7 @@ grpo() { # CASE GPUS RANKS [key=value ...]
 
 train() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
-  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-240}" "$python" -m megasync.bench train --config "$here/configs/bench_train.yaml" \
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m megasync.bench train --config "$here/configs/bench_train.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
   end "$case" $? "│|offload"
 }
