@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.config import CHOICES, RANGES, Config
+from megasync.config import CHOICES, RANGES, Config, RolloutConfig, RunConfig
 from megasync.config_load import _all_keys, config_to_dict, load_config, save_config
 from megasync.errors import ConfigError, nearest_name
 
@@ -345,3 +345,18 @@ def test_nearest_name() -> None:
     assert nearest_name("fsdp2", ["ddp", "megatron_fsdp"]) == "megatron_fsdp"
     assert nearest_name("zzz", ["ddp", "megatron_fsdp"]) == ""
     assert nearest_name("x", []) == ""
+
+
+def test_replicas_are_started_with_what_the_config_says() -> None:
+    """All that the YAML's keys and a replica's fields know by one name."""
+    from bridge.config import ReplicaConfig
+    from megasync.weights import replica_config
+
+    said = RolloutConfig(
+        tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True
+    )
+    started = replica_config(Config(rollout=said, run=RunConfig(seed=3)))
+    names = {field.name for field in fields(RolloutConfig)} & {field.name for field in fields(ReplicaConfig)}
+    assert {name: getattr(started, name) for name in names} == {name: getattr(said, name) for name in names}
+    assert all(getattr(said, name) != getattr(RolloutConfig(), name) for name in names)
+    assert started.seed == 3

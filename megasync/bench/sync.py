@@ -87,7 +87,8 @@ class SyncBench(Ways):
             peaks, now = (self._device_bytes(way, begin=begin) for begin in (False, True))
             is_first = name not in self._stays
             stays = self._stays.setdefault(name, {process: now[process] - before[process] for process in now})
-            return {process: peak - before[process] + (0 if is_first else stays[process]) for process, peak in peaks.items()}
+            more = {process: peak - before[process] + (0 if is_first else stays[process]) for process, peak in peaks.items()}
+            return {process: max(0, size) for process, size in more.items()}  # a step may leave what the sync gives back
 
         return extra_bytes
 
