@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import re
-import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bridge import vllm_api
 from bridge.messages import FOLDER_VERSION, Event, ReplicaState, StageSpan, next_state
+from bridge.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
     from bridge.messages import BeginSync, Completion, GenerationRequest
 
 READ_BACK_TENSORS = 16  # tensors of one RPC of a sharded read-back
-LOG_TAIL_LINES = 25
-LOG_BYTES = 2**17
-LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) \w+ [\d-]+ [\d:]+ \[.*?\] ")
-ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)(: .*)?$")
-MAX_ERRORS = 5
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
 
 
@@ -51,7 +44,7 @@ class Replica:
         self._num_calls = 0  # to generate and score, all
         self._num_running = 0  # those whose requests are in the engine
         self._ids = itertools.count()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 # has no name to leave behind; the engine's children write to it
+        self._output = Output()
         self._engine: Any = None
 
     async def start(self) -> int:
@@ -63,21 +56,12 @@ class Replica:
         self._control = asyncio.Lock()  # held while requests are handed in, and from pause to resume or abort
         vllm_api.forget_launcher()
         os.environ[vllm_api.REPLICA_PID] = str(os.getpid())
-        saved = [os.dup(1), os.dup(2)]
-        sys.stdout.flush()
-        sys.stderr.flush()
         try:
-            for descriptor in (1, 2):
-                os.dup2(self._log.fileno(), descriptor)
-            with vllm_api.noticing_failure(self._log_text):
+            with self._output.taking(), vllm_api.noticing_failure(self._output.text):
                 self._engine = vllm_api.build_engine(self.config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
-            told = f"{error}\n{summarise_log(self._log_text())}"
+            told = f"{error}\n{self._output.summary()}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
-        finally:
-            for descriptor, copy in zip((1, 2), saved, strict=True):
-                os.dup2(copy, descriptor)
-                os.close(copy)
         return os.getpid()
 
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
@@ -146,7 +130,7 @@ class Replica:
     async def _give_up(self, queues: list[Any], error: Exception) -> None:
         self._notice_death()
         if self._engine.errored:
-            told = f"{error}\n{summarise_log(self._log_text())}"
+            told = f"{error}\n{self._output.summary()}"
             raise RuntimeError(f"vLLM died in replica {self.index}: {told}") from None
         await self._engine.abort([queue.request_id for queue in queues], internal=True)
 
@@ -316,8 +300,7 @@ class Replica:
     def _notice_death(self) -> None:
         if self._engine.errored and self._state is not ReplicaState.FAILED:
             self._advance(Event.DIE)
-            errors = find_errors(self._log_text())
-            self._failure = f"vLLM's processes ended: {'; '.join(errors) or 'without a word'}"
+            self._failure = f"vLLM's processes ended: {'; '.join(self._output.errors()) or 'without a word'}"
 
     def _require_service(self) -> None:
         self._notice_death()
@@ -334,19 +317,3 @@ class Replica:
 
     def _new_id(self) -> str:
         return f"{self.index}-{next(self._ids)}"
-
-    def _log_text(self) -> str:
-        """The last that vLLM's processes wrote."""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), LOG_BYTES, max(0, size - LOG_BYTES)).decode(errors="replace")
-
-
-def find_errors(log: str) -> list[str]:
-    """Lines of vLLM's log that name an exception, without vLLM's prefix, each once, the cause before what follows."""
-    lines = (LOG_PREFIX.sub("", line).strip() for line in log.splitlines())
-    return list(dict.fromkeys(line for line in lines if ERROR_LINE.match(line)))[:MAX_ERRORS]
-
-
-def summarise_log(log: str) -> str:
-    """The errors, then the last lines."""
-    return "\n".join([*find_errors(log), "last lines of vLLM's log:", *log.splitlines()[-LOG_TAIL_LINES:]])
