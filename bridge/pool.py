@@ -184,9 +184,9 @@ class ReplicaPool(ReplicaActors):
         """What the last sync's time went to, replica by replica."""
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
-    def read_digests(self, names: list[str], timeout: float) -> list[dict[str, int]]:
+    def read_digests(self, timeout: float) -> list[dict[str, int]]:
         """verify.digest_value by HF name of what each replica holds."""
-        return self._call(lambda actor: actor.read_digests.remote(names), timeout)
+        return self._call(lambda actor: actor.read_digests.remote(), timeout)
 
     def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:
         """Full tensors by HF name of what a replica computes with; all when `names` is None. For small models."""

@@ -180,7 +180,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return vllm_adapter.read_shards(self.lora_manager, self._sent_names, names)
 
     def read_digests(self) -> dict[str, int]:
-        """verify.digest_value of the same by name, for a worker that holds all of it."""
+        """verify.digest_value of the same by name, on the first worker of all of it. Collective over the workers."""
         if self.lora_manager is None:
             return vllm_readback.read_digests(self.model)
         return vllm_adapter.read_digests(self.lora_manager, self._sent_names)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest
 
-READ_BACK_TENSORS = 16  # tensors of one RPC of a sharded read-back
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
 
 
@@ -261,18 +260,9 @@ class Replica:
         answers = await self._engine.collective_rpc("megasync_read_shards", args=(names,))
         return assemble(to_shard(fields) for answer in answers for fields in answer)
 
-    async def read_digests(self, names: list[str]) -> dict[str, int]:
-        """verify.digest_value of the tensors of these names that the replica holds."""
-        from bridge.verify import digest_value
-
-        if self.config.tensor_parallel == 1:
-            (answer,) = await self._engine.collective_rpc("megasync_read_digests")
-            return dict(answer)
-        digests: dict[str, int] = {}
-        for start in range(0, len(names), READ_BACK_TENSORS):
-            tensors = await self.read_back(names[start : start + READ_BACK_TENSORS])
-            digests |= {name: digest_value(tensor) for name, tensor in tensors.items()}
-        return digests
+    async def read_digests(self) -> dict[str, int]:
+        """verify.digest_value of every tensor that the replica holds."""
+        return dict((await self._engine.collective_rpc("megasync_read_digests"))[0])
 
     async def close(self) -> None:
         """Stop the engine and its processes."""

@@ -142,6 +142,9 @@ def digest_value(tensor: torch.Tensor) -> int:
     return digest_tensor(tensor + 0 if tensor.is_floating_point() else tensor)
 
 
+Part = tuple[tuple[int, ...], torch.Tensor]  # where a part of a tensor begins in it, one offset a dim, and the part
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Part of a full tensor: it begins at `offsets`, one a dim; `data` is the bytes of a tensor of `shape`."""
@@ -164,24 +167,26 @@ def assemble(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: two workers disagree on the same elements, or elements are held by none.
     """
-    by_name: dict[str, list[Shard]] = {}
+    by_name: dict[str, list[Part]] = {}
     for shard in shards:
-        by_name.setdefault(shard.name, []).append(shard)
-    return {name: _assemble_one(name, parts) for name, parts in by_name.items()}
+        by_name.setdefault(shard.name, []).append((shard.offsets, shard.to_tensor()))
+    return {name: assemble_one(name, parts) for name, parts in by_name.items()}
 
 
-def _assemble_one(name: str, parts: list[Shard]) -> torch.Tensor:
-    num_dims = len(parts[0].shape)
-    shape = [max(part.offsets[dim] + part.shape[dim] for part in parts) for dim in range(num_dims)]
-    full = torch.empty(shape, dtype=getattr(torch, parts[0].dtype))
-    filled = torch.zeros(shape, dtype=torch.bool)
-    for part in parts:
-        where = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.shape, strict=True))
-        tensor = part.to_tensor()
+def assemble_one(name: str, parts: list[Part]) -> torch.Tensor:
+    """As assemble, from one tensor's parts and where they begin; on their device, and no copy where one is all of it."""
+    if len(parts) == 1 and not any(parts[0][0]):
+        return parts[0][1]
+    first = parts[0][1]
+    shape = [max(offsets[dim] + part.shape[dim] for offsets, part in parts) for dim in range(first.ndim)]
+    full = torch.empty(shape, dtype=first.dtype, device=first.device)
+    filled = torch.zeros(shape, dtype=torch.bool, device=first.device)
+    for offsets, part in parts:
+        where = tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))
         seen = filled[where]
-        if not torch.equal(full[where][seen], tensor[seen]):
+        if not torch.equal(full[where][seen], part[seen]):
             raise ValueError(f"workers of one replica hold different values of {name}")
-        full[where] = tensor
+        full[where] = part
         filled[where] = True
     if not filled.all():
         raise ValueError(f"no worker holds {int((~filled).sum())} of the {filled.numel()} elements of {name}")

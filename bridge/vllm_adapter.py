@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from bridge import vllm_readback
 from bridge.plan import Copy, Plan, Region
-from bridge.verify import as_bytes, digest_value
+from bridge.verify import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -163,17 +164,8 @@ def read_shards(lora_manager: Any, sent: Iterable[str], names: list[str] | None)
 
 
 def read_digests(lora_manager: Any, sent: Iterable[str]) -> dict[str, int]:
-    """As vllm_readback.read_digests.
-
-    Raises:
-        ValueError: linears that share an A hold different ones.
-    """
-    digests: dict[str, int] = {}
-    for name, _, tensor in held_slices(lora_manager, sent):
-        digest = digest_value(tensor.cpu())
-        if digests.setdefault(name, digest) != digest:
-            raise ValueError(f"vLLM holds different values of {name} in linears that share it")
-    return digests
+    """As vllm_readback.digest_whole, of the adapter."""
+    return vllm_readback.digest_whole(held_slices(lora_manager, sent), vllm_readback.tensor_group())
 
 
 def _renames(mapper: Any) -> Any:

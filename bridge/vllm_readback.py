@@ -1,7 +1,7 @@
 """What a vLLM worker holds, in Hugging Face names and coordinates: fused layers taken apart, shards placed.
 
-Depends on the vLLM version as vllm_api.py does; notes are relative to vllm 0.32.0's package. Leaves out putting shards
-together (verify.assemble) and fused experts (vllm_experts.py).
+Depends on the vLLM version as vllm_api.py does; notes are relative to vllm 0.32.0's package. Leaves out how parts become
+full tensors (verify.py) and fused experts (vllm_experts.py).
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from bridge import vllm_experts
 from bridge.manifest import TIED_HEAD
-from bridge.verify import Shard, as_bytes, digest_value
+from bridge.verify import Part, Shard, as_bytes, assemble_one, digest_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 IDENTITY_ROWS = 1024
+MAX_PROBLEMS = 5
 
 Slice = tuple[str, tuple[int, ...], torch.Tensor]  # HF name, offsets in the full tensor, this worker's part
 
@@ -137,8 +139,61 @@ def to_shard(fields: list[Any]) -> Shard:
 
 
 def read_digests(model: torch.nn.Module) -> dict[str, int]:
-    """digest_value of every full tensor, for a worker that holds the whole model."""
-    return {name: digest_value(tensor) for name, _, tensor in hf_slices(model, lambda _: True)}
+    """As digest_whole, of the model's parameters."""
+    return digest_whole(hf_slices(model, lambda _: True), tensor_group())
+
+
+def tensor_group() -> Any:
+    """vLLM's tensor-parallel workers."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def digest_whole(slices: Iterable[Slice], group: Any) -> dict[str, int]:
+    """digest_value of every full tensor, put together of what the workers of `group` hold; nothing on the others than the first.
+
+    Collective: all workers have slices of the same tensors in the same order. Tensors stay on their device.
+
+    Args:
+        slices: this worker's.
+        group: a GroupCoordinator of vLLM's (distributed/parallel_state.py).
+
+    Raises:
+        ValueError: after all of it, workers or layers that ought to hold the same do not, or nobody holds a part.
+    """
+    digests: dict[str, int] = {}
+    problems: list[str] = []
+    for name, offsets, tensor in slices:
+        parts = _from_all_workers(group, offsets, tensor)
+        if group.rank_in_group > 0:
+            continue
+        try:
+            digest = digest_value(assemble_one(name, parts))
+        except ValueError as error:  # the others go on to the next tensor
+            problems.append(str(error))
+            continue
+        if digests.setdefault(name, digest) != digest:
+            problems.append(f"vLLM holds different values of {name} in layers that share it")
+    if problems:
+        raise ValueError("; ".join(problems[:MAX_PROBLEMS]))
+    return digests
+
+
+def _from_all_workers(group: Any, offsets: tuple[int, ...], tensor: torch.Tensor) -> list[Part]:
+    """Each worker's part of a tensor."""
+    if group.world_size == 1:
+        return [(offsets, tensor)]
+    own = torch.tensor([*offsets, *tensor.shape])
+    places = [torch.empty_like(own) for _ in group.ranks]
+    dist.all_gather(places, own, group=group.cpu_group)
+    parts: list[Part] = []
+    for index, (rank, place) in enumerate(zip(group.ranks, places, strict=True)):
+        begin, shape = place[: tensor.ndim].tolist(), place[tensor.ndim :].tolist()
+        part = tensor.contiguous() if index == group.rank_in_group else tensor.new_empty(shape)
+        dist.broadcast(as_bytes(part), src=rank, group=group.device_group)
+        parts.append((tuple(begin), part))
+    return parts
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from bridge import vllm_reload
@@ -15,7 +16,8 @@ from bridge.bake import bake
 from bridge.bucket import plan_buckets
 from bridge.manifest import read_folder_manifest
 from bridge.plan import Plan
-from bridge.vllm_readback import hf_slices
+from bridge.verify import digest_value
+from bridge.vllm_readback import hf_slices, read_digests
 
 BUCKET_BYTES = 100_000
 
@@ -66,6 +68,27 @@ def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[st
     return sorted(tensors.keys() - right)
 
 
+def misdigested(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Tensors whose digest, put together of all workers' parts, is another than the whole tensor's; told by the first worker."""
+    digests = read_digests(model)
+    if not digests:
+        return ["all of them"] * (dist.get_rank() == 0)
+    return [name for name, tensor in tensors.items() if digests.get(name) != digest_value(tensor)]
+
+
+def disagreement(model: torch.nn.Module) -> str:
+    """What the first worker says of a last norm that is another on the other one."""
+    norm = dict(model.named_parameters())["model.norm.weight"].data
+    norm += dist.get_rank()
+    try:
+        read_digests(model)
+    except ValueError as error:
+        return str(error)
+    finally:
+        norm -= dist.get_rank()
+    return ""
+
+
 def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
     """For each family, from two folders of one shape: what is not planned, what is loaded otherwise, what is misread."""
     results = {}
@@ -83,5 +106,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
             "num_parameters": len(loaded),
             "read_back": misread(model, tensors),
+            "digests": misdigested(model, tensors),
+            "disagreement": disagreement(model),
         }
     return results

@@ -27,10 +27,14 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
         for family, tied in FAMILIES.items()
     }
     arguments = {"families": folders, "tensor_parallel": tensor_parallel}
-    for results in run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments, alone=True):
+    all_results = run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments, alone=True)
+    for rank, results in enumerate(all_results):
         for family, result in results.items():
             assert result["ordinary"] == {}, family
             assert result["unplanned"] == [], family
             assert result["differing"] == [], family
             assert result["read_back"] == [], family
+            assert result["digests"] == [], family
+            is_told = tensor_parallel == 2 and rank == 0
+            assert result["disagreement"] == "workers of one replica hold different values of model.norm.weight" * is_told
             assert result["num_parameters"] > 20
