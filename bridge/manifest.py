@@ -88,7 +88,7 @@ class Manifest:
     def by_name(self) -> dict[str, TensorSpec]:
         return {tensor.name: tensor for tensor in self.tensors}
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 

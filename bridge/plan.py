@@ -47,10 +47,12 @@ class Plan:
     copies: list[tuple[Copy, ...] | None]
     ordinary: dict[str, str]  # layer -> why it is not planned
     ordinary_layers: list[torch.nn.Module]
+    is_whole: bool = field(init=False)  # all tensors are planned
     _addresses: dict[str, int] = field(init=False)
     _bound: dict[tuple[int, int, int], list[Views]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.is_whole = all(copies is not None for copies in self.copies)
         self._addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
         self._bound = {}
 

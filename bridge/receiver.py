@@ -22,7 +22,7 @@ from bridge.bake import bake
 from bridge.manifest import Manifest, find_differences, read_folder_manifest
 from bridge.messages import BeginSync
 from bridge.plan import Plan
-from bridge.unpack import Reader, Unpacking, open_reader
+from bridge.unpack import Reader, Stage, Unpacking, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._parameters = vllm_reload.loadable_parameters(self.model)
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
+        self._stages: tuple[Stage, ...] = ()
+        self._stages_key: tuple[object, ...] = ()  # what they are made of
         self._plan: Plan | None = None
         self._reader: Reader | None = None
         self._sync: BeginSync | None = None
@@ -73,15 +75,15 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         manifest = self._manifest
         if manifest is None or manifest.digest != message.manifest_digest:
             return ["the manifest of that digest never came"]
-        if message.adapter is not None or self.lora_manager is not None:
-            reasons = self._find_adapter_problems(message, manifest)
-        else:
-            reasons = self._find_differences(manifest) if message.manifest_json is not None else []
+        reasons = self._find_problems(message, manifest)
         if message.adapter is not None and message.manifest_json is not None:
             self._plan = None  # until an adapter is in its slot
         if reasons:
             self._manifest = None
             return reasons
+        key = (manifest.digest, message.stage_sizes, message.bucket_bytes)
+        if self._stages_key != key:
+            self._stages, self._stages_key = Stage.cut(manifest, message.stage_sizes, message.bucket_bytes), key
         if self._reader is None or self._reader.endpoints != message.endpoints:
             self._close_reader()
             self._reader = open_reader(message, self.parallel_config.rank, self.device)
@@ -95,20 +97,24 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         """The layers that are not planned, and why."""
         return dict(self._plan.ordinary) if self._plan is not None else {}
 
+    def _find_problems(self, message: BeginSync, manifest: Manifest) -> list[str]:
+        """An adapter needs a replica that was started for adapters; its base weights never change."""
+        if message.adapter is None and self.lora_manager is not None:
+            return ["the replica serves an adapter on its folder's weights and takes no others (engine.lora.sync=adapter)"]
+        if message.adapter is not None and self.lora_manager is None:
+            return ["the replica was started without adapters; its weights may have one merged into them already"]
+        if message.manifest_json is None:  # looked through before
+            return []
+        if message.adapter is None:
+            return self._find_differences(manifest)
+        unable = vllm_adapter.unservable_adapters(self.lora_manager, manifest.by_name)
+        return [f"vLLM cannot serve {name} as an adapter; write engine.lora.sync=merged" for name in unable]
+
     def _find_differences(self, manifest: Manifest) -> list[str]:
         if self._held is None:
             self._held = read_folder_manifest(Path(self.model_config.model))
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         return find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
-
-    def _find_adapter_problems(self, message: BeginSync, manifest: Manifest) -> list[str]:
-        """An adapter needs a replica that was started for adapters; its base weights never change."""
-        if message.adapter is None:
-            return ["the replica serves an adapter on its folder's weights and takes no others (engine.lora.sync=adapter)"]
-        if self.lora_manager is None:
-            return ["the replica was started without adapters; its weights may have one merged into them already"]
-        unable = vllm_adapter.unservable_adapters(self.lora_manager, manifest.by_name)
-        return [f"vLLM cannot serve {name} as an adapter; write engine.lora.sync=merged" for name in unable]
 
     @property
     def takes_adapter(self) -> bool:
@@ -138,26 +144,29 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def _load(self, sync: BeginSync, reader: Reader) -> None:
         assert self._manifest is not None
         if sync.adapter is not None and self._plan is None:
-            tensors = {name: tensor.clone() for name, tensor in Unpacking(sync, self._manifest, reader, self.device, None)}
+            tensors = {name: tensor.clone() for name, tensor in Unpacking(sync, self._stages, reader, self.device, None)}
             vllm_adapter.load_adapter(self.lora_manager, tensors, sync.adapter)
             self._plan = vllm_adapter.plan_adapter(self.lora_manager, self._manifest)
             return
         plan = self._plan
         assert plan is not None
-        unpacking = Unpacking(sync, self._manifest, reader, self.device, plan)
+        unpacking = Unpacking(sync, self._stages, reader, self.device, plan)
         stream = iter(unpacking)
         loaded: set[str] | None = set()
-        if not all(plan.is_planned(index) for index in range(len(self._manifest.tensors))):
+        if not plan.is_whole:
             loaded = vllm_reload.load_stream(self.model, stream)
         for _ in stream:  # a loader that left early: take the rest, so that no one waits for us
             pass
-        names = [spec.name for spec in self._manifest.tensors]
-        problems = [f"{name} never arrived" for index, name in enumerate(names) if index not in unpacking.arrived]
-        if loaded is not None:
-            problems += [f"vLLM loaded nothing into {name}" for name in sorted(self._left_to_loader(plan) - loaded)]
-        problems += vllm_reload.unloaded_layers(self.model)
+        problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[unpacking.num_arrived :]]
+        if plan.ordinary:
+            problems += self._find_unloaded(plan, loaded)
         if problems:
             raise RuntimeError("not covered: " + "; ".join(problems))
+
+    def _find_unloaded(self, plan: Plan, loaded: set[str] | None) -> list[str]:
+        """What vLLM's loader, which says that it `loaded` so much, left out."""
+        left_out = sorted(self._left_to_loader(plan) - loaded) if loaded is not None else []
+        return [*(f"vLLM loaded nothing into {name}" for name in left_out), *vllm_reload.unloaded_layers(self.model)]
 
     def _left_to_loader(self, plan: Plan) -> set[str]:
         """Parameters of the layers that are not planned."""

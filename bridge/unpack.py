@@ -5,6 +5,7 @@ Works on every transport. Leaves out what happens to the tensors (receiver.py) a
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,40 +38,63 @@ def open_reader(message: BeginSync, worker: int, device: torch.device) -> Reader
     return ShmReader(message.endpoints, reader)
 
 
+class Stage(NamedTuple):
+    """What a pipeline stage sends, the same in every sync."""
+
+    number: int
+    first: int  # its first tensor's place in the whole manifest
+    manifest: Manifest
+    buckets: tuple[Bucket, ...]
+    buffer_bytes: int
+
+    @classmethod
+    def cut(cls, manifest: Manifest, sizes: tuple[int, ...], bucket_bytes: int) -> tuple[Stage, ...]:
+        """The manifest's tensors by stage, of which each has so many."""
+        ends = list(itertools.accumulate(sizes))
+        parts = [Manifest(manifest.tensors[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        return tuple(
+            cls(number, end - len(part.tensors), part, plan_buckets(part, bucket_bytes), buffer_bytes(part, bucket_bytes))
+            for number, (part, end) in enumerate(zip(parts, ends, strict=True))
+        )
+
+
 class Unpacking:
     """One pass over all stages of a sync. Iterate it to the end; it gives the tensors that are not planned.
 
-    `arrived` holds the indices of all tensors that came, planned ones too.
+    `num_arrived` counts the tensors that came, planned ones too; they come in the manifest's order.
     """
 
-    def __init__(self, sync: BeginSync, manifest: Manifest, reader: Reader, device: torch.device, plan: Plan | None) -> None:
-        self._sync, self._manifest, self._reader = sync, manifest, reader
+    def __init__(
+        self, sync: BeginSync, stages: tuple[Stage, ...], reader: Reader, device: torch.device, plan: Plan | None
+    ) -> None:
+        self._sync, self._stages, self._reader = sync, stages, reader
         self._device, self._plan = device, plan
-        self.arrived: set[int] = set()
+        self.num_arrived = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        first = 0
-        for stage, size in enumerate(self._sync.stage_sizes):
-            part = Manifest(self._manifest.tensors[first : first + size])
-            yield from self._unpack_stage(stage, first, part)
-            first += size
+        for stage in self._stages:
+            if self._plan is not None and self._plan.is_whole:
+                for bucket, data in self._buckets(stage):
+                    self._plan.scatter(bucket, stage.first, data)
+                self.num_arrived += len(stage.manifest.tensors)
+            else:
+                yield from self._unpack_stage(stage)
 
-    def _unpack_stage(self, stage: int, first: int, part: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unpack_stage(self, stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor that lies in one bucket of shared memory is lent: a view, which moves when the bucket is given back.
 
         Not an expert's, since views of it would not move.
         """
         lends = isinstance(self._reader, ShmReader) and self._device.type == "cpu"
         tensor = torch.empty(0)
-        for bucket, data in self._buckets(stage, part):
+        for bucket, data in self._buckets(stage):
             lent: list[_Lent] = []
             if self._plan is not None:
-                self._plan.scatter(bucket, first, data)
+                self._plan.scatter(bucket, stage.first, data)
             for piece in bucket.pieces:
-                spec = part.tensors[piece.tensor]
-                if _is_complete(spec, piece):
-                    self.arrived.add(first + piece.tensor)
-                if self._plan is not None and self._plan.is_planned(first + piece.tensor):
+                spec = stage.manifest.tensors[piece.tensor]
+                self.num_arrived += _is_complete(spec, piece)
+                if self._plan is not None and self._plan.is_planned(stage.first + piece.tensor):
                     continue
                 if lends and 0 < piece.num_bytes == spec.num_bytes and KEPT_IN_VIEWS not in spec.name:
                     tensor = _lend(data, spec, piece, lent)
@@ -82,58 +106,50 @@ class Unpacking:
                     yield spec.name, tensor
             _take_back(lent)
 
-    def _buckets(self, stage: int, part: Manifest) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def _buckets(self, stage: Stage) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The stage's buckets in order, each good until the next is asked for."""
-        buckets = plan_buckets(part, self._sync.bucket_bytes)
-        shares_memory = isinstance(self._reader, ShmReader)
-        stream = self._read_shared(stage, part, buckets) if shares_memory else self._read_broadcast(stage, part, buckets)
+        stream = self._read_shared(stage) if isinstance(self._reader, ShmReader) else self._read_broadcast(stage)
         try:
             yield from stream
         except DamagedError as error:
-            told = [describe_bucket(buckets[index], len(buckets), stage, part) for index in error.buckets]
+            told = [describe_bucket(stage, stage.buckets[index]) for index in error.buckets]
             raise TransportError(f"{', '.join(told)} arrived damaged: its digest differs from the sender's") from error
 
-    def _read_shared(
-        self, stage: int, part: Manifest, buckets: tuple[Bucket, ...]
-    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def _read_shared(self, stage: Stage) -> Iterator[tuple[Bucket, torch.Tensor]]:
         sync, reader = self._sync, self._reader
         assert isinstance(reader, ShmReader)
-        if buffer_bytes(part, sync.bucket_bytes) != reader.buffer_bytes(stage):
-            raise TransportError(f"stage {stage}: buffers and bucket size do not fit together")
-        for bucket, data in _read_ahead(sync, stage, part, reader, buckets):
+        if stage.buffer_bytes != reader.buffer_bytes(stage.number):
+            raise TransportError(f"stage {stage.number}: buffers and bucket size do not fit together")
+        for bucket, data in _read_ahead(sync, stage, reader):
             yield bucket, data
-            reader.release(stage)
+            reader.release(stage.number)
         if sync.verify:
-            reader.finish(stage, (sync.sync_index + 1) * len(buckets), sync.deadline)
+            reader.finish(stage.number, (sync.sync_index + 1) * len(stage.buckets), sync.deadline)
 
-    def _read_broadcast(
-        self, stage: int, part: Manifest, buckets: tuple[Bucket, ...]
-    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def _read_broadcast(self, stage: Stage) -> Iterator[tuple[Bucket, torch.Tensor]]:
         sync, reader = self._sync, self._reader
         assert isinstance(reader, GroupReader)
-        sizes = [bucket.num_bytes for bucket in buckets]
-        data = reader.read(stage, sizes, buffer_bytes(part, sync.bucket_bytes), sync.deadline, verify=sync.verify)
-        yield from zip(buckets, data, strict=True)
+        sizes = [bucket.num_bytes for bucket in stage.buckets]
+        data = reader.read(stage.number, sizes, stage.buffer_bytes, sync.deadline, verify=sync.verify)
+        yield from zip(stage.buckets, data, strict=True)
 
 
-def _read_ahead(
-    sync: BeginSync, stage: int, manifest: Manifest, reader: ShmReader, buckets: tuple[Bucket, ...]
-) -> Iterator[tuple[Bucket, torch.Tensor]]:
+def _read_ahead(sync: BeginSync, stage: Stage, reader: ShmReader) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """The stage's buckets in order. A thread waits for the next one and checks its digest while this one is loaded."""
 
     def read(bucket: Bucket) -> torch.Tensor:
-        sequence = sync.sync_index * len(buckets) + bucket.index
+        sequence = sync.sync_index * len(stage.buckets) + bucket.index
         try:
-            return reader.read(stage, sequence, bucket.num_bytes, sync.deadline, verify=sync.verify)
+            return reader.read(stage.number, sequence, bucket.num_bytes, sync.deadline, verify=sync.verify)
         except TransportError as error:
-            raise TransportError(f"{describe_bucket(bucket, len(buckets), stage, manifest)} {error}") from error
+            raise TransportError(f"{describe_bucket(stage, bucket)} {error}") from error
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="megasync-read")
     try:
-        coming = [thread.submit(read, bucket) for bucket in buckets[:1]]
-        for bucket in buckets:
+        coming = [thread.submit(read, bucket) for bucket in stage.buckets[:1]]
+        for bucket in stage.buckets:
             data = coming.pop().result()
-            coming = [thread.submit(read, following) for following in buckets[bucket.index + 1 : bucket.index + 2]]
+            coming = [thread.submit(read, following) for following in stage.buckets[bucket.index + 1 : bucket.index + 2]]
             yield bucket, data
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
@@ -176,8 +192,8 @@ def _is_complete(spec: TensorSpec, piece: Piece) -> bool:
     return piece.tensor_offset + piece.num_bytes == spec.num_bytes
 
 
-def describe_bucket(bucket: Bucket, num_buckets: int, stage: int, manifest: Manifest) -> str:
+def describe_bucket(stage: Stage, bucket: Bucket) -> str:
     """For people: which bucket, and the tensors in it."""
-    first, last = (manifest.tensors[bucket.pieces[end].tensor].name for end in (0, -1))
+    first, last = (stage.manifest.tensors[bucket.pieces[end].tensor].name for end in (0, -1))
     tensors = first if first == last else f"{first} to {last}"
-    return f"bucket {bucket.index} of {num_buckets} of stage {stage} ({tensors})"
+    return f"bucket {bucket.index} of {len(stage.buckets)} of stage {stage.number} ({tensors})"

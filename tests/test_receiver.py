@@ -1,14 +1,21 @@
-"""Memory of a load: tensors lent out of a bucket get their own before it is used again."""
+"""A worker's side without vLLM: lent tensors get memory of their own before a bucket is used again; stages by plan or not."""
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bridge.bucket import plan_buckets
+from bridge.bucket import buffer_bytes, plan_buckets
 from bridge.manifest import Manifest, TensorSpec
-from bridge.unpack import _Lent, _lend, _take_back
-from bridge.transport.shm import TransportError
+from bridge.messages import BeginSync
+from bridge.plan import Copy, Plan, Region
+from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError
+from bridge.unpack import Stage, Unpacking, _Lent, _lend, _take_back
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))
 
@@ -50,3 +57,56 @@ def test_a_part_that_is_kept_is_refused(lent) -> None:
         _take_back(notes)
     del part
     _take_back(notes)
+
+
+SIZES = [5, 64, 0, 33, 200, 17]  # float32 elements of each tensor; the first two are one stage's, the others another's
+BUCKET_BYTES = 256
+
+
+def send(writer: ShmWriter, stage: Stage, values: list[torch.Tensor]) -> None:
+    for bucket in stage.buckets:
+        buffer = writer.acquire(time.time() + 10, lambda: None)
+        for piece in bucket.pieces:
+            raw = values[stage.first + piece.tensor].view(torch.uint8)
+            part = raw[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+            buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = part
+        writer.publish(bucket.num_bytes, verify=True)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.none() | st.lists(st.booleans(), min_size=len(SIZES), max_size=len(SIZES)) | st.just([True] * len(SIZES)))
+def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> None:
+    """Over two stages, in two syncs."""
+    manifest = Manifest(tuple(TensorSpec(f"t{i}", "float32", (size,)) for i, size in enumerate(SIZES)))
+    stages = Stage.cut(manifest, (2, 4), BUCKET_BYTES)
+    assert [(stage.first, len(stage.manifest.tensors)) for stage in stages] == [(0, 2), (2, 4)]
+    parameters = {spec.name: torch.zeros(spec.shape) for spec in manifest.tensors}
+    copies = [
+        (Copy(Region(0, 1, size, size), f"t{i}", Region(0, 1, size, size)),) if planned and planned[i] else None
+        for i, size in enumerate(SIZES)
+    ]
+    plan = Plan(manifest, parameters, copies, {}, []) if planned is not None else None
+    segments = [Segment.create(f"test-{time.monotonic_ns()}", buffer_bytes(s.manifest, BUCKET_BYTES), 1) for s in stages]
+    writers = [ShmWriter(segment, stage, ["r"]) for stage, segment in enumerate(segments)]
+    reader = ShmReader(tuple(str(segment.path) for segment in segments), 0)
+    for index in range(2):
+        values = [torch.rand(size) for size in SIZES]
+        sync = BeginSync(
+            version=index, manifest_digest="", manifest_json=None, stage_sizes=(2, 4), bucket_bytes=BUCKET_BYTES, endpoints=(),
+            sync_index=index, first_reader=0, num_readers=1, replica=0, verify=True, deadline=time.time() + 10,
+        )  # fmt: skip
+        senders = [threading.Thread(target=send, args=(w, s, values)) for w, s in zip(writers, stages, strict=True)]
+        for sender in senders:
+            sender.start()
+        unpacking = Unpacking(sync, stages, reader, torch.device("cpu"), plan)
+        came = {name: tensor.clone() for name, tensor in unpacking}
+        for sender in senders:
+            sender.join()
+        assert unpacking.num_arrived == len(SIZES)
+        for i, value in enumerate(values):
+            by_plan = planned is not None and planned[i]
+            assert (f"t{i}" in came) != by_plan
+            assert torch.equal(parameters[f"t{i}"] if by_plan else came[f"t{i}"], value)
+    reader.close()
+    for segment in segments:
+        segment.close()
