@@ -103,6 +103,12 @@ def test_pictures_that_cannot_be(verb: str, name: str, words: str) -> None:
         check_picture(verb, Path(name))
 
 
+def test_a_picture_that_nothing_can_draw_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        check_picture("sync", Path("a.svg"))
+
+
 def test_lora_rows_count_what_is_sent(results: dict) -> None:
     """Once what training trains: 2 layers, rank 4, an A and a B beside each of megatron-core's linears."""
     linears = ((64, 256), (128, 64), (64, 2 * 128), (128, 64))  # qkv, proj, fc1, fc2

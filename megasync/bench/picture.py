@@ -6,6 +6,7 @@ python -m megasync.bench.picture SYNC.json [MORE.json ...] --to FILE.svg      # 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,12 +51,14 @@ def draw_sync(measured: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def check_picture(verb: str, path: Path) -> None:
-    """ConfigError where there is no picture of what is measured, or an image cannot have this name."""
+    """ConfigError where there is no picture of what is measured, an image cannot have this name, or nothing can draw it."""
     if verb != "sync":
         raise ConfigError(explain(f"bench {verb}: there is no picture of it", choices="bench sync", remedy="leave --picture out"))
     if path.suffix not in FORMATS:
         message = f"{path}: the name of an image is expected"
         raise ConfigError(explain(message, choices=", ".join(FORMATS), remedy=f"write {path.with_suffix('.svg')}"))
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(explain(f"{path}: matplotlib draws it, and is not there", remedy="run: pip install matplotlib"))
 
 
 def _draw_ways(axes: Axes, results: dict[str, Any]) -> None:
