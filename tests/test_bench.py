@@ -71,6 +71,7 @@ def test_all_ways_end_with_the_trainer_s_weights(results: dict) -> None:
 
 def test_results_say_what_was_measured(results: dict) -> None:
     assert {"torch", "mbridge", "ray", "megatron-core", "python"} <= results["versions"].keys()
+    assert results["is_complete"]
     assert results["config"]["bench"]["hidden_size"] == 64
     model, summary = results["model"], results["summary"]
     assert model["largest_tensor"] == {"name": "model.embed_tokens.weight", "bytes": 256 * 64 * 4}
@@ -130,6 +131,26 @@ def test_rollout_compares_both_ways_to_serve_lora(tmp_path: Path) -> None:
     assert [measured["tokens"] for measured in results["rounds"]] == [6 * 32] * 2
     speeds = [results["summary"][way]["tokens_per_second_median"] for way in ("adapter", "merged")]
     assert results["adapter_times_merged"] == speeds[0] / speeds[1]
+
+
+def test_rounds_before_a_kill_are_kept(tmp_path: Path) -> None:
+    config, *overrides = small(tmp_path)
+    ways = ["bench.ways=[stream]", "bench.lora_rank=0", "bench.rounds=100000", "bench.num_ranks=1", "engine.wrap=ddp"]
+    file = tmp_path / "results.json"
+    command = [sys.executable, "-m", "megasync.bench", "sync", "--config", config, *overrides, *ways, "--json", str(file)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("round 3 of"):
+            process.terminate()
+            break
+    printed, told = process.communicate(timeout=120)
+    assert process.returncode == 1, told[-3000:]
+    results = json.loads(file.read_text())
+    assert not results["is_complete"]
+    assert len(results["rounds"]) >= 2
+    assert "weight sync, medians" in printed
+    assert "cut off" in told
 
 
 def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:

@@ -105,8 +105,8 @@ def _check_lora(config: Config, verb: str) -> None:
         raise ConfigError(explain(message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy))
 
 
-def measure(verb: str, config: Config) -> Results | None:
-    """Run worker.py on all ranks; what it measured, None when it failed."""
+def measure(verb: str, config: Config) -> tuple[int, Results | None]:
+    """Run worker.py on all ranks; its exit code, and what it measured, if only of whole rounds before it failed."""
     folder, (summarise, _) = config.run.folder, VERBS[verb]
     config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
     save_config(config, config_path)
@@ -115,12 +115,12 @@ def measure(verb: str, config: Config) -> Results | None:
     ranks = ["--nproc-per-node", str(config.bench.num_ranks), "-m", "megasync.bench.worker"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     code = run_to_end([*torchrun, *ranks, verb, str(config_path), str(results_path)])
-    if code or not results_path.exists():
-        return None
+    if not results_path.exists():
+        return code or 1, None
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
     results = {"bench": verb, **_environment(), "config": config_to_dict(config), **results, **summarise(results)}
     write_atomically(results_path, json.dumps(results, indent=1) + "\n")
-    return results
+    return code, results
 
 
 def _environment() -> Results:
@@ -136,7 +136,7 @@ def _environment() -> Results:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring."""
+    """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring, rounds before that count."""
     parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
     about = "sync: ours, message by message, over the disk, and LoRA's two ways; rollout: tokens/s with LoRA's two ways; train"
     parser.add_argument("verb", choices=[*VERBS, "train"], help=about)
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
         config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
     if given.verb == "train":
         return train.run(config, given.json)
-    results = measure(given.verb, config)
+    code, results = measure(given.verb, config)
     if results is None:
         return 1
     if given.json is not None:
@@ -160,5 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.picture is not None:
         draw_sync([results], given.picture)
     VERBS[given.verb][1](results)
-    return 0
+    if not results["is_complete"]:
+        print(f"cut off; rounds until then are in {config.run.folder / f'bench_{given.verb}.json'}", file=sys.stderr)
+    return int(code != 0)
 

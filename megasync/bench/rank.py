@@ -22,6 +22,8 @@ from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bridge.sender import WeightSource
     from engine.config import EngineConfig
     from megasync.config import Config
@@ -36,6 +38,7 @@ class BenchRank(ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed)
+        self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
 

@@ -41,18 +41,22 @@ class SyncBench(Ways):
 
     def run(self) -> Measured:
         """All rounds; on rank 0 what tables.py shows."""
-        rounds: list[Measured] = []
+        results: Measured = {"warm_up": [], "rounds": [], **self._describe()}
         num_rounds, version = self.config.bench.rounds, 0
         pids = {name: self._pids(way.pool) for name, way in self.ways.items()}
         for index in range(-1, num_rounds):  # -1 warms up
+            measured_now = []
             for name, way in self.ways.items():
                 version += 1
                 measured = {"round": index, "way": name, **self._measure(name, way, version, pids[name])}
                 self.say(f"round {index + 1} of {num_rounds}  {name:<16}{measured.get('seconds', 0.0):.4f} s")
                 if way.source is not None and index in (-1, num_rounds - 1):
                     measured["same_weights"] = self.compare(name, way.source, way.pool)
-                rounds.append(measured)
-        return {"warm_up": rounds[: len(self.ways)], "rounds": rounds[len(self.ways) :], **self._describe()}
+                measured_now.append(measured)
+            results["warm_up" if index < 0 else "rounds"] += measured_now
+            if self.layout.rank == 0 and results["rounds"]:
+                self.keep(results)
+        return results
 
     def _measure(self, name: str, way: Way, version: int, pids: dict[str, int]) -> Measured:
         self.change(way.engine)

@@ -7,6 +7,7 @@ Leaves out the benches (sync.py, rollout.py).
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -17,7 +18,7 @@ from types import FrameType
 import ray
 
 from engine import parallel
-from megasync.bench.rank import BenchRank
+from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.rollout import RolloutBench
 from megasync.bench.sync import SyncBench
 from megasync.config_load import load_config
@@ -27,15 +28,20 @@ BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBenc
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure by a config file and write the results as JSON."""
+    """Measure by a config file and write the results as JSON, also those of a bench that does not come to its end."""
     verb, config_path, results_path = arguments
     signal.signal(signal.SIGTERM, _stop)
+
+    def write(results: Measured, *, is_complete: bool) -> None:
+        write_atomically(Path(results_path), json.dumps({**results, "is_complete": is_complete}))
+
     bench = None
     try:
         bench = BENCHES[verb](load_config(config_path))
+        bench.keep = functools.partial(write, is_complete=False)
         results = bench.run()
         if bench.layout.rank == 0:
-            write_atomically(Path(results_path), json.dumps(results))
+            write(results, is_complete=True)
     finally:
         if bench is not None:
             bench.close()
