@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
-CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 
 
 class ReplicaActors:
@@ -46,7 +45,7 @@ class ReplicaActors:
             RuntimeError: a replica did not start, with vLLM's own error; nothing is left running.
             ValueError: the cluster has too few GPUs.
         """
-        pool = cls(config, num_replicas)
+        actors = cls(config, num_replicas)
         if torch.cuda.is_available() and not config.devices:
             needed, there = num_replicas * config.tensor_parallel, int(ray.cluster_resources().get("GPU", 0))
             if needed > there:
@@ -55,11 +54,11 @@ class ReplicaActors:
                     f"{needed} GPUs, Ray has {there}; lower one of them"
                 )
         try:
-            pool._launch(range(num_replicas), serves_folder=True)
+            actors._launch(range(num_replicas), serves_folder=True)
         except BaseException:
-            pool.close()
+            actors.close()
             raise
-        return pool
+        return actors
 
     def restart(self, *replicas: int) -> None:
         """New actors in the place of those that failed or died. They generate after the next publish."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from bridge.actors import CONTROL_SECONDS, ReplicaActors
+from bridge.actors import ReplicaActors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
+
+CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 
 
 class Generation:

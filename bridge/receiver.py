@@ -25,7 +25,7 @@ from bridge.plan import Plan
 from bridge.unpack import Reader, Stage, Unpacking, open_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -183,21 +183,20 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._sync = None
 
     def read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
-        """The fields of a verify.Shard for each slice held here: of the adapter where one is served, else of the weights."""
-        if self.lora_manager is None:
-            return vllm_readback.read_shards(self.model, names)
-        return vllm_adapter.read_shards(self.lora_manager, self._sent_names, names)
+        """vllm_readback.pack_shards of what is held here."""
+        wanted = None if names is None else frozenset(names)
+        return vllm_readback.pack_shards(self._held_slices(wanted), wanted)
 
     def read_digests(self) -> dict[str, int]:
-        """verify.digest_value of the same by name, on the first worker of all of it. Collective over the workers."""
-        if self.lora_manager is None:
-            return vllm_readback.read_digests(self.model)
-        return vllm_adapter.read_digests(self.lora_manager, self._sent_names)
+        """vllm_readback.digest_whole of what the workers hold. Collective over them."""
+        return vllm_readback.digest_whole(self._held_slices(None), vllm_readback.tensor_group())
 
-    @property
-    def _sent_names(self) -> list[str]:
+    def _held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
+        """Of the adapter where one is served, all; else of the weights, those of these names at least."""
+        if self.lora_manager is None:
+            return vllm_readback.hf_slices(self.model, lambda name: names is None or name in names)
         assert self._manifest is not None
-        return list(self._manifest.by_name)
+        return vllm_adapter.held_slices(self.lora_manager, self._manifest.by_name)
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from bridge import vllm_readback
 from bridge.plan import Copy, Plan, Region
-from bridge.verify import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -151,21 +149,6 @@ def _offsets(path: str, layer: Any) -> list[tuple[int, int]]:
 def _used(factor: torch.Tensor, rank: int) -> torch.Tensor:
     """The rows of a slot that the adapter fills; all of them where one that should be 0 is not, so that it is found."""
     return factor if bool(factor[rank:].any()) else factor[:rank]
-
-
-def read_shards(lora_manager: Any, sent: Iterable[str], names: list[str] | None) -> list[tuple[Any, ...]]:
-    """As vllm_readback.read_shards."""
-    keep = None if names is None else frozenset(names)
-    return [
-        (name, list(offsets), list(t.shape), str(t.dtype).removeprefix("torch."), as_bytes(t.cpu()).numpy().tobytes())
-        for name, offsets, t in held_slices(lora_manager, sent)
-        if keep is None or name in keep
-    ]
-
-
-def read_digests(lora_manager: Any, sent: Iterable[str]) -> dict[str, int]:
-    """As vllm_readback.digest_whole, of the adapter."""
-    return vllm_readback.digest_whole(held_slices(lora_manager, sent), vllm_readback.tensor_group())
 
 
 def _renames(mapper: Any) -> Any:

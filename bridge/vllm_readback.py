@@ -123,24 +123,18 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
         yield hf_name, (part_rank * size, *other_dims), part
 
 
-def read_shards(model: torch.nn.Module, names: list[str] | None) -> list[tuple[Any, ...]]:
-    """The fields of a verify.Shard for each slice held here; plain types, which is what vLLM's RPC can carry."""
-    keep = None if names is None else frozenset(names)
+def pack_shards(slices: Iterable[Slice], names: frozenset[str] | None) -> list[tuple[Any, ...]]:
+    """The fields of a verify.Shard for each slice of these names, or of all; plain types, which is what vLLM's RPC can carry."""
     return [
         (name, list(offsets), list(tensor.shape), str(tensor.dtype).removeprefix("torch."), _raw(tensor))
-        for name, offsets, tensor in hf_slices(model, lambda name: keep is None or name in keep)
-        if keep is None or name in keep
+        for name, offsets, tensor in slices
+        if names is None or name in names
     ]
 
 
 def to_shard(fields: list[Any]) -> Shard:
     name, offsets, shape, dtype, data = fields
     return Shard(name, tuple(offsets), tuple(shape), dtype, bytes(data))
-
-
-def read_digests(model: torch.nn.Module) -> dict[str, int]:
-    """As digest_whole, of the model's parameters."""
-    return digest_whole(hf_slices(model, lambda _: True), tensor_group())
 
 
 def tensor_group() -> Any:

@@ -22,6 +22,15 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def end_on_sigterm() -> None:
+    """SIGTERM ends this program the ordinary way from now on, so that Ray and vLLM are taken down with it."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 def run_to_end(command: Sequence[str]) -> int:
     """The command's exit code. SIGINT and SIGTERM are handed on as one SIGTERM, then the command's own end is awaited.
 

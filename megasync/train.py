@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING
 from megasync.config_check import check_config
 from megasync.config_load import load_config
 from megasync.errors import main_errors
+from megasync.processes import end_on_sigterm
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from megasync.config import Config
 
 
@@ -50,7 +48,7 @@ def run(config: Config) -> int:
     from megasync.session import Session
 
     rank = int(os.environ.get("RANK", "0"))
-    signal.signal(signal.SIGTERM, _stop)
+    end_on_sigterm()
     session = None
     try:
         with main_errors(speak=rank == 0):
@@ -68,11 +66,6 @@ def run(config: Config) -> int:
             session.close()
         parallel.shutdown()
     return 0
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM ends the program the ordinary way, so that Ray and vLLM are taken down with it."""
-    raise SystemExit(143)
 
 
 if __name__ == "__main__":

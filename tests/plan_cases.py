@@ -17,7 +17,7 @@ from bridge.bucket import plan_buckets
 from bridge.manifest import read_folder_manifest
 from bridge.plan import Plan
 from bridge.verify import digest_value
-from bridge.vllm_readback import hf_slices, read_digests
+from bridge.vllm_readback import digest_whole, hf_slices, tensor_group
 
 BUCKET_BYTES = 100_000
 
@@ -70,7 +70,7 @@ def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[st
 
 def misdigested(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Tensors whose digest, put together of all workers' parts, is another than the whole tensor's; told by the first worker."""
-    digests = read_digests(model)
+    digests = digest_whole(hf_slices(model, lambda _: True), tensor_group())
     if not digests:
         return ["all of them"] * (dist.get_rank() == 0)
     return [name for name, tensor in tensors.items() if digests.get(name) != digest_value(tensor)]
@@ -81,7 +81,7 @@ def disagreement(model: torch.nn.Module) -> str:
     norm = dict(model.named_parameters())["model.norm.weight"].data
     norm += dist.get_rank()
     try:
-        read_digests(model)
+        digest_whole(hf_slices(model, lambda _: True), tensor_group())
     except ValueError as error:
         return str(error)
     finally:

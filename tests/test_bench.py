@@ -7,6 +7,7 @@ Nothing here looks at how long anything took.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -138,19 +139,26 @@ def test_rounds_before_a_kill_are_kept(tmp_path: Path) -> None:
     ways = ["bench.ways=[stream]", "bench.lora_rank=0", "bench.rounds=100000", "bench.num_ranks=1", "engine.wrap=ddp"]
     file = tmp_path / "results.json"
     command = [sys.executable, "-m", "megasync.bench", "sync", "--config", config, *overrides, *ways, "--json", str(file)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("round 3 of"):
+    with (tmp_path / "told").open("w+") as told:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=told, text=True)
+        assert process.stdout is not None
+        try:
+            printed = "".join(itertools.takewhile(lambda line: not line.startswith("round 3 of"), process.stdout))
+        finally:
             process.terminate()
-            break
-    printed, told = process.communicate(timeout=120)
-    assert process.returncode == 1, told[-3000:]
+            try:
+                printed += process.communicate(timeout=120)[0]
+            except subprocess.TimeoutExpired:
+                process.kill()  # what it started ends with it
+                raise
+        told.seek(0)
+        errors = told.read()
+    assert process.returncode == 1, errors[-3000:]
     results = json.loads(file.read_text())
     assert not results["is_complete"]
     assert len(results["rounds"]) >= 2
     assert "weight sync, medians" in printed
-    assert "cut off" in told
+    assert "cut off" in errors
 
 
 def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:

@@ -82,8 +82,6 @@ class GroupWriter:
 class GroupReader:
     """One vLLM worker's side of all stages; `reader` is its index among the `num_readers` workers of all replicas."""
 
-    lends = False  # buffers are used again as soon as the consumer asks for the next bucket
-
     def __init__(self, endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> None:
         self.endpoints = endpoints
         self._channels: list[Channel | None] = [None] * len(endpoints)

@@ -37,6 +37,7 @@ class SyncBench(Ways):
         super().__init__(config)
         self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
         self._segments: dict[Publisher, str] = {}  # where each publisher's shared memory lies, once it has some
+        self._makers: dict[Publisher | str, str] = {}  # by publisher, the way that synced first; a way without one is its own
         self._stays: dict[str, dict[str, int]] = {}  # of GPUs' memory, what a way's first sync left taken, by process
 
     def run(self) -> Measured:
@@ -84,14 +85,18 @@ class SyncBench(Ways):
         return meter.extra_bytes
 
     def _device_meter(self, name: str, way: Way) -> Callable[[], dict[str, int]]:
-        """The same of GPUs' memory, with what stays from one sync to the next; without NCCL's own."""
+        """The same of GPUs' memory, with what stays from one sync to the next; without NCCL's own.
+
+        Ways of one publisher share its buffers, which stay from the first one's first sync on.
+        """
         before = self._device_bytes(way, begin=True)
+        maker = self._makers.setdefault(way.publisher or name, name)
+        held = [self._stays[other] for other in {maker, name} if other in self._stays]
 
         def extra_bytes() -> dict[str, int]:
             peaks, now = (self._device_bytes(way, begin=begin) for begin in (False, True))
-            is_first = name not in self._stays
-            stays = self._stays.setdefault(name, {process: now[process] - before[process] for process in now})
-            more = {process: peak - before[process] + (0 if is_first else stays[process]) for process, peak in peaks.items()}
+            self._stays.setdefault(name, {process: now[process] - before[process] for process in now})
+            more = {process: peak - before[process] + sum(stays[process] for stays in held) for process, peak in peaks.items()}
             return {process: max(0, size) for process, size in more.items()}  # a step may leave what the sync gives back
 
         return extra_bytes

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import ray
 
@@ -23,6 +21,7 @@ from megasync.bench.rollout import RolloutBench
 from megasync.bench.sync import SyncBench
 from megasync.config_load import load_config
 from megasync.files import write_atomically
+from megasync.processes import end_on_sigterm
 
 BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBench}
 
@@ -30,7 +29,7 @@ BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBenc
 def main(arguments: Sequence[str]) -> int:
     """Measure by a config file and write the results as JSON, also those of a bench that does not come to its end."""
     verb, config_path, results_path = arguments
-    signal.signal(signal.SIGTERM, _stop)
+    end_on_sigterm()
 
     def write(results: Measured, *, is_complete: bool) -> None:
         write_atomically(Path(results_path), json.dumps({**results, "is_complete": is_complete}))
@@ -48,11 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         ray.shutdown()
         parallel.shutdown()
     return 0
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM ends the program the ordinary way, so that Ray and vLLM are taken down with it."""
-    raise SystemExit(143)
 
 
 if __name__ == "__main__":
