@@ -6,6 +6,7 @@ export.py          megatron-core parameters become Hugging Face tensors, in laye
 gather.py          the parameters' values come together: shards gathered, adapters merged
 trace.py           what a conversion copies where, recorded once
 merge.py           adapters merged into their weights (pure functions)
+merge_kernel.py    the same on CUDA
 adapter.py         the adapters alone as what a sync carries
 bucket.py          tensors become fixed-size buckets and back (pure functions)
 messages.py        the typed messages and states of a sync
@@ -13,7 +14,9 @@ publish.py         Publisher: one sync as a transaction, on every trainer rank
 connection.py      what all sides agree on before the first sync
 ranks.py           what the trainer's ranks tell each other
 sender.py          one rank's pass over its weights: gather, pack, hand over, or drain
-verify.py          digests, and full tensors rebuilt from shards
+digest.py          the 64-bit digest of bytes
+digest_kernel.py   the same on CUDA
+shards.py          full tensors rebuilt from what workers hold
 transport/         how bytes travel: shm, nccl, ipc
 receiver.py        the receiving side inside each vLLM worker
 unpack.py          buckets become parameters, or tensors

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from bridge.merge import merge_into, squared_error
+from bridge.merge import merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -153,7 +153,6 @@ class Fill:
             assert member.adapter is not None
             weight, a, b = (tensor.detach() for tensor in (member.parameter, *member.adapter))
             scale: float = member.adapter[0].lora_scale  # type: ignore[attr-defined]
-            merge_into(out, weight, a, b, scale)
-            self._gatherer.merge_sums += squared_error(out, weight, a, b, scale)
+            self._gatherer.merge_sums += merge(out, weight, a, b, scale)
         for everything, flat in self._gathers:
             dist.all_gather_into_tensor(everything, flat, group=self._gatherer.tensor_group)

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import torch
 
-BLOCK_ELEMENTS = 2**22  # of fp32 in flight, whatever the weight's size
-CPU_BLOCK_ELEMENTS = 2**18  # stay in a core's cache
+BLOCK_ELEMENTS = 2**18  # of fp32 in flight, whatever the weight's size; they stay in a core's cache
 SAMPLED_ROWS = 64  # of each weight, for the merge error
+
+
+def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """merge_into, and what squared_error gives; on CUDA by one kernel, and of all rows."""
+    if weight.is_cuda:
+        from bridge.merge_kernel import merge_on_cuda
+
+        return merge_on_cuda(out, weight, a, b, scale)
+    return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)
 
 
 def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -23,17 +31,14 @@ def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torc
         b: [rows, rank].
     """
     a, b = a.float(), b.float()
-    block_elements = CPU_BLOCK_ELEMENTS if weight.device.type == "cpu" else BLOCK_ELEMENTS
-    step = max(1, block_elements // weight.shape[1])
+    step = max(1, BLOCK_ELEMENTS // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         out[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=scale)
     return out
 
 
-def squared_error(
-    merged: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
-) -> torch.Tensor:
+def squared_error(merged: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """[|round(W + D) - (W + D)|^2, |D|^2] with D = scale B A, over evenly spaced rows; float64 [2].
 
     Sums of it over tensors and shards give the model's merge error: sqrt of their quotient.

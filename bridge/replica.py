@@ -254,7 +254,7 @@ class Replica:
 
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         """Full tensors by HF name, rebuilt from what all workers hold."""
-        from bridge.verify import assemble
+        from bridge.shards import assemble
         from bridge.vllm_readback import to_shard
 
         answers = await self._engine.collective_rpc("megasync_read_shards", args=(names,))

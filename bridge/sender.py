@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from bridge.bucket import Bucket, Piece, plan_buckets
+from bridge.digest import as_bytes, digest_value
 from bridge.messages import StageSpan
 from bridge.plan import Views, bind
-from bridge.verify import as_bytes, digest_value
 
 if TYPE_CHECKING:
     from bridge.manifest import Manifest, TensorSpec

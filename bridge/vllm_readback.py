@@ -1,7 +1,7 @@
 """What a vLLM worker holds, in Hugging Face names and coordinates: fused layers taken apart, shards placed.
 
 Depends on the vLLM version as vllm_api.py does; notes are relative to vllm 0.32.0's package. Leaves out how parts become
-full tensors (verify.py) and fused experts (vllm_experts.py).
+full tensors (shards.py) and fused experts (vllm_experts.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from bridge import vllm_experts
+from bridge.digest import as_bytes, digest_value
 from bridge.manifest import TIED_HEAD
-from bridge.verify import Part, Shard, as_bytes, assemble_one, digest_value
+from bridge.shards import Part, Shard, assemble_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -16,7 +16,7 @@ from bridge.bake import bake
 from bridge.bucket import plan_buckets
 from bridge.manifest import read_folder_manifest
 from bridge.plan import Plan
-from bridge.verify import digest_value
+from bridge.digest import digest_value
 from bridge.vllm_readback import digest_whole, hf_slices, tensor_group
 
 BUCKET_BYTES = 100_000

@@ -6,10 +6,7 @@ python -m pytest tests/test_bridge_units.py
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
+from bridge.digest import CHUNK_WORDS, as_bytes, digest_bytes, digest_tensor, digest_value
 from bridge.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
 from bridge.output import find_errors
-from bridge.verify import CHUNK_WORDS, Shard, as_bytes, assemble, digest_bytes, digest_tensor, digest_value
+from bridge.shards import Shard, assemble
 from bridge.vllm_api import mix_seed
 from tests.manifests import SPECS, make_manifest
 from tests.tiny_models import write_tiny_model
@@ -247,21 +245,3 @@ ValueError: no room for the KV cache
 torch.cuda.OutOfMemoryError: tried 3 GiB
 """
     assert find_errors(log) == ["ValueError: no room for the KV cache", "torch.cuda.OutOfMemoryError: tried 3 GiB"]
-
-
-KERNEL_SCRIPT = """
-import torch
-from bridge import verify
-from bridge.digest_kernel import chunk_sums
-for size in (0, 8, 16, 2**18 - 8, 2**18, 2**18 + 8, 3 * 2**18 + 40):
-    words = torch.randint(0, 256, (size,), dtype=torch.uint8).view(torch.int64)
-    expected = torch.cat([words[:0], *verify._sums_by_slab(words)])
-    assert torch.equal(chunk_sums(words, verify._multipliers(words.device)), expected), size
-"""
-
-
-def test_the_kernel_sums_as_torch_does() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL_SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

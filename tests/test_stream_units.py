@@ -23,7 +23,7 @@ from bridge.publish import Publisher
 from bridge.sender import StageStream
 from bridge.transport import shm
 from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError, sweep_stale_segments
-from bridge.verify import as_bytes
+from bridge.digest import as_bytes
 from tests.manifests import SPECS
 
 

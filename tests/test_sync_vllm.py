@@ -28,7 +28,7 @@ from bridge.messages import GenerationRequest, SyncError
 from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
 from bridge.transport import shm
-from bridge.verify import digest_value
+from bridge.digest import digest_value
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(400)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,8 @@ from uuid import uuid4
 
 import torch
 
+from bridge.digest import BucketDigests
 from bridge.transport.shm import FOLDER, NUM_BUFFERS, PREFIX, DamagedError, Segment, ShmReader, ShmWriter
-from bridge.verify import digest_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,9 @@ class IpcWriter(ShmWriter):
     ) -> None:
         """`num_buckets`: of a pass."""
         super().__init__(Segment.create(name, HANDLE_BYTES + 8 * num_buckets, len(reader_names)), stage, reader_names)
-        self._digests: list[torch.Tensor] = []
+        self._digests = BucketDigests(num_buckets, buffer_bytes, device)
+        self._taken: list[Any] = [None] * NUM_BUFFERS  # events after which a buffer may change
+        self._verify = False
         self.endpoint = f"{SCHEME}{self.segment.path}"
         self._device = device
         self._files: list[Path] = []
@@ -55,8 +58,12 @@ class IpcWriter(ShmWriter):
             packed = len(handle).to_bytes(LENGTH_BYTES, "little") + handle
             slot[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-    def start(self, deadline: float, check: Callable[[], None]) -> None:
-        self._digests = []
+    def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
+        """As ShmWriter; what is queued next on the current stream comes after the digest of what the buffer held."""
+        buffer = super().acquire(deadline, check)
+        if (taken := self._taken[self.sequence % NUM_BUFFERS]) is not None:
+            torch.cuda.current_stream(self._device).wait_event(taken)
+        return buffer
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         """As ShmWriter; but the bucket has to be complete on the device, and its digest is told at the end of the pass."""
@@ -64,14 +71,15 @@ class IpcWriter(ShmWriter):
             data = self.buffers[self.sequence % NUM_BUFFERS][:num_bytes]
             _synchronize(self._device)
             self.segment.announce(self.sequence, num_bytes, 0)
-            if verify:  # beside the readers' copies
-                self._digests.append(digest_on_device(data))
+        if verify:  # beside the readers' copies and the next bucket's
+            self._taken[self.sequence % NUM_BUFFERS] = self._digests.take(data)
+        self._verify = verify
         self.sequence += 1
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
         """Tell the digests."""
-        if self._digests:
-            values = torch.stack(self._digests).cpu()
+        if self._verify:
+            values = self._digests.join().cpu()
             self.segment.buffers[0][HANDLE_BYTES:].view(torch.int64)[: len(values)].copy_(values)
             self.segment.announce_checked(self.sequence)
 
@@ -89,15 +97,17 @@ class IpcReader(ShmReader):
     def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
         super().__init__(tuple(endpoint.removeprefix(SCHEME) for endpoint in endpoints), reader)
         self.endpoints, self._device = endpoints, device
-        self._digests: list[torch.Tensor] = []  # of the stage that is being read
         self._buffers = [[_open(slot, device) for slot in segment.buffers] for segment in self._segments]
+        self._digests = [
+            BucketDigests((segment.buffers[0].numel() - HANDLE_BYTES) // 8, buffers[0].numel(), device)
+            for segment, buffers in zip(self._segments, self._buffers, strict=True)
+        ]
+        self._taken: deque[Any] = deque()  # for each bucket that is out, the event after which its digest is taken
 
     def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
         """As ShmReader, but damage shows in `finish`."""
-        with _scope(self._device):
-            data = super().read(stage, sequence, num_bytes, deadline, verify=False)
-            if verify:
-                self._digests.append(digest_on_device(data))
+        data = super().read(stage, sequence, num_bytes, deadline, verify=False)
+        self._taken.append(self._digests[stage].take(data) if verify else None)
         return data
 
     def finish(self, stage: int, num_buckets: int, deadline: float) -> None:
@@ -107,21 +117,21 @@ class IpcReader(ShmReader):
             DamagedError: some differ.
             TransportError: aborted by another side, or over the deadline.
         """
-        if not self._digests:
-            return
         segment = self._segments[stage]
         late = f"waits for the digests of stage {stage}"
         self._wait(lambda: segment.num_checked >= num_buckets, deadline, late)
-        mine, self._digests = torch.stack(self._digests).cpu(), []
+        mine = self._digests[stage].join().cpu()
         theirs = segment.buffers[0][HANDLE_BYTES:].view(torch.int64)[: len(mine)]
         wrong = (mine != theirs).nonzero().flatten().tolist()
         if wrong:
             raise DamagedError(stage, wrong)
 
     def release(self, stage: int) -> None:
-        """The copies out of the view are queued on this thread's stream: they have to be over."""
+        """The copies out of the view are queued on this thread's stream: they have to be over, and the digest too."""
         with _scope(self._device):
             _synchronize(self._device)
+        if (taken := self._taken.popleft()) is not None:
+            taken.synchronize()
         super().release(stage)
 
 

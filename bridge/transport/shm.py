@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bridge.verify import digest_bytes
+from bridge.digest import digest_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bridge.digest import digest_value
 from bridge.publish import Publisher
-from bridge.verify import digest_value
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
