@@ -20,7 +20,10 @@ shards.py          full tensors rebuilt from what workers hold
 transport/         how bytes travel: shm, nccl, ipc
 receiver.py        the receiving side inside each vLLM worker
 unpack.py          buckets become parameters, or tensors
-plan.py            which piece of a bucket belongs where in memory, on either side
+regions.py         parts of tensors as rows of elements (pure functions)
+copies.py          the copies between memory and a bucket, on either side,
+copy_kernel.py     and on CUDA
+plan.py            which piece of a bucket belongs where in a worker's parameters
 bake.py            a worker's plan, from its model's own loaders
 vllm_adapter.py    adapters in a running vLLM
 vllm_api.py        everything that depends on the vLLM version, but for

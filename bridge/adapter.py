@@ -17,7 +17,7 @@ import torch
 
 from bridge.config import SyncConfig
 from bridge.manifest import Manifest, TensorSpec
-from bridge.plan import Copy, Region
+from bridge.regions import Copy, Region
 from bridge.sender import Part
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded

@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.manifest import Manifest, TensorSpec
-from bridge.plan import NOWHERE, Copy, Plan, Region, matching_regions
+from bridge.plan import Plan
+from bridge.regions import NOWHERE, Copy, Region, matching_regions
 
 COPY = torch.ops.aten.copy_.default
 CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)

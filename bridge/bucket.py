@@ -81,5 +81,12 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
+def gaps(bucket: Bucket) -> list[tuple[int, int]]:
+    """The bytes between pieces, which belong to no tensor: where each run of them starts and ends."""
+    ends = [piece.bucket_offset + piece.num_bytes for piece in bucket.pieces[:-1]]
+    starts = [piece.bucket_offset for piece in bucket.pieces[1:]]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+
 def _close(index: int, pieces: list[Piece]) -> Bucket:
     return Bucket(index, tuple(pieces), max(piece.bucket_offset + piece.num_bytes for piece in pieces))

@@ -1,6 +1,6 @@
 """Proof that bytes arrived whole: a 64-bit digest of them, on any device, and those of the buckets of a pass.
 
-On CUDA one kernel reads a bucket (digest_kernel.py). Leaves out who compares (transport/, publish.py).
+On CUDA a kernel sums (digest_kernel.py), or copies and sums (copy_kernel.py). Leaves out who compares (transport/, publish.py).
 
     digest_tensor(torch.zeros(3)) == digest_bytes(torch.zeros(12, dtype=torch.uint8))
 """
@@ -8,22 +8,20 @@ On CUDA one kernel reads a bucket (digest_kernel.py). Leaves out who compares (t
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    pass
-
 MASK = 2**64 - 1
-CHUNK_WORDS = 32768  # 256 KiB: chunk and scratch stay in a core's cache
+CHUNK_WORDS = 4096  # 32 KiB: one number a position stays in a GPU core's cache
+ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
 CHUNK_FACTOR = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
+FEWEST_POWERS = 1024
 
 
 @lru_cache(maxsize=4)
-def _multipliers(device: torch.device) -> torch.Tensor:
-    """One odd 64-bit number a position in a chunk, the same on every machine; the low 17 bits are all different.
+def multipliers(device: torch.device) -> torch.Tensor:
+    """One odd 64-bit number a position in a chunk, the same on every machine; the low 14 bits are all different.
 
     splitmix64 (Steele, Lea, Flood, OOPSLA 2014) in Python, so that they depend on no library's generator.
     """
@@ -32,132 +30,111 @@ def _multipliers(device: torch.device) -> torch.Tensor:
         state = (state + CHUNK_FACTOR) & MASK
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-        value = (z ^ (z >> 31)) & ~0x1FFFF | (2 * position + 1)
-        values.append(_signed(value))
+        values.append(_signed((z ^ (z >> 31)) & ~0x3FFF | (2 * position + 1)))
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def powers(device: torch.device, count: int) -> torch.Tensor:
+    """CHUNK_FACTOR to the power of 0, 1 and so on, modulo 2**64, at least `count` of them: what chunks are weighted with."""
+    size = max(FEWEST_POWERS, 1 << (count - 1).bit_length())
+    return _powers(device, size)
+
+
+@lru_cache(maxsize=32)
+def _powers(device: torch.device, count: int) -> torch.Tensor:
+    values, power = [], 1
+    for _ in range(count):
+        values.append(_signed(power))
+        power = power * CHUNK_FACTOR & MASK
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def digest_bytes(data: torch.Tensor) -> int:
     """A position-sensitive 64-bit digest of `data` [n], uint8 and contiguous, on any device.
 
-    Words x are mixed to x + (x >> 32), multiplied by their position's odd number, summed over a chunk of 256 KiB, and
-    the chunks joined by Horner's rule, all modulo 2**64; bytes after the last whole word are a chunk of their own, of one
-    word. Any one changed byte changes it, since every step is one to one for that change; other changes, exchanged words
-    among them, escape with a chance of about 2**-64. It finds faults, it does not stop forgers.
+    Words x, the last filled up with zeros, are mixed to x + (x >> 32), multiplied by their position's odd number and summed
+    over a chunk of 32 KiB; the chunks' sums are weighted with powers of an odd number and added, the length as well, all
+    modulo 2**64. Any one changed byte changes it, since every step is one to one for that change; other changes, exchanged
+    words among them, escape with a chance of about 2**-64. It finds faults, it does not stop forgers.
     """
-    num_bytes = data.numel()
-    if data.is_cuda:
-        return (_joined_on_cuda(data) + num_bytes * LENGTH_FACTOR) & MASK
-    whole = num_bytes // 8 * 8
-    aligned = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-    words = aligned.view(torch.int64)
-    if whole < num_bytes:
-        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-        tail[: num_bytes - whole] = data[whole:]
-        tail_words = tail.view(torch.int64)
-    else:
-        tail_words = words[:0]
-    sums = [_chunk_sum(words[start : start + CHUNK_WORDS]) for start in range(0, words.numel(), CHUNK_WORDS)]
-    sums.append(_chunk_sum(tail_words))
-    digest = 0
-    for chunk_sum in torch.stack(sums).tolist():
-        digest = (digest * CHUNK_FACTOR + chunk_sum) & MASK
-    return (digest + num_bytes * LENGTH_FACTOR) & MASK
+    return (int(_sum(data)) + data.numel() * LENGTH_FACTOR) & MASK
 
 
 class BucketDigests:
-    """The digests of the buckets of a pass, in their order; on CUDA beside what else the device does.
+    """The digests of the buckets of a pass, in their order. Where copies have not added a bucket's, `finish` takes it.
 
-    There each bucket is one kernel on a stream of its own, and the sums are joined once, at the end.
+    On CUDA all is queued on the current stream.
     """
 
-    def __init__(self, num_buckets: int, bucket_bytes: int, device: torch.device) -> None:
-        """`num_buckets` and `bucket_bytes`: the most that a pass has, and that a bucket holds."""
-        self._device = device
+    def __init__(self, num_buckets: int, device: torch.device) -> None:
+        """`num_buckets`: the most that a pass has."""
+        self._sums = torch.zeros(num_buckets, dtype=torch.int64, device=device)
         self._sizes: list[int] = []
-        self._on_cpu: list[int] = []
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._sums = torch.zeros(num_buckets, _num_sums(bucket_bytes), dtype=torch.int64, device=device)
-            self._weights: tuple[list[int], torch.Tensor, torch.Tensor] | None = None
-            _multipliers(device)
+        self._num_accumulated = 0
+        self._lengths: tuple[list[int], torch.Tensor] = ([], self._sums[:0])
 
-    def take(self, data: torch.Tensor, after: Any = None) -> Any:
-        """Of the next bucket, `data` [n] uint8, which starts at a multiple of 8 bytes.
+    def accumulate(self, num_bytes: int) -> torch.Tensor:
+        """Where to add the sum over `num_bytes` of the current bucket: int64 []. What is not copied of them is zeros."""
+        self._num_accumulated += num_bytes
+        return self._sums[len(self._sizes)]
 
-        On CUDA: after the event `after`; gives the event after which the memory may change. Elsewhere it is done: None.
-        """
+    def finish(self, data: torch.Tensor) -> None:
+        """The current bucket is over, `data` [n] uint8 are its bytes."""
+        if self._num_accumulated != data.numel():
+            self._sums[len(self._sizes)] = _sum(data)
         self._sizes.append(data.numel())
-        if self._stream is None:
-            self._on_cpu.append(_signed(digest_bytes(data)))
-            return None
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            _sums_on_cuda(data, self._sums[len(self._sizes) - 1])
-            return self._stream.record_event()
+        self._num_accumulated = 0
 
     def join(self) -> torch.Tensor:
-        """All since the last call, int64 [buckets] in two's complement; on CUDA queued on the current stream."""
+        """All since the last call, int64 [buckets] in two's complement."""
         sizes, self._sizes = self._sizes, []
-        if self._stream is None:
-            values, self._on_cpu = self._on_cpu, []
-            return torch.tensor(values, dtype=torch.int64)
-        powers, lengths = self._weights_for(sizes)
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        digests = (self._sums[: len(sizes)] * powers).sum(1) + lengths
-        self._stream.wait_stream(current)  # the next pass writes where this reads
+        if self._lengths[0] != sizes:
+            values = [_signed(size * LENGTH_FACTOR & MASK) for size in sizes]
+            self._lengths = sizes, torch.tensor(values, dtype=torch.int64, device=self._sums.device)
+        digests = self._sums[: len(sizes)] + self._lengths[1]
+        self._sums.zero_()
         return digests
 
-    def _weights_for(self, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The power that each sum is multiplied with [buckets, sums], 0 for those of other passes, and what lengths add."""
-        if self._weights is None or self._weights[0] != sizes:
-            powers = torch.zeros_like(self._sums[: len(sizes)])
-            for row, size in zip(powers, sizes, strict=True):
-                row[: _num_sums(size)] = _powers(self._device, _num_sums(size))
-            lengths = [_signed(size * LENGTH_FACTOR & MASK) for size in sizes]
-            self._weights = sizes, powers, torch.tensor(lengths, dtype=torch.int64, device=self._device)
-        return self._weights[1:]
+
+def _sum(data: torch.Tensor) -> torch.Tensor:
+    """The digest but for the length, int64 [] on the device of `data`."""
+    return _sum_on_cuda(data) if data.is_cuda else _sum_on_cpu(data)
 
 
-def _num_sums(num_bytes: int) -> int:
-    """How many a digest of so many bytes is joined from: one a chunk, one for what is no whole word."""
-    return -(-(num_bytes // 8) // CHUNK_WORDS) + 1
+def _sum_on_cuda(data: torch.Tensor) -> torch.Tensor:
+    from bridge.digest_kernel import add_digest
 
-
-def _sums_on_cuda(data: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    from bridge.digest_kernel import chunk_sums
-
-    return chunk_sums(data, _multipliers(data.device), sums)
-
-
-def _joined_on_cuda(data: torch.Tensor) -> int:
     aligned = data if data.data_ptr() % 8 == 0 else data.clone()
-    sums = _sums_on_cuda(aligned, torch.empty(_num_sums(data.numel()), dtype=torch.int64, device=data.device))
-    return int((sums * _powers(data.device, sums.numel())).sum())
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    num_chunks = data.numel() // (8 * CHUNK_WORDS) + 1
+    add_digest(aligned, multipliers(data.device), powers(data.device, num_chunks), total)
+    return total
 
 
-@lru_cache(maxsize=64)
-def _powers(device: torch.device, count: int) -> torch.Tensor:
-    """CHUNK_FACTOR to the power of count - 1 down to 0, modulo 2**64: Horner's rule as a dot product."""
-    values, power = [], 1
-    for _ in range(count):
-        values.append(_signed(power))
-        power = power * CHUNK_FACTOR & MASK
-    return torch.tensor(values[::-1], dtype=torch.int64, device=device)
+def _sum_on_cpu(data: torch.Tensor) -> torch.Tensor:
+    num_words = data.numel() // 8
+    whole = data[: num_words * 8]
+    words = (whole if data.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
+    num_chunks = num_words // CHUNK_WORDS
+    chunks = words[: num_chunks * CHUNK_WORDS].view(-1, CHUNK_WORDS)
+    last = torch.zeros(num_words % CHUNK_WORDS + 1, dtype=torch.int64)  # and the bytes after the last whole word
+    last[:-1] = words[num_chunks * CHUNK_WORDS :]
+    last[-1:].view(torch.uint8)[: data.numel() - num_words * 8] = data[num_words * 8 :]
+    sums = [_chunk_sums(chunks[start : start + ROWS]) for start in range(0, num_chunks, ROWS)]
+    joined = torch.cat([*sums, _chunk_sums(last[None])])
+    return (joined * powers(data.device, len(joined))[: len(joined)]).sum()
+
+
+def _chunk_sums(chunks: torch.Tensor) -> torch.Tensor:
+    """Of each row [rows] of chunks [rows, up to CHUNK_WORDS]."""
+    mixed = torch.bitwise_right_shift(chunks, 32)
+    mixed.add_(chunks).mul_(multipliers(chunks.device)[: chunks.shape[1]])
+    return mixed.sum(1)
 
 
 def _signed(value: int) -> int:
     """The int64 with the same bits."""
     return value - 2**64 if value >= 2**63 else value
-
-
-def _chunk_sum(words: torch.Tensor) -> torch.Tensor:
-    mixed = torch.bitwise_right_shift(words, 32)
-    mixed.add_(words).mul_(_multipliers(words.device)[: words.numel()])
-    return mixed.sum()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

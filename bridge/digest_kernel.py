@@ -1,7 +1,4 @@
-"""The sums of digest.py as one Triton kernel: each byte is read once, nothing is written but a number a chunk.
-
-Leaves out what the sums mean and how they are joined (digest.py). Imported on CUDA alone.
-"""
+"""digest.py's sum over a bucket as a Triton kernel that reads each byte once. Imported on CUDA alone."""
 
 from __future__ import annotations
 
@@ -9,38 +6,43 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_WORDS = 4096
+BLOCK_WORDS = 2048
+
+
+@triton.jit
+def sum_of_words(words, factors):  # type: ignore[no-untyped-def]
+    """What digest.py makes of words of one chunk and their positions' numbers."""
+    return tl.sum((words + (words >> 32)) * factors, axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_chunk(data, multipliers, sums, num_words, num_rest, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    chunk = tl.program_id(0).to(tl.int64)
-    if chunk * CHUNK < num_words:
-        words = data.to(tl.pointer_type(tl.int64))
-        total = tl.zeros([BLOCK], dtype=tl.int64)
-        for start in range(0, CHUNK, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            place = chunk * CHUNK + position
-            word = tl.load(words + place, mask=place < num_words, other=0)
-            total += (word + (word >> 32)) * tl.load(multipliers + position)
-        tl.store(sums + chunk, tl.sum(total, axis=0))
+def _add_digest(data, multipliers, powers, total, num_words, num_rest, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    if start < num_words:
+        position = start + tl.arange(0, BLOCK)
+        inside = position < num_words
+        words = tl.load(data.to(tl.pointer_type(tl.int64)) + position, mask=inside, other=0)
+        part = sum_of_words(words, tl.load(multipliers + position % CHUNK, mask=inside, other=0))
     else:  # the bytes after the last whole word, little-endian
+        start = num_words.to(tl.int64)
         byte = tl.arange(0, 8)
-        value = tl.load(data + num_words * 8 + byte, mask=byte < num_rest, other=0).to(tl.int64)
-        word = tl.sum(value << (8 * byte).to(tl.int64), axis=0)
-        tl.store(sums + chunk, (word + (word >> 32)) * tl.load(multipliers))
+        values = tl.load(data + start * 8 + byte, mask=byte < num_rest, other=0).to(tl.int64)
+        word = tl.sum(values << (8 * byte).to(tl.int64), axis=0)
+        part = (word + (word >> 32)) * tl.load(multipliers + start % CHUNK)
+    tl.atomic_add(total, part * tl.load(powers + start // CHUNK), sem="relaxed")
 
 
-def chunk_sums(data: torch.Tensor, multipliers: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """For each run of `multipliers.numel()` words the sum of their products, and last that of the bytes after the last word.
+def add_digest(data: torch.Tensor, multipliers: torch.Tensor, powers: torch.Tensor, total: torch.Tensor) -> None:
+    """Add the sum of `data` to `total`, int64 [].
 
     Args:
-        data: [n] uint8, aligned to 8 bytes; the last run of words may be short.
-        multipliers: int64 [words of a run].
-        sums: int64, at least as many as there are; gives those that were written.
+        data: [n] uint8, aligned to 8 bytes.
+        multipliers: int64 [words of a chunk].
+        powers: int64, one a chunk, and one more.
     """
     num_words, num_rest = divmod(data.numel(), 8)
-    num_sums = triton.cdiv(num_words, multipliers.numel()) + 1
-    block = min(BLOCK_WORDS, multipliers.numel())
-    _sum_chunk[(num_sums,)](data, multipliers, sums, num_words, num_rest, CHUNK=multipliers.numel(), BLOCK=block, num_warps=8)
-    return sums[:num_sums]
+    grid = (triton.cdiv(num_words, BLOCK_WORDS) + 1,)
+    with torch.cuda.device_of(data):  # type: ignore[no-untyped-call]
+        _add_digest[grid](
+            data, multipliers, powers, total, num_words, num_rest, CHUNK=multipliers.numel(), BLOCK=BLOCK_WORDS, num_warps=8
+        )

@@ -149,10 +149,13 @@ class Fill:
         """Bring the values of now into `memory`. Collective over tensor-parallel ranks."""
         if self._copies[0]:
             torch._foreach_copy_(*self._copies)
+        errors = []
         for out, member in self._merges:
             assert member.adapter is not None
             weight, a, b = (tensor.detach() for tensor in (member.parameter, *member.adapter))
             scale: float = member.adapter[0].lora_scale  # type: ignore[attr-defined]
-            self._gatherer.merge_sums += merge(out, weight, a, b, scale)
+            errors.append(merge(out, weight, a, b, scale))
+        if errors:
+            self._gatherer.merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
         for everything, flat in self._gathers:
             dist.all_gather_into_tensor(everything, flat, group=self._gatherer.tensor_group)

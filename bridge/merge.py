@@ -13,12 +13,12 @@ SAMPLED_ROWS = 64  # of each weight, for the merge error
 
 
 def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """merge_into, and what squared_error gives; on CUDA by one kernel, and of all rows."""
+    """merge_into, and what squared_error gives, as [parts, 2]; on CUDA by one kernel, and of all rows."""
     if weight.is_cuda:
         from bridge.merge_kernel import merge_on_cuda
 
         return merge_on_cuda(out, weight, a, b, scale)
-    return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)
+    return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)[None]
 
 
 def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

@@ -38,7 +38,7 @@ def _merge_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
 
 
 def merge_on_cuda(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """merge.merge_into, and merge.squared_error over all rows.
+    """merge.merge_into, and merge.squared_error over all rows as float32 [tiles, 2].
 
     Args:
         out: like `weight`, other memory; contiguous, as all are.
@@ -52,4 +52,4 @@ def merge_on_cuda(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: t
     _merge_tile[grid](
         out, weight, a.contiguous(), b.contiguous(), scale, sums, num_rows, num_columns, len(a), ROWS, COLUMNS, RANKS
     )
-    return sums.sum(0, dtype=torch.float64)
+    return sums

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from bridge.bucket import Bucket, Piece, plan_buckets
+from bridge.bucket import Bucket, Piece, align, gaps, plan_buckets
+from bridge.copies import BucketCopies
 from bridge.digest import as_bytes, digest_value
 from bridge.messages import StageSpan
-from bridge.plan import Views, bind
 
 if TYPE_CHECKING:
+    from bridge.digest import BucketDigests
     from bridge.manifest import Manifest, TensorSpec
-    from bridge.plan import Copy
+    from bridge.regions import Copy
 
 
 class WeightSource(Protocol):
@@ -62,7 +63,13 @@ class Part(NamedTuple):
 
 
 class Writer(Protocol):
-    """The sending side of a transport: transport/shm.py or transport/nccl.py. All but `abort` raise TransportError."""
+    """The sending side of a transport: transport/shm.py, nccl.py or ipc.py. All methods but `abort` raise TransportError.
+
+    `digests`: to which copies into a bucket may add its digest; None where `publish` takes it in any case.
+    """
+
+    @property
+    def digests(self) -> BucketDigests | None: ...
 
     @property
     def endpoint(self) -> str: ...
@@ -83,14 +90,14 @@ class Writer(Protocol):
 class StageStream:
     """Streams one pass of a source. `writer` is None on ranks that send nothing.
 
-    A source that gives parts is packed from there: by foreach copies between views that are made once.
+    A source that gives parts is packed from there: by copies that are worked out once.
     """
 
     def __init__(
         self, source: WeightSource, manifest: Manifest, bucket_bytes: int, writer: Writer | None, *, verify: str
     ) -> None:
         self.source, self.manifest, self.writer, self.verify = source, manifest, writer, verify
-        self._views: dict[tuple[int, ...], tuple[dict[str, torch.Tensor], list[Views]]] = {}  # with their memory
+        self._copies: dict[tuple[int, ...], BucketCopies] = {}
         self._dtypes = [spec.dtype for spec in manifest.tensors]
         self._steps: dict[tuple[int, int], list[Step]] = {}  # by first and number of a part's tensors
         self.buckets = plan_buckets(manifest, bucket_bytes)
@@ -141,19 +148,16 @@ class StageStream:
         self._steps[first_tensor, num_tensors] = steps
         return steps
 
-    @torch.no_grad()
-    def pack(self, step: Step, buffer: torch.Tensor, first_tensor: int, part: Part) -> None:
-        """Copy a part's tensors of one bucket into it. Views are kept as long as memory that stays and buffer are the same."""
-        memory = part.memory
-        key = (step.bucket.index, first_tensor, len(part.copies), buffer.data_ptr())
-        views = self._views.get(key)
-        if views is None or not part.stays or views[0] is not memory:
-            copies = dict(enumerate(part.copies, first_tensor))
-            views = memory, bind(step.pieces, self._dtypes, copies, memory, buffer)
-        if part.stays:
-            self._views[key] = views
-        for sources, targets in views[1]:
-            torch._foreach_copy_(targets, sources)
+    def pack(
+        self, step: Step, buffer: torch.Tensor, first_tensor: int, part: Part, digests: BucketDigests | None = None
+    ) -> None:
+        """Copy a part's tensors of one bucket into it."""
+        key = (step.bucket.index, first_tensor, len(part.copies))
+        if key not in self._copies:
+            copies, last = dict(enumerate(part.copies, first_tensor)), step.pieces[-1]
+            end = step.bucket.num_bytes if step.ends else align(last.bucket_offset + last.num_bytes)
+            self._copies[key] = BucketCopies(step.pieces, end, self._dtypes, copies, into_bucket=True)
+        self._copies[key].run(part.memory, buffer[: step.bucket.num_bytes], digests, stays=part.stays)
 
     def send_piece(self, buffer: torch.Tensor, spec: TensorSpec, piece: Piece, tensor: torch.Tensor) -> None:
         """Copy a piece into the bucket: one copy, none in between, unless the tensor is both split and strided."""
@@ -246,14 +250,20 @@ class _Pass:
 
     def _send_step(self, writer: Writer, step: Step, first_tensor: int, part: Part) -> None:
         if step.begins:
-            self._buffer = writer.acquire(self._deadline, self._check)
-            self._account("wait")
-        self._stream.pack(step, self._buffer, first_tensor, part)
+            self._begin_bucket(writer, step.bucket)
+        verify = self._stream.verify != "none"
+        self._stream.pack(step, self._buffer, first_tensor, part, writer.digests if verify else None)
         if step.ends:
-            writer.publish(step.bucket.num_bytes, verify=self._stream.verify != "none")
+            writer.publish(step.bucket.num_bytes, verify=verify)
         self._account("pack")
         if step.ends:
             self._close_spans()
+
+    def _begin_bucket(self, writer: Writer, bucket: Bucket) -> None:
+        self._buffer = writer.acquire(self._deadline, self._check)
+        self._account("wait")
+        for start, end in gaps(bucket) if writer.digests is not None else ():  # as their digests need it
+            self._buffer[start:end].zero_()
 
     def finish(self) -> None:
         """Until all is sent."""
@@ -272,8 +282,7 @@ class _Pass:
         for bucket, piece in self._stream._places[index]:
             if piece is bucket.pieces[0]:
                 self._account("pack")
-                self._buffer = writer.acquire(self._deadline, self._check)
-                self._account("wait")
+                self._begin_bucket(writer, bucket)
             self._stream.send_piece(self._buffer, spec, piece, tensor)
             if piece is bucket.pieces[-1]:
                 writer.publish(bucket.num_bytes, verify=self._stream.verify != "none")

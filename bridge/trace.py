@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.plan import Copy, Region, cut, matching_regions
+from bridge.regions import Copy, Region, cut, matching_regions
 
 CAT, CLONE = torch.ops.aten.cat.default, torch.ops.aten.clone.default
 Place = tuple[str, int]  # which memory, and from which element on

@@ -22,6 +22,7 @@ from bridge.vllm_experts import KEPT_IN_VIEWS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bridge.digest import BucketDigests
     from bridge.messages import BeginSync
     from bridge.plan import Plan
 
@@ -75,7 +76,7 @@ class Unpacking:
         for stage in self._stages:
             if self._plan is not None and self._plan.is_whole:
                 for bucket, data in self._buckets(stage):
-                    self._plan.scatter(bucket, stage.first, data)
+                    self._plan.scatter(bucket, stage.first, data, self._digests(stage))
                 self.num_arrived += len(stage.manifest.tensors)
             else:
                 yield from self._unpack_stage(stage)
@@ -90,7 +91,7 @@ class Unpacking:
         for bucket, data in self._buckets(stage):
             lent: list[_Lent] = []
             if self._plan is not None:
-                self._plan.scatter(bucket, stage.first, data)
+                self._plan.scatter(bucket, stage.first, data, self._digests(stage))
             for piece in bucket.pieces:
                 spec = stage.manifest.tensors[piece.tensor]
                 self.num_arrived += _is_complete(spec, piece)
@@ -105,6 +106,9 @@ class Unpacking:
                 if _is_complete(spec, piece):
                     yield spec.name, tensor
             _take_back(lent)
+
+    def _digests(self, stage: Stage) -> BucketDigests | None:
+        return self._reader.digests(stage.number) if self._sync.verify else None
 
     def _buckets(self, stage: Stage) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The stage's buckets in order, each good until the next is asked for."""

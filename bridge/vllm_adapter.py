@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from bridge.plan import Copy, Plan, Region
+from bridge.plan import Plan
+from bridge.regions import Copy, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

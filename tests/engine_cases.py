@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.export import Exporter
-from bridge.plan import view
+from bridge.copies import view
 from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine

@@ -155,7 +155,7 @@ def damaging(finish: Any) -> Any:
     """What a sender's digests say of bucket 3 is not what it sent."""
 
     def damaged(writer: GroupWriter, *args: Any) -> None:
-        writer._digests._on_cpu[3] ^= 1
+        writer.digests._sums[3] ^= 1
         finish(writer, *args)
 
     return damaged

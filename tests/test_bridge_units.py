@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
-from bridge.digest import CHUNK_WORDS, as_bytes, digest_bytes, digest_tensor, digest_value
+from bridge.digest import (
+    CHUNK_FACTOR,
+    CHUNK_WORDS,
+    LENGTH_FACTOR,
+    as_bytes,
+    digest_bytes,
+    digest_tensor,
+    digest_value,
+    multipliers,
+)
 from bridge.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
 from bridge.output import find_errors
@@ -182,7 +191,17 @@ def test_digest_of_lengths_views_and_zero_signs() -> None:
 
 
 def test_digest_is_the_same_in_every_process() -> None:
-    assert digest_bytes(torch.arange(256, dtype=torch.uint8)) == 14320213945881279488
+    assert digest_bytes(torch.arange(256, dtype=torch.uint8)) == 677372400103577600
+
+
+def test_digest_is_what_its_definition_says() -> None:
+    raw = torch.randint(0, 256, (8 * CHUNK_WORDS + 83,), dtype=torch.uint8)
+    padded = bytes(raw.tolist()) + bytes(5)
+    total, numbers = len(raw) * LENGTH_FACTOR, multipliers(raw.device).tolist()
+    for index in range(len(padded) // 8):
+        word = int.from_bytes(padded[8 * index : 8 * index + 8], "little", signed=True)
+        total += (word + (word >> 32)) * numbers[index % CHUNK_WORDS] * CHUNK_FACTOR ** (index // CHUNK_WORDS)
+    assert digest_bytes(raw) == total % 2**64
 
 
 # Shards.

@@ -52,7 +52,7 @@ class Group:
             sent.append(data.clone())
             self.writer.publish(size, verify=True)
             if index == damage:
-                self.writer._digests._on_cpu[index] ^= 1
+                self.writer.digests._sums[index] ^= 1
         self.writer.finish(deadline, lambda: None)
         return sent
 

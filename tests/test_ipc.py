@@ -65,8 +65,10 @@ def test_a_damaged_bucket_and_an_abort_are_found() -> None:
         writer.acquire(time.time() + 5, lambda: None).copy_(bucket(1))
         writer.publish(NUM_BYTES, verify=True)
         assert torch.equal(reader.read(0, 0, NUM_BYTES, time.time() + 5, verify=True), bucket(0))
-        writer.buffers[1][17] += 1
+        reader.release(0)
         reader.read(0, 1, NUM_BYTES, time.time() + 5, verify=True)
+        writer.buffers[1][17] += 1
+        reader.release(0)
         with pytest.raises(TransportError, match="waits for the digests of stage 0"):
             reader.finish(0, 2, time.time() + 0.2)
         writer.finish(time.time() + 5, lambda: None)

@@ -16,7 +16,7 @@ from torch import nn
 from bridge.bake import bake, matching_regions
 from bridge.bucket import plan_buckets
 from bridge.manifest import Manifest, TensorSpec
-from bridge.plan import Copy, Region, cut
+from bridge.regions import Copy, Region, cut
 
 
 class Fused(nn.Module):

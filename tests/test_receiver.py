@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from bridge.bucket import buffer_bytes, plan_buckets
 from bridge.manifest import Manifest, TensorSpec
 from bridge.messages import BeginSync
-from bridge.plan import Copy, Plan, Region
+from bridge.plan import Plan
+from bridge.regions import Copy, Region
 from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError
 from bridge.unpack import Stage, Unpacking, _Lent, _lend, _take_back
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.plan import view
+from bridge.copies import view
 from bridge.trace import trace
 
 Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]

@@ -45,8 +45,7 @@ class IpcWriter(ShmWriter):
     ) -> None:
         """`num_buckets`: of a pass."""
         super().__init__(Segment.create(name, HANDLE_BYTES + 8 * num_buckets, len(reader_names)), stage, reader_names)
-        self._digests = BucketDigests(num_buckets, buffer_bytes, device)
-        self._taken: list[Any] = [None] * NUM_BUFFERS  # events after which a buffer may change
+        self.digests = self._digests = BucketDigests(num_buckets, device)
         self._verify = False
         self.endpoint = f"{SCHEME}{self.segment.path}"
         self._device = device
@@ -58,21 +57,14 @@ class IpcWriter(ShmWriter):
             packed = len(handle).to_bytes(LENGTH_BYTES, "little") + handle
             slot[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-    def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
-        """As ShmWriter; what is queued next on the current stream comes after the digest of what the buffer held."""
-        buffer = super().acquire(deadline, check)
-        if (taken := self._taken[self.sequence % NUM_BUFFERS]) is not None:
-            torch.cuda.current_stream(self._device).wait_event(taken)
-        return buffer
-
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         """As ShmWriter; but the bucket has to be complete on the device, and its digest is told at the end of the pass."""
         with _scope(self._device):
             data = self.buffers[self.sequence % NUM_BUFFERS][:num_bytes]
             _synchronize(self._device)
             self.segment.announce(self.sequence, num_bytes, 0)
-        if verify:  # beside the readers' copies and the next bucket's
-            self._taken[self.sequence % NUM_BUFFERS] = self._digests.take(data)
+            if verify:  # beside the readers' copies
+                self._digests.finish(data)
         self._verify = verify
         self.sequence += 1
 
@@ -97,18 +89,19 @@ class IpcReader(ShmReader):
     def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
         super().__init__(tuple(endpoint.removeprefix(SCHEME) for endpoint in endpoints), reader)
         self.endpoints, self._device = endpoints, device
+        self._digests = [BucketDigests((each.buffers[0].numel() - HANDLE_BYTES) // 8, device) for each in self._segments]
+        self._unchecked: deque[torch.Tensor] = deque()  # buckets that are out
         self._buffers = [[_open(slot, device) for slot in segment.buffers] for segment in self._segments]
-        self._digests = [
-            BucketDigests((segment.buffers[0].numel() - HANDLE_BYTES) // 8, buffers[0].numel(), device)
-            for segment, buffers in zip(self._segments, self._buffers, strict=True)
-        ]
-        self._taken: deque[Any] = deque()  # for each bucket that is out, the event after which its digest is taken
 
     def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
         """As ShmReader, but damage shows in `finish`."""
         data = super().read(stage, sequence, num_bytes, deadline, verify=False)
-        self._taken.append(self._digests[stage].take(data) if verify else None)
+        if verify:
+            self._unchecked.append(data)
         return data
+
+    def digests(self, stage: int) -> BucketDigests:
+        return self._digests[stage]
 
     def finish(self, stage: int, num_buckets: int, deadline: float) -> None:
         """Compare the digests of the stage's buckets.
@@ -127,11 +120,11 @@ class IpcReader(ShmReader):
             raise DamagedError(stage, wrong)
 
     def release(self, stage: int) -> None:
-        """The copies out of the view are queued on this thread's stream: they have to be over, and the digest too."""
+        """The copies out of the view are queued on this thread's stream: they have to be over."""
         with _scope(self._device):
+            if self._unchecked:
+                self._digests[stage].finish(self._unchecked.popleft())
             _synchronize(self._device)
-        if (taken := self._taken.popleft()) is not None:
-            taken.synchronize()
         super().release(stage)
 
 

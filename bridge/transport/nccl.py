@@ -30,9 +30,8 @@ class GroupWriter:
         self.stage, self._num_buckets = stage, num_buckets
         self._channel, self.endpoint = Channel.listen(1 + num_readers, device)
         self.buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        self._digests = BucketDigests(num_buckets, buffer_bytes, device)
+        self.digests = BucketDigests(num_buckets, device)
         self._sent: list[Any] = [None] * NUM_BUFFERS
-        self._taken: list[Any] = [None] * NUM_BUFFERS  # of the digests
         self._count, self._verify, self._deadline = 0, False, 0.0
         self._abort_reason: str | None = None
 
@@ -46,8 +45,7 @@ class GroupWriter:
         """The buffer [buffer_bytes] uint8 for the next bucket. On CUDA its former contents leave before what is queued next."""
         check()
         slot = self._count % NUM_BUFFERS
-        for done in (self._sent[slot], self._taken[slot]):
-            self._channel.order(done, deadline, self._waits(self._count - NUM_BUFFERS), check)
+        self._channel.order(self._sent[slot], deadline, self._waits(self._count - NUM_BUFFERS), check)
         return self.buffers[slot]
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
@@ -57,7 +55,7 @@ class GroupWriter:
         packed = self._channel.mark()
         self._sent[slot] = self._channel.broadcast(data, self._deadline, packed)
         if verify:  # beside the broadcast
-            self._taken[slot] = self._digests.take(data, packed)
+            self.digests.finish(data)
         self._verify = verify
         self._count += 1
 
@@ -65,7 +63,7 @@ class GroupWriter:
         """Send the digests and wait until all is sent."""
         last: list[Any] = list(self._sent)
         if self._verify:
-            last.append(self._channel.broadcast(self._digests.join().view(torch.uint8), deadline, self._channel.mark()))
+            last.append(self._channel.broadcast(self.digests.join().view(torch.uint8), deadline, self._channel.mark()))
         for done in last:
             self._channel.wait(done, deadline, self._waits(self._count), check)
 
@@ -87,7 +85,11 @@ class GroupReader:
         self._channels: list[Channel | None] = [None] * len(endpoints)
         self._reader, self._num_readers, self._device = reader, num_readers, device
         self._buffers: list[torch.Tensor] = []
-        self._digests: dict[int, BucketDigests] = {}  # by stage
+        self._digests: dict[int, BucketDigests] = {}
+
+    def digests(self, stage: int) -> BucketDigests:
+        """Of the stage that is being read."""
+        return self._digests[stage]
 
     def read(
         self, stage: int, sizes: list[int], buffer_bytes: int, deadline: float, *, verify: bool
@@ -106,19 +108,18 @@ class GroupReader:
             data = self._buffers[index % NUM_BUFFERS][: sizes[index]]
             return channel.broadcast(data, deadline, freed[index % NUM_BUFFERS])
 
-        if stage not in self._digests:
-            self._digests[stage] = BucketDigests(len(sizes), buffer_bytes, self._device)
+        digests = self._digests.setdefault(stage, BucketDigests(len(sizes), self._device))
         coming = take(0) if sizes else None
         for index, size in enumerate(sizes):
             arrived, coming = coming, take(index + 1) if index + 1 < len(sizes) else None
             channel.order(arrived, deadline, f"bucket {index} of stage {stage}")
             data = self._buffers[index % NUM_BUFFERS][:size]
-            taken = self._digests[stage].take(data, arrived) if verify else None
             yield data
-            channel.order(taken, deadline, f"the digest of bucket {index} of stage {stage}")
+            if verify:
+                digests.finish(data)
             freed[index % NUM_BUFFERS] = channel.mark()
         if verify:
-            self._compare(channel, stage, self._digests[stage].join(), deadline)
+            self._compare(channel, stage, digests.join(), deadline)
         channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage}")
 
     def _compare(self, channel: Channel, stage: int, digests: torch.Tensor, deadline: float) -> None:

@@ -25,6 +25,8 @@ from bridge.digest import digest_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bridge.digest import BucketDigests
+
 FOLDER = Path("/dev/shm")  # noqa: S108
 PREFIX = "megasync-"
 MAGIC = 0x6D65676173796E63  # "megasync"
@@ -179,6 +181,7 @@ class ShmWriter:
     """The sending side of one stage. `sequence` counts buckets over all syncs of this segment."""
 
     longest_pause = 1e-3  # seconds between two looks
+    digests: BucketDigests | None = None
 
     def __init__(self, segment: Segment, stage: int, reader_names: list[str]) -> None:
         self.segment, self.stage, self._reader_names = segment, stage, reader_names
@@ -278,6 +281,10 @@ class ShmReader:
             return ready()
 
         _wait(look, deadline, lambda: late, self.longest_pause)
+
+    def digests(self, stage: int) -> BucketDigests | None:
+        """To which copies out of the stage's current bucket may add its digest; None where `read` checks it itself."""
+        return None
 
     def buffer_bytes(self, stage: int) -> int:
         return self._buffers[stage][0].numel()

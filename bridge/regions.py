@@ -1,0 +1,83 @@
+"""Parts of tensors as rows of elements in flat memory: what is copied where. Pure functions.
+
+Leaves out how that is found (bake.py, trace.py) and the copying (copies.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Region(NamedTuple):
+    """`num_rows` runs of `num_columns` elements that follow each other in memory, `row_stride` apart, from `offset` on."""
+
+    offset: int
+    num_rows: int
+    num_columns: int
+    row_stride: int
+
+
+NOWHERE = Region(0, 0, 0, 1)
+
+
+class Copy(NamedTuple):
+    """A part of a tensor, and the part of a parameter that it becomes, or is taken from; of as many rows and columns."""
+
+    source: Region
+    parameter: str
+    target: Region
+
+
+def cut(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
+    """The parts of a copy whose source elements lie in [start, end) of the tensor, sources counted from `start`.
+
+    At most three: the end of a row, whole rows, the beginning of a row. Each element of the copy that lies inside is in one.
+    """
+    source, target = copy.source, copy.target
+    if source.num_rows == 0 or source.num_columns == 0:
+        return []
+    # rows with elements inside: from the first that ends after `start` up to the last that begins before `end`
+    begin = max(0, -(-(start - source.offset - source.num_columns + 1) // source.row_stride))
+    stop = min(source.num_rows, max(0, -(-(end - source.offset) // source.row_stride)))
+    parts: list[tuple[Region, Region]] = []
+    row = begin
+    while row < stop:
+        first = source.offset + row * source.row_stride
+        low, high = max(start - first, 0), min(end - first, source.num_columns)
+        is_whole = (low, high) == (0, source.num_columns)
+        # all rows from a whole one on are whole, but perhaps the last
+        last_end = source.offset + (stop - 1) * source.row_stride + source.num_columns
+        count = stop - row - (last_end > end) if is_whole and stop - row > 1 else 1
+        parts.append(
+            (
+                Region(first + low - start, count, high - low, source.row_stride),
+                Region(target.offset + row * target.row_stride + low, count, high - low, target.row_stride),
+            )
+        )
+        row += count
+    return parts
+
+
+def matching_regions(source: torch.Tensor, target: torch.Tensor) -> tuple[Region, Region] | None:
+    """Two equally shaped tensors as equally many rows of elements; None where that takes more than two dims."""
+    if source.shape != target.shape:
+        return None
+    dims: list[list[int]] = []  # size, stride in the source, stride in the target; merged where both are dense
+    for size, of, to in zip(source.shape, source.stride(), target.stride(), strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * of and dims[-1][2] == size * to:
+            dims[-1] = [dims[-1][0] * size, of, to]
+        else:
+            dims.append([size, of, to])
+    if not dims or dims[-1][1:] != [1, 1]:  # rows of one element
+        dims.append([source.numel() if not dims else 1, 1, 1])
+    if len(dims) > 2:
+        return None
+    rows, columns = (dims[0], dims[1]) if len(dims) == 2 else ([1, dims[0][0], dims[0][0]], dims[0])
+    return (
+        Region(int(source.storage_offset()), rows[0], columns[0], max(1, rows[1])),
+        Region(int(target.storage_offset()), rows[0], columns[0], max(1, rows[2])),
+    )
