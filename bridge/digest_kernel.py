@@ -15,7 +15,7 @@ def sum_of_words(words, factors):  # type: ignore[no-untyped-def]
     return tl.sum((words + (words >> 32)) * factors, axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_words", "num_rest"])  # type: ignore[untyped-decorator]
 def _add_digest(data, multipliers, powers, total, num_words, num_rest, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start < num_words:
