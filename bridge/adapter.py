@@ -54,6 +54,7 @@ class AdapterSource:
     ) -> None:
         self.tensors, self.spec = tensors, spec
         self.stage, self.num_stages, self.is_sender, self.stays = stage, num_stages, is_sender, stays
+        self.gives = is_sender
         self._manifest: Manifest | None = None
         self._part: Part | None = None
         self._unscaled: list[torch.Tensor] = []

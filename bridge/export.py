@@ -25,8 +25,8 @@ from bridge.trace import Place, trace
 class Exporter:
     """The weight source of one trainer rank: `manifest()` and iteration over (Hugging Face name, tensor).
 
-    Every rank of the stage must iterate it to the end. Only the sender gets tensors out of it; the others take part in the
-    collectives. A yielded tensor is valid until the next one is asked for.
+    Every rank of the stage must iterate it to the end. Only the sender gets tensors out of it, unless it is `everywhere`; the
+    others take part in the collectives. A yielded tensor is valid until the next one is asked for.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Exporter:
         self._gatherer = Gatherer(self.tensor_group, gather_bytes)
         self.stage, self.num_stages = stage, num_stages
         self.data_rank = data_rank
+        self.everywhere = False  # whether all ranks get the tensors; set it on all alike, before the first pass
         self._manifest: Manifest | None = None
         self._stays = stays
         self._lasting: list[Fill] = []
@@ -59,6 +60,10 @@ class Exporter:
     @property
     def is_sender(self) -> bool:
         return self.data_rank == 0 and (self.tensor_group is None or self.tensor_group.rank() == 0)
+
+    @property
+    def gives(self) -> bool:
+        return self.is_sender or self.everywhere
 
     def manifest(self) -> Manifest:
         """This stage's tensors in order. The first call walks the units once, without converting or sending anything."""
@@ -130,7 +135,7 @@ class Exporter:
         self._gatherer.merge_sums.zero_()
         for fill in self._fills():
             fill.run()
-            if self.is_sender:
+            if self.gives:
                 yield fill
 
     def _fills(self) -> Iterator[Fill]:
@@ -142,7 +147,7 @@ class Exporter:
         units = (members_of(unit) for unit in self.units())
         for members in [[member for unit in units for member in unit]] if self._stays else units:
             self._gatherer.merge_sums = self._gatherer.merge_sums.to(members[0].parameter.device)
-            for part in self._gatherer.cut(members) if self.data_rank == 0 else ():
+            for part in self._gatherer.cut(members) if self.data_rank == 0 or self.everywhere else ():
                 fill = Fill(part, self._gatherer)
                 if self._stays:
                     self._lasting.append(fill)

@@ -114,10 +114,10 @@ class BeginSync:
     """Opens a sync. The bucket plan is not in it: both sides make it from manifest, stages and bucket size.
 
     `manifest_json` is None when the replica already holds the manifest of that digest. `stage_sizes` are numbers of
-    tensors. `endpoints` are one a stage: a segment's path (transport/shm.py), or where its sender listens
-    (transport/nccl.py). `sync_index` counts the syncs of these endpoints, so that bucket k of a stage with n has
-    the sequence number sync_index * n + k. `first_reader` is the index of the replica's first worker among all
-    `num_readers` workers of all replicas.
+    tensors. `endpoints` has for each reader one a stage: a segment's path (transport/shm.py, ipc.py), or where its sender
+    listens (transport/nccl.py); a replica gets those of its workers. `sync_index` counts the syncs of these endpoints, so
+    that bucket k of a stage with n has the sequence number sync_index * n + k. `first_reader` is the index of the replica's
+    first worker among all `num_readers` workers of all replicas.
     """
 
     version: int
@@ -125,7 +125,7 @@ class BeginSync:
     manifest_json: str | None
     stage_sizes: tuple[int, ...]
     bucket_bytes: int
-    endpoints: tuple[str, ...]
+    endpoints: tuple[tuple[str, ...], ...]
     sync_index: int
     first_reader: int
     num_readers: int
@@ -139,8 +139,8 @@ class BeginSync:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> BeginSync:
-        whole = fields | {"stage_sizes": tuple(fields["stage_sizes"]), "endpoints": tuple(fields["endpoints"])}
-        return BeginSync(**whole)
+        endpoints = tuple(tuple(stages) for stages in fields["endpoints"])
+        return BeginSync(**(fields | {"stage_sizes": tuple(fields["stage_sizes"]), "endpoints": endpoints}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Plan:
     is_whole: bool = field(init=False)  # all tensors are planned
     _addresses: dict[str, int] = field(init=False)
     _flats: dict[str, torch.Tensor] = field(init=False)  # the parameters' whole memory
-    _buckets: dict[tuple[int, int], BucketCopies] = field(init=False)
+    _buckets: dict[tuple[int, int], tuple[Bucket, BucketCopies]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_whole = all(copies is not None for copies in self.copies)
@@ -51,14 +51,16 @@ class Plan:
     def scatter(self, bucket: Bucket, first_tensor: int, data: torch.Tensor, digests: BucketDigests | None = None) -> None:
         """Copy a bucket's planned pieces into the parameters; `first_tensor` is the stage's, `data` its bytes.
 
-        Where that reads the whole bucket once, it adds to `digests`.
+        Where that reads the whole bucket once, it adds to `digests`. What to do is worked out once for each Bucket object.
         """
         key = (first_tensor, bucket.index)
-        if key not in self._buckets:
+        known = self._buckets.get(key)
+        if known is None or known[0] is not bucket:  # stages may be cut otherwise than before
             dtypes = [spec.dtype for spec in self.manifest.tensors[first_tensor:]]
             planned = {piece.tensor: self.copies[first_tensor + piece.tensor] for piece in bucket.pieces}
-            self._buckets[key] = BucketCopies(bucket.pieces, bucket.num_bytes, dtypes, planned, into_bucket=False)
-        self._buckets[key].run(self._flats, data, digests)
+            known = bucket, BucketCopies(bucket.pieces, bucket.num_bytes, dtypes, planned, into_bucket=False)
+            self._buckets[key] = known
+        known[1].run(self._flats, data, digests)
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:

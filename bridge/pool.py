@@ -138,14 +138,17 @@ class ReplicaPool(ReplicaActors):
 
     def _own(self, message: BeginSync) -> Iterator[tuple[Any, BeginSync]]:
         """Each replica's actor and message; the manifest goes to those that do not hold it."""
+        width = self.config.tensor_parallel
         for replica, actor in enumerate(self._actors):
+            first = replica * width
             known = self._manifest_digests[replica] == message.manifest_digest
             yield (
                 actor,
                 dataclasses.replace(
                     message,
                     replica=replica,
-                    first_reader=replica * self.config.tensor_parallel,
+                    endpoints=message.endpoints[first : first + width],
+                    first_reader=first,
                     num_readers=self.num_readers,
                     manifest_json=None if known else message.manifest_json,
                 ),

@@ -1,8 +1,8 @@
 """Publisher: one sync of weights as a transaction, called on every trainer rank alike.
 
-Rank 0 talks to the replicas, one rank a pipeline stage sends, the others take part in the collectives of the weight
-source. An error on any side wakes up all sides and raises the same SyncError on every rank. Leaves out the pass over
-the source (sender.py), states and messages (messages.py), the replicas (pool.py).
+Rank 0 talks to the replicas, one rank a pipeline stage sends, or on shared devices each to its own, the others take part in
+the collectives of the weight source. An error on any side wakes up all sides and raises the same SyncError on every rank.
+Leaves out the pass over the source (sender.py), states and messages (messages.py), the replicas (pool.py).
 
     publisher = Publisher(source, pool if rank == 0 else None, SyncConfig())
     report = publisher.publish(version=1)
@@ -142,7 +142,7 @@ class Publisher:
             manifest_json=connection.manifest_json,
             stage_sizes=connection.stage_sizes,
             bucket_bytes=self._config.bucket_bytes,
-            endpoints=connection.endpoints,
+            endpoints=connection.routes,
             sync_index=connection.num_syncs,
             first_reader=0,
             num_readers=self._pool.num_readers,
@@ -174,7 +174,7 @@ class Publisher:
         self._phase(version, stream)
         if connection.stream.verify != "readback":
             return []
-        return self._share_digests(connection, result.digests)
+        return self._share_digests(connection, result.digests if self._source.is_sender else [])
 
     def _commit(self, connection: Connection, version: int, deadline: float, digests: list[int]) -> None:
         if self._pool is None:

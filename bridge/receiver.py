@@ -84,7 +84,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         key = (manifest.digest, message.stage_sizes, message.bucket_bytes)
         if self._stages_key != key:
             self._stages, self._stages_key = Stage.cut(manifest, message.stage_sizes, message.bucket_bytes), key
-        if self._reader is None or self._reader.endpoints != message.endpoints:
+        if self._reader is None or self._reader.endpoints != message.endpoints[self.parallel_config.rank]:
             self._close_reader()
             self._reader = open_reader(message, self.parallel_config.rank, self.device)
         if message.adapter is None and (self._plan is None or self._plan.manifest is not manifest or not self._plan.is_current):

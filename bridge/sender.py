@@ -28,7 +28,8 @@ class WeightSource(Protocol):
     """What the trainer gives: the weights of one pipeline stage in Hugging Face names and shapes.
 
     Iterating is a fresh pass in the manifest's order and may run collectives: all ranks of a stage iterate in lockstep
-    and to the end. One rank a stage, the sender, needs the tensors' contents; a tensor is only used until the next.
+    and to the end. One rank a stage is its sender; `gives` says whether a rank's pass has the tensors, as the sender's always
+    has. A tensor is only used until the next.
     """
 
     @property
@@ -39,6 +40,9 @@ class WeightSource(Protocol):
 
     @property
     def is_sender(self) -> bool: ...
+
+    @property
+    def gives(self) -> bool: ...
 
     def manifest(self) -> Manifest:
         """This stage's tensors, known without any transfer."""

@@ -31,12 +31,12 @@ Reader = ShmReader | GroupReader
 
 def open_reader(message: BeginSync, worker: int, device: torch.device) -> Reader:
     """A worker's side of the transport that the endpoints belong to."""
-    reader = message.first_reader + worker
-    if message.endpoints and is_group_endpoint(message.endpoints[0]):
-        return GroupReader(message.endpoints, reader, message.num_readers, device)
-    if message.endpoints and is_ipc_endpoint(message.endpoints[0]):
-        return IpcReader(message.endpoints, reader, device)
-    return ShmReader(message.endpoints, reader)
+    reader, endpoints = message.first_reader + worker, message.endpoints[worker]
+    if endpoints and is_group_endpoint(endpoints[0]):
+        return GroupReader(endpoints, reader, message.num_readers, device)
+    if endpoints and is_ipc_endpoint(endpoints[0]):
+        return IpcReader(endpoints, reader, device)
+    return ShmReader(endpoints, reader)
 
 
 class Stage(NamedTuple):

@@ -39,6 +39,7 @@ class Weights:
     def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
         self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
         self.exporter = build_exporter(engine)
+        self.sync_exporter = build_exporter(engine, everywhere=True) if transport(config) == "ipc" else self.exporter
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.syncs: list[dict[str, float]] = []
@@ -52,7 +53,7 @@ class Weights:
         self.turns.to_replicas()
         on_rank_zero(self._start_pool)
         self.turns.pool = self.pool
-        source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
+        source = build_adapter_source(self.engine) if self.sends_adapters else self.sync_exporter
         self.publisher = build_publisher(source, self.pool, self.config)
 
     def publish(self, version: int) -> dict[str, float]:
@@ -119,7 +120,7 @@ class Weights:
 
     def _merge_error(self) -> float:
         """How much of the adapters' update the last merge lost; a note once it is more than MERGE_ERROR_NOTE."""
-        error = self.exporter.merge_error()
+        error = self.sync_exporter.merge_error()
         if error > MERGE_ERROR_NOTE and not self.noted_merge_error:
             self.noted_merge_error = True
             dtype = self.config.model.dtype
@@ -174,17 +175,21 @@ def replica_config(config: Config) -> ReplicaConfig:
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
     """Of whole weights, with adapters merged, or of the adapters alone."""
-    sync = config.sync
-    if sync.transport == "auto" and config.rollout.placement == "colocated" and torch.cuda.is_available():
-        sync = replace(sync, transport="ipc")
+    sync = replace(config.sync, transport=transport(config))
     if isinstance(source, AdapterSource):
         return Publisher(source, pool, source.sync_config(sync), adapter=source.spec)
     return Publisher(source, pool, sync)
 
 
-def build_exporter(engine: Engine) -> Exporter:
-    """The weights of this rank's pipeline stage as Hugging Face tensors."""
-    return Exporter(
+def transport(config: Config) -> str:
+    """sync.transport; in the place of `auto` ipc on shared GPUs."""
+    shares_gpus = config.rollout.placement == "colocated" and torch.cuda.is_available()
+    return "ipc" if config.sync.transport == "auto" and shares_gpus else config.sync.transport
+
+
+def build_exporter(engine: Engine, *, everywhere: bool = False) -> Exporter:
+    """The weights of this rank's pipeline stage as Hugging Face tensors; `everywhere`: on all its ranks, not its sender alone."""
+    exporter = Exporter(
         engine.whole_parameters,
         engine.hf_bridge,
         tensor_group=engine.hf_bridge.mpu.tp_group,
@@ -193,6 +198,8 @@ def build_exporter(engine: Engine) -> Exporter:
         data_rank=engine.layout.data_rank,
         stays=engine.config.wrap == "ddp",
     )
+    exporter.everywhere = everywhere
+    return exporter
 
 
 def build_adapter_source(engine: Engine) -> AdapterSource:

@@ -50,10 +50,15 @@ def close_replicas() -> None:
 
 
 def publish_and_compare(
-    path: str, cases: list[dict[str, Any]], num_steps: int, transport: str = "auto", verify: str = "digest"
+    path: str,
+    cases: list[dict[str, Any]],
+    num_steps: int,
+    transport: str = "auto",
+    verify: str = "digest",
+    tensor_parallel: int = 1,
 ) -> list[dict[str, Any]]:
     """Train, publish and read back `num_steps` times for each case, all against one replica."""
-    pool = replica(path) if is_rank_zero() else None
+    pool = replica(path, tensor_parallel=tensor_parallel) if is_rank_zero() else None
     results = []
     for number, case in enumerate(cases):
         with engine(path, name="sft", **case) as built:
@@ -65,8 +70,9 @@ def follow(
     built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int, config: SyncConfig
 ) -> dict[str, Any]:
     """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps."""
-    source = exporter(built)
-    publisher = Publisher(source, pool, config)
+    source, sent = exporter(built), exporter(built)
+    sent.everywhere = config.transport == "ipc"
+    publisher = Publisher(sent, pool, config)
     differing: set[str] = set()
     versions, worst, moved = [], 0.0, 0
     ordinary, num_pickled = {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
@@ -95,8 +101,9 @@ def follow(
         versions.append((report.version, pool.versions, report.verified))
         moved += sum(not torch.equal(before[name], exported[name]) for name in before) > 0
         before = exported
-    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved,
-            "ordinary": ordinary, "num_pickled": num_pickled.count}
+    writer = publisher._connection.stream.writer if publisher._connection is not None else None
+    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "ordinary": ordinary,
+            "num_pickled": num_pickled.count, "readers": getattr(writer, "_own", None)}
 
 
 class CallCounter:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge.bake import bake, matching_regions
-from bridge.bucket import plan_buckets
+from bridge.bucket import Bucket, plan_buckets
 from bridge.manifest import Manifest, TensorSpec
 from bridge.regions import Copy, Region, cut
 
@@ -96,15 +96,33 @@ def test_what_is_scattered_equals_what_is_loaded(dtype, rank, bucket_bytes) -> N
         buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
         for bucket in plan_buckets(manifest, bucket_bytes):
             data = buffers[bucket.index % 2]
-            for piece in bucket.pieces:
-                raw = tensors[manifest.tensors[piece.tensor].name].view(-1).view(torch.uint8)
-                data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = raw[
-                    piece.tensor_offset : piece.tensor_offset + piece.num_bytes
-                ]
+            fill(data, bucket, manifest, tensors)
             plan.scatter(bucket, 0, data[: bucket.num_bytes])
         planned.embed.weight[5:] = 0  # rows of padding stay as they were loaded first
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(planned.state_dict()[name], tensor), name
+
+
+def test_a_plan_outlives_the_buckets_it_was_used_with() -> None:
+    """The same tensors in other buckets, as after a change of stages, through the same memory."""
+    manifest, model = manifest_of(torch.float32), Toy()
+    plan = bake_toy(model, manifest)
+    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    for bucket_bytes in (128, 4096):
+        for bucket in plan_buckets(manifest, bucket_bytes):
+            fill(buffer, bucket, manifest, tensors)
+            plan.scatter(bucket, 0, buffer[: bucket.num_bytes])
+        assert torch.equal(model.norm.weight, tensors["norm.weight"])
+        assert torch.equal(model.fused.weight[4:], tensors["up.weight"][:4])
+        tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+
+
+def fill(buffer: torch.Tensor, bucket: Bucket, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    for piece in bucket.pieces:
+        raw = tensors[manifest.tensors[piece.tensor].name].view(-1).view(torch.uint8)
+        part = raw[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+        buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = part
 
 
 def test_layers_that_a_plan_cannot_serve_are_named() -> None:

@@ -93,7 +93,7 @@ def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> N
     for index in range(2):
         values = [torch.rand(size) for size in SIZES]
         sync = BeginSync(
-            version=index, manifest_digest="", manifest_json=None, stage_sizes=(2, 4), bucket_bytes=BUCKET_BYTES, endpoints=(),
+            version=index, manifest_digest="", manifest_json=None, stage_sizes=(2, 4), bucket_bytes=BUCKET_BYTES, endpoints=((),),
             sync_index=index, first_reader=0, num_readers=1, replica=0, verify=True, deadline=time.time() + 10,
         )  # fmt: skip
         senders = [threading.Thread(target=send, args=(w, s, values)) for w, s in zip(writers, stages, strict=True)]

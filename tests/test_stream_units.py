@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
 from bridge.config import SyncConfig
+from bridge.connection import Giver, assign_readers
 from bridge.manifest import ITEM_BYTES, Manifest, TensorSpec
 from bridge.publish import Publisher
 from bridge.sender import StageStream
@@ -117,7 +118,7 @@ def test_a_crashed_process_leaves_nothing_after_a_sweep() -> None:
 class DictSource:
     """A stage's tensors from a dict."""
 
-    stage, num_stages, is_sender = 0, 1, True
+    stage, num_stages, is_sender, gives = 0, 1, True, True
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.iterated = tensors, 0
@@ -203,3 +204,15 @@ def test_a_source_that_breaks_its_manifest_is_named(segment, tensors, message) -
     problem = stream.run(soon(), lambda: None).problem
     with pytest.raises(RuntimeError, match=message):
         raise RuntimeError(problem)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.booleans())
+def test_each_reader_has_one_rank_for_each_stage(num_stages, width, num_readers, spread, everywhere) -> None:
+    """`width` ranks a stage, the first of which is its sender."""
+    givers = [Giver(rank // width, rank % width == 0, everywhere or rank % width == 0) for rank in range(num_stages * width)]
+    shared = assign_readers(givers, num_readers, spread=spread)
+    assert all(shared.values()) and (spread or all(givers[rank].is_sender for rank in shared))
+    served = sorted((givers[rank].stage, reader) for rank, readers in shared.items() for reader in readers)
+    assert served == [(stage, reader) for stage in range(num_stages) for reader in range(num_readers)]
+    if spread and everywhere:
+        assert all(reader in shared[reader] for reader in range(min(num_readers, len(givers))))

@@ -80,6 +80,19 @@ def test_replica_with_a_head_of_its_own_follows_the_trainer_bit_for_bit(untied: 
     follow(untied, "nccl", has_head=True)
 
 
+def test_ranks_send_to_the_workers_on_their_devices(root: Path) -> None:
+    """Through memory that is shared on a device, a rank for each of two workers."""
+    path = str(write_tiny_model(root / "shared", "qwen3", tied=True, num_hidden_layers=NUM_LAYERS))
+    cases = [*CASES, {"wrap": "ddp", "lora": {"rank": 4, "alpha": 8.0}}]
+    arguments = {"path": path, "cases": cases, "num_steps": 3, "transport": "ipc", "tensor_parallel": 2}
+    first, second = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)
+    for number, case in enumerate(cases):
+        result = first[number]
+        assert result["differing"] == [] and result["moved"] == 2 and result["num_pickled"] == 0, case
+        assert result["versions"] == [(v, [v], True) for v in range(number * 100, number * 100 + 3)]
+        assert (result["readers"], second[number]["readers"]) == ([0], [1])
+
+
 def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
     """CPUs pack experts after loading: they take vLLM's own loader, which has to pack them again at each sync."""
     path = str(write_tiny_model(root / "experts", "qwen3_moe"))

@@ -39,7 +39,7 @@ SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, see
 class DictSource:
     """One stage's tensors from a dict, which a test may exchange between syncs; `fail_at` raises before that tensor."""
 
-    is_sender = True
+    is_sender = gives = True
 
     def __init__(self, tensors: dict[str, torch.Tensor], stage: int = 0, num_stages: int = 1) -> None:
         self.tensors, self.stage, self.num_stages, self.fail_at = tensors, stage, num_stages, ""

@@ -21,7 +21,7 @@ from bridge.digest import BucketDigests
 from bridge.transport.shm import FOLDER, NUM_BUFFERS, PREFIX, DamagedError, Segment, ShmReader, ShmWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 SCHEME = "ipc:"
 HANDLE_BYTES = 4096
@@ -42,9 +42,10 @@ class IpcWriter(ShmWriter):
         reader_names: list[str],
         device: torch.device,
         num_buckets: int,
+        own: Sequence[int] | None = None,
     ) -> None:
-        """`num_buckets`: of a pass."""
-        super().__init__(Segment.create(name, HANDLE_BYTES + 8 * num_buckets, len(reader_names)), stage, reader_names)
+        """`num_buckets`: of a pass; `own`: as ShmWriter."""
+        super().__init__(Segment.create(name, HANDLE_BYTES + 8 * num_buckets, len(reader_names)), stage, reader_names, own)
         self.digests = self._digests = BucketDigests(num_buckets, device)
         self._verify = False
         self.endpoint = f"{SCHEME}{self.segment.path}"

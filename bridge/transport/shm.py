@@ -23,7 +23,7 @@ import torch
 from bridge.digest import digest_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from bridge.digest import BucketDigests
 
@@ -183,8 +183,10 @@ class ShmWriter:
     longest_pause = 1e-3  # seconds between two looks
     digests: BucketDigests | None = None
 
-    def __init__(self, segment: Segment, stage: int, reader_names: list[str]) -> None:
+    def __init__(self, segment: Segment, stage: int, reader_names: list[str], own: Sequence[int] | None = None) -> None:
+        """`own`: the readers that read this segment; all of them where it is None."""
         self.segment, self.stage, self._reader_names = segment, stage, reader_names
+        self._own = list(range(len(reader_names)) if own is None else own)
         self.endpoint = str(segment.path)
         self.buffers = segment.buffers
         self.sequence = 0
@@ -213,7 +215,8 @@ class ShmWriter:
         def ready() -> bool:
             check()
             self.raise_if_aborted()
-            return min(self.segment.consumed) >= needed
+            consumed = self.segment.consumed
+            return all(consumed[reader] >= needed for reader in self._own)
 
         _wait(ready, deadline, lambda: self._describe_wait(needed), self.longest_pause)
         return self.buffers[self.sequence % NUM_BUFFERS]
@@ -231,11 +234,8 @@ class ShmWriter:
             raise TransportError(reason)
 
     def _describe_wait(self, needed: int) -> str:
-        late = [
-            f"{self._reader_names[reader]} has read {count}"
-            for reader, count in enumerate(self.segment.consumed)
-            if count < needed
-        ]
+        consumed = self.segment.consumed
+        late = [f"{self._reader_names[reader]} has read {consumed[reader]}" for reader in self._own if consumed[reader] < needed]
         return f"the sender of stage {self.stage} waits until {needed} buckets are read; {', '.join(late)}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import LoraConfig
 from engine.lora import adapted_linears
-from megasync.weights import build_adapter_source, build_exporter
+from megasync.weights import build_adapter_source, build_exporter, transport
 
 if TYPE_CHECKING:
     from megasync.bench.rank import BenchRank
@@ -28,7 +28,8 @@ class LoraSide:
     def __init__(self, bench: BenchRank) -> None:
         lora = lora_config(bench.config)
         self.engine = bench.build_engine(dataclasses.replace(bench.config.engine, lora=lora))
-        self.merged, self.adapter = build_exporter(self.engine), build_adapter_source(self.engine)
+        self.merged = build_exporter(self.engine, everywhere=transport(bench.config) == "ipc")
+        self.adapter = build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=lora.rank)
         self.publisher = bench.publisher(self.adapter, self.pool)
         own = self._stage_bytes() if self.adapter.is_sender else 0

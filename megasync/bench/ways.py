@@ -35,7 +35,7 @@ from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS
 from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.wire import Wire
-from megasync.weights import build_exporter
+from megasync.weights import build_exporter, transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -70,6 +70,10 @@ class Switch:
     def is_sender(self) -> bool:
         return self.source.is_sender
 
+    @property
+    def gives(self) -> bool:
+        return self.source.gives
+
     def manifest(self) -> Manifest:
         return self.source.manifest()
 
@@ -103,7 +107,8 @@ class Ways(BenchRank):
         self.manifest = Manifest.concatenate(stages[stage] for stage in sorted(stages))
         self.pool = self.start_pool()
         self.wire = Wire(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
-        self.switch = Switch(self.exporter)
+        self.sync_exporter = build_exporter(self.engine, everywhere=transport(config) == "ipc")
+        self.switch = Switch(self.sync_exporter)
         self.whole = self.publisher(self.switch, self.pool)
         usual = GPU_WAYS if self.has_gpus else CPU_WAYS
         wanted = {"stream", *config.bench.ways, *(usual if "all" in config.bench.ways else ())}
@@ -138,11 +143,11 @@ class Ways(BenchRank):
         return ways
 
     def stream(self, version: int) -> Measured:
-        self.switch.source = self.exporter
+        self.switch.source = self.sync_exporter
         return self._publish(self.whole, self.pool, version)
 
     def unverified(self, version: int) -> Measured:
-        self.switch.source = self.exporter
+        self.switch.source = self.sync_exporter
         return self._publish(self.whole, self.pool, version, "none")
 
     def lora_merged(self, version: int) -> Measured:
