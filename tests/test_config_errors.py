@@ -1,0 +1,216 @@
+"""Configs that are refused, and with which words. What the models' folders and the data say to them: test_config_check.py."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.config import CHOICES, RANGES
+from megasync.config_load import load_config
+from megasync.errors import ConfigError, nearest_name
+from tests.config_files import refused, write
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    return write(tmp_path / "empty.yaml", "")
+
+
+# -------------------------------------------------------------------------------------------------------- bad keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("engine.wrp", "engine.wrap"), ("wrap", "engine.wrap"),
+        ("engine.optimizer.lr", "engine.optimizer.learning_rate"),
+        ("rolout.replicas", "rollout"), ("sync.bucket_byte", "sync.bucket_bytes"),
+        ("run.batch_size", "data.batch_size"),
+        ("engine.parallel.tensr", "engine.parallel.tensor"), ("engine..wrap", ""), ("base", ""),
+    ],
+)  # fmt: skip
+def test_unknown_key_in_an_override(empty: Path, key: str, nearest: str) -> None:
+    message = refused(empty, f"{key}=1")
+    assert "there is no such key" in message.splitlines()[0]
+    assert "the command line" in message
+    assert "choices" in message
+    if nearest:
+        assert f"nearest:  {nearest}\n" in message
+        assert f"write {nearest} instead" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("runs: {}", "runs"), ("engine: {wrp: ddp}", "engine.wrp"), ("1: 2", "1"),
+        ("engine: {parallel: {tp: 2}}", "engine.parallel.tp"), ("sync: {verify: {x: 1}, buckets: 1}", "sync.buckets"),
+    ],
+)  # fmt: skip
+def test_unknown_key_in_yaml(tmp_path: Path, text: str, key: str) -> None:
+    path = write(tmp_path / "a.yaml", text)
+    message = refused(path)
+    assert message.startswith(f"{key}: there is no such key")
+    assert str(path) in message
+
+
+def test_a_bad_key_in_a_base_names_that_file(tmp_path: Path) -> None:
+    base = write(tmp_path / "b.yaml", "run: {nme: x}")
+    assert str(base) in refused(write(tmp_path / "a.yaml", "base: b.yaml"))
+
+
+# -------------------------------------------------------------------------------------------------------- bad values
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.steps=abc", "a whole number"), ("run.steps=true", "a whole number"), ("run.steps=1.5", "a whole number"),
+        ("run.steps={x: 1}", "a whole number"), ("run.steps.x=1", "a whole number"),
+        ("run.steps=[1]", "a whole number"),
+        ("run.steps=null", "a whole number"), ("run.steps=", "a whole number"), ("run.name=null", "a text"),
+        ("run.name={a: 1}", "a text"), ("engine.wrap=[ddp]", "a text"), ("engine.optimizer.beta1=true", "a number"),
+        ("engine.optimizer.beta1=high", "a number"), ("data.shuffle=1", "true or false"),
+        ("data.shuffle='true'", "true or"),
+        ("engine=5", "a mapping"), ("engine.parallel=2", "a mapping"), ("engine.overrides=2", "a mapping"),
+        ("sync.bucket_bytes=1.5", "a whole number"), ("sync.bucket_bytes=true", "a whole number"),
+    ],
+)  # fmt: skip
+def test_wrong_type(empty: Path, override: str, expected: str) -> None:
+    message = refused(empty, override)
+    assert f"{expected}" in message.splitlines()[0]
+    assert "is expected" in message.splitlines()[0]
+    assert "remedy:" in message
+
+
+def test_wrong_type_in_yaml_names_file_and_choices(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "sync: {verify: off}")
+    message = refused(path)
+    assert message.startswith("sync.verify = False")
+    assert "none, digest, readback" in message
+    assert str(path) in message
+
+
+def test_a_whole_float_is_told_how_to_be_written(empty: Path) -> None:
+    assert "run.steps=1000" in refused(empty, "run.steps=1e3")
+
+
+@pytest.mark.parametrize("key", list(CHOICES))
+def test_choices(empty: Path, key: str) -> None:
+    message = refused(empty, f"{key}=nonsense")
+    assert message.startswith(f"{key} = 'nonsense'")
+    assert f"choices: {', '.join(CHOICES[key])}" in message.replace("choices:  ", "choices: ")
+    for choice in CHOICES[key]:
+        load_config(empty, [f"{key}={choice}"])
+
+
+def test_fsdp2_is_pointed_to_megatron_fsdp(empty: Path) -> None:
+    message = refused(empty, "engine.wrap=fsdp2")
+    assert "choices:  megatron_fsdp, ddp" in message
+    assert "nearest:  megatron_fsdp" in message
+    assert "write engine.wrap=megatron_fsdp" in message
+
+
+@pytest.mark.parametrize("key", list(RANGES))
+def test_ranges(empty: Path, key: str) -> None:
+    for number in ("-1", "1e30" if RANGES[key].most or RANGES[key].below else "-7"):
+        text = refused(empty, f"{key}={number}")
+        assert text.startswith(f"{key} = ")
+    assert "allowed:" in refused(empty, f"{key}=-1")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "sync.bucket_bytes=0", "sync.bucket_bytes=4095", "sync.bucket_bytes=1KiB", "run.steps=0", "rollout.top_p=0",
+        "rollout.top_p=1.01", "engine.optimizer.beta1=1", "engine.optimizer.learning_rate=.nan",
+        "rollout.temperature=0",
+        "engine.optimizer.learning_rate=.inf", "engine.parallel.tensor=0", "data.batch_size=0",
+        "sync.timeout_seconds=0",
+    ],
+)  # fmt: skip
+def test_out_of_range(empty: Path, override: str) -> None:
+    message = refused(empty, override)
+    assert override.partition("=")[0] in message.splitlines()[0]
+    assert "out of range" in message
+
+
+@pytest.mark.parametrize("text", ["64mb", "64MB", "big", "-1MiB", "1.3KiB", "''", "1 2MiB", "MiB"])
+def test_bad_byte_size(empty: Path, text: str) -> None:
+    message = refused(empty, f"sync.bucket_bytes={text}")
+    assert "KiB, MiB, GiB" in message
+
+
+# -------------------------------------------------------------------------------------------------------- bad syntax
+
+
+@pytest.mark.parametrize(
+    "override", ["engine.wrap", "", "=ddp", "--engine.wrap=ddp", "run.name=[", "run.name=${", "a=b: c: d"]
+)
+def test_bad_override(empty: Path, override: str) -> None:
+    message = refused(empty, override)
+    assert repr(override) in message
+    assert "remedy:" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("run: {name: a\nengine: 1", 2), ("run:\n  name: a\n  name: b\n", 3), ("run:\n\tname: a", 2),
+        ("run: {}\nengine: {}\nrun: {}", 3), ("a: b: c", 1), ("run: !!python/object:os.system 1", 1),
+    ],
+)  # fmt: skip
+def test_yaml_error_names_file_and_line(tmp_path: Path, text: str, line: int) -> None:
+    path = write(tmp_path / "a.yaml", text)
+    assert refused(path).startswith(f"{path}:{line}: ")
+
+
+def test_duplicate_key_is_named(tmp_path: Path) -> None:
+    assert "duplicate key name" in refused(write(tmp_path / "a.yaml", "run:\n  name: a\n  name: b\n"))
+
+
+@pytest.mark.parametrize("content", [b"5", b"- 1\n- 2", b"\xff\xfe\x00", b"a: \x01", b"run: {name: '${'}"])
+def test_not_a_config(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(content)
+    assert str(path) in refused(path)
+
+
+def test_missing_file_names_its_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "grpo_fsdp.yaml", "")
+    message = refused(tmp_path / "grpo_fdsp.yaml")
+    assert "no such config file" in message
+    assert str(tmp_path / "grpo_fsdp.yaml") in message
+    assert "is a folder" in refused(tmp_path)
+    assert "no such config file" in refused(tmp_path / "nowhere" / "a.yaml")
+
+
+def test_base_errors(tmp_path: Path) -> None:
+    assert "nowhere.yaml: there is no such config file" in refused(write(tmp_path / "a.yaml", "base: nowhere.yaml"))
+    assert "base = [1]" in refused(write(tmp_path / "a.yaml", "base: [1]"))
+    write(tmp_path / "b.yaml", "base: a.yaml")
+    assert "in a circle" in refused(write(tmp_path / "a.yaml", "base: b.yaml"))
+
+
+@pytest.mark.parametrize("value", ["${run.nme}", "???", "${oc.env:NOT_SET_ANYWHERE}", "${run.name}"])
+def test_bad_interpolation(empty: Path, value: str) -> None:
+    message = refused(empty, f"run.name={value}")
+    assert message.startswith("run.name: ")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(max_size=30))
+def test_no_override_ends_in_a_traceback(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = write(tmp_path_factory.mktemp("fuzz") / "a.yaml", "")
+    for override in (text, f"run.name={text}", f"run.steps={text}", f"sync.bucket_bytes={text}", f"engine.{text}=1"):
+        with contextlib.suppress(ConfigError):
+            load_config(path, [override])
+
+
+def test_nearest_name() -> None:
+    assert nearest_name("fsdp2", ["ddp", "megatron_fsdp"]) == "megatron_fsdp"
+    assert nearest_name("zzz", ["ddp", "megatron_fsdp"]) == ""
+    assert nearest_name("x", []) == ""
