@@ -60,8 +60,9 @@ class BucketCopies:
         self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
         self._into_bucket = into_bucket
         self._views: dict[int, tuple[Mapping[str, torch.Tensor], list[Views]]] = {}  # by the bucket's address
-        self._tiles: Tiles | None = None
-        self._table: torch.Tensor | None = None  # the tiles, on the device
+        self._names: tuple[str, ...] | None = None  # of the memory that tiles copy
+        self._table = torch.empty(0)  # the tiles, on the device
+        self._covered_bytes = 0  # of the bucket, whose digest they can take
         self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None
 
     @torch.no_grad()
@@ -99,32 +100,32 @@ class BucketCopies:
         self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None, *, stays: bool
     ) -> bool:
         """False where foreach copies have to do it."""
-        if self._tiles is None:
-            self._tiles = lay_tiles(self._matches(), memory)
-            self._table = torch.from_numpy(self._tiles.table).to(data.device)
-        bases = self._bases_of(memory, data.device, stays=stays)
+        if self._names is None:
+            tiles = lay_tiles(self._matches(), memory)
+            self._names, self._table = tiles.names, torch.from_numpy(tiles.table).to(data.device)
+            if tiles.covered_bytes == sum(piece.num_bytes for piece in self._pieces):
+                self._covered_bytes = self._end - self._pieces[0].bucket_offset
+        bases = self._bases_of(self._names, memory, data.device, stays=stays)
         if bases is None:
             return False
         from bridge.copy_kernel import copy_tiles
 
-        assert self._table is not None
-        covers = digests is not None and self._tiles.covered_bytes == sum(piece.num_bytes for piece in self._pieces)
-        covered = self._end - self._pieces[0].bucket_offset if covers else 0
-        accumulator = digests.accumulate(covered) if digests is not None and covered else None
-        copy_tiles(self._table, bases, data, accumulator, into_bucket=self._into_bucket)
+        total = digests.accumulate(self._covered_bytes) if digests is not None and self._covered_bytes else None
+        copy_tiles(self._table, bases, data, total, into_bucket=self._into_bucket)
         return True
 
-    def _bases_of(self, memory: Mapping[str, torch.Tensor], device: torch.device, *, stays: bool) -> torch.Tensor | None:
+    def _bases_of(
+        self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device, *, stays: bool
+    ) -> torch.Tensor | None:
         """The addresses of the tiles' memory, on the device; None where words do not lie at multiples of their size."""
-        assert self._tiles is not None
         if self._bases is not None and stays and self._bases[0] is memory:
             return self._bases[1]
-        flats = [memory[name] for name in self._tiles.names]
+        flats = [memory[name] for name in names]
         addresses = [flat.data_ptr() for flat in flats]
         if not addresses or any(flat.device != device for flat in flats) or any(each % WORD_BYTES for each in addresses):
             return None
         bases = torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-        self._bases = (memory, bases)
+        self._bases = (memory, bases) if stays else None
         return bases
 
 
