@@ -16,7 +16,7 @@ def _copy_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
     table, bases, bucket, total, factors, weights,
     INTO_BUCKET: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    entry = table + 4 * tl.program_id(0).to(tl.int64)
+    entry = table + 4 * tl.program_id(0)
     start, count = tl.load(entry + 2), tl.load(entry + 3)
     there = tl.load(bases + tl.load(entry)).to(tl.pointer_type(tl.int64)) + tl.load(entry + 1)
     here = bucket.to(tl.pointer_type(tl.int64)) + start
@@ -39,7 +39,7 @@ def copy_tiles(
     """Copy between the memory at `bases` and a bucket.
 
     Args:
-        table: int64 [tiles, 4], see copies.Tiles.
+        table: int32 [tiles, 4], see copies.Tiles.
         bases: int64 [memories], addresses that are multiples of 8.
         data: the bucket's bytes, uint8, aligned to 8.
         total: int64 [], to which the digest's sum over the tiles' words is added; None to leave that out.
