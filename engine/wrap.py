@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,6 +21,9 @@ from engine.model import global_name, is_tied_copy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
+
+# of each chunk's parameters; None for those that another stage exports
+_global_names: WeakKeyDictionary[torch.nn.Module, dict[str, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -68,27 +72,33 @@ def _ddp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedPa
 
 
 def _fsdp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedParameters]:
-    """Gather one FSDP unit at a time; the next training step is unchanged by it.
+    """Gather one FSDP unit after the other, each while the one before is in use; the next training step is unchanged by it.
 
     A unit has a bucket for its trained and one for its frozen parameters. Buckets outside of the units (embeddings, final
-    norm) stay: param_and_grad_buffer.py:release_bucket forbids to free them.
+    norm) stay: param_and_grad_buffer.py:release_bucket forbids to free them. The parameters are those that modules have while
+    they compute (megatron_fsdp.py:403); here the modules keep the sharded ones. A gather comes after all that was queued before
+    it (param_and_grad_buffer.py:4558), so that it never writes into what a released unit is still read from.
     """
     fsdp: Any = wrapped.module
     fsdp.synchronize_param_gather()
-    fsdp._replace_param_with_raw_if_needed()
     buffer, pipeline = fsdp.param_and_grad_buffer, fsdp.all_gather_pipeline
     units: dict[tuple[str, int], NamedParameters] = {}
-    for name, parameter in fsdp.module.named_parameters():
+    for name, parameter in fsdp.raw_param.items():
         if only_trained and not parameter.requires_grad:
             continue
         bucket = buffer.param_to_param_group[parameter]
         unit = buffer.parameter_groups[bucket].fsdp_unit_id
         units.setdefault(("bucket", bucket) if unit is None else ("unit", unit), []).append((name, parameter))
+
+    def gather(members: NamedParameters, *, wait: bool) -> None:
+        parameters = [parameter for _, parameter in members]
+        fsdp.all_gather_and_wait_parameters_ready(parameters, prefetch=False, wait_bucket_ready=wait)
+
+    coming = [*list(units.values())[1:], []]
     try:
-        for (kind, _), members in units.items():
-            fsdp.all_gather_and_wait_parameters_ready(
-                [parameter for _, parameter in members], prefetch=False, wait_bucket_ready=True
-            )
+        for ((kind, _), members), following in zip(units.items(), coming, strict=True):
+            gather(members, wait=True)
+            gather(following, wait=False)
             yield list(members)
             if kind == "unit":
                 for bucket in {buffer.param_to_param_group[parameter] for _, parameter in members}:
@@ -155,7 +165,11 @@ def whole_parameters(
     asked for. Every rank must walk the whole of it.
     """
     for chunk in chunks:
+        known = _global_names.setdefault(chunk, {})
         for unit in WRAPS[config.wrap].units(chunk, only_trained):
-            named = [(global_name(chunk, name), tensor) for name, tensor in unit if not is_tied_copy(chunk, name)]
-            if named:
-                yield named
+            for name, _ in unit:
+                if name not in known:
+                    known[name] = None if is_tied_copy(chunk, name) else global_name(chunk, name)
+            named = [(known[name], tensor) for name, tensor in unit]
+            if exported := [(name, tensor) for name, tensor in named if name is not None]:
+                yield exported
