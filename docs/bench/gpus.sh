@@ -47,6 +47,9 @@ for case in "$@"; do
     3b-ipc-256) sync 3b-ipc-256 3 rollout.placement=colocated bench.lora_rank=0 sync.bucket_bytes=256MiB ;;
     3b-ipc) sync 3b-ipc 3 rollout.placement=colocated bench.lora_rank=0 ;;
     3b-ipc-2) sync 3b-ipc-2 0,1 rollout.placement=colocated bench.num_ranks=2 rollout.replicas=2 bench.lora_rank=0 ;;
+    3b-ipc-fsdp)
+      sync 3b-ipc-fsdp 0,1 rollout.placement=colocated bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step \
+        bench.lora_rank=0 ;;
     7b) sync 7b 0,1 bench.shapes=7b bench.lora_rank=0 ;;
     30b-a3b) sync 30b-a3b 0,1 bench.shapes=30b-a3b bench.lora_rank=0 rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified,mbridge packed]' ;;
     3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
