@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 TILE_WORDS = 2048  # 16 KiB; a divisor of digest.CHUNK_WORDS
+MOST_BASES = 8
 MOST_TILES = 8  # times as many as full ones would be, for which foreach copies are no better
 
 Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
@@ -63,7 +64,8 @@ class BucketCopies:
         self._names: tuple[str, ...] | None = None  # of the memory that tiles copy
         self._table = torch.empty(0)  # the tiles, on the device
         self._covered_bytes = 0  # of the bucket, whose digest they can take
-        self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None
+        self._last: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory that stays, and its addresses
+        self._bases: dict[tuple[int, ...], torch.Tensor] = {}  # addresses on the device; an allocator gives few others out
 
     @torch.no_grad()
     def run(
@@ -118,15 +120,18 @@ class BucketCopies:
         self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device, *, stays: bool
     ) -> torch.Tensor | None:
         """The addresses of the tiles' memory, on the device; None where words do not lie at multiples of their size."""
-        if self._bases is not None and stays and self._bases[0] is memory:
-            return self._bases[1]
+        if self._last is not None and stays and self._last[0] is memory:
+            return self._last[1]
         flats = [memory[name] for name in names]
-        addresses = [flat.data_ptr() for flat in flats]
+        addresses = tuple(flat.data_ptr() for flat in flats)
         if not addresses or any(flat.device != device for flat in flats) or any(each % WORD_BYTES for each in addresses):
             return None
-        bases = torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-        self._bases = (memory, bases) if stays else None
-        return bases
+        if addresses not in self._bases:
+            if len(self._bases) == MOST_BASES:
+                self._bases.clear()
+            self._bases[addresses] = torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        self._last = (memory, self._bases[addresses]) if stays else None
+        return self._bases[addresses]
 
 
 def find_matches(
