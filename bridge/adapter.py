@@ -91,7 +91,7 @@ class AdapterSource:
             scaled = iter(self._scaled)
             memory = {name: (next(scaled) if _is_b(name) else tensor).view(-1) for name, tensor in given}
             whole = {name: Region(0, 1, flat.numel(), flat.numel()) for name, flat in memory.items()}
-            self._part = Part([(Copy(region, name, region),) for name, region in whole.items()], memory, stays=True)
+            self._part = Part([(Copy(region, name, region),) for name, region in whole.items()], memory)
         if self._scaled:  # on the sender
             torch._foreach_copy_(self._scaled, self._unscaled)
             torch._foreach_mul_(self._scaled, self.spec.scale)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 TILE_WORDS = 2048  # 16 KiB; a divisor of digest.CHUNK_WORDS
-MOST_BASES = 8
 MOST_TILES = 8  # times as many as full ones would be, for which foreach copies are no better
 
 Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
@@ -64,50 +63,39 @@ class BucketCopies:
         self._names: tuple[str, ...] | None = None  # of the memory that tiles copy
         self._table = torch.empty(0)  # the tiles, on the device
         self._covered_bytes = 0  # of the bucket, whose digest they can take
-        self._last: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory that stays, and its addresses
-        self._bases: dict[tuple[int, ...], torch.Tensor] = {}  # addresses on the device; an allocator gives few others out
+        self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory, and its addresses on the device
 
     @torch.no_grad()
     def run(
-        self,
-        memory: Mapping[str, torch.Tensor],
-        data: torch.Tensor,
-        digests: BucketDigests | None = None,
-        *,
-        stays: bool = True,
+        self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None
     ) -> None:
         """Copy, and add to `digests` where that touches all bytes of the pieces once, in one kernel.
 
         Args:
-            memory: flat; contiguous from its first element on.
+            memory: flat; contiguous from its first element on. The same object as before has to be at the same place.
             data: the bucket's bytes, uint8.
             digests: on the device of `data`.
-            stays: whether it is the same memory in the next run where it is the same object.
         """
-        if data.is_cuda and self._run_tiles(memory, data, digests, stays=stays):
+        if data.is_cuda and self._run_tiles(memory, data, digests):
             return
         key = data.data_ptr()
         views = self._views.get(key)
-        if views is None or not stays or views[0] is not memory:
-            views = memory, bind(self._matches(), memory, data)
-        if stays:
-            self._views[key] = views
+        if views is None or views[0] is not memory:
+            views = self._views[key] = (memory, bind(self._matches(), memory, data))
         for in_memory, in_bucket in views[1]:
             torch._foreach_copy_(*((in_bucket, in_memory) if self._into_bucket else (in_memory, in_bucket)))
 
     def _matches(self) -> Iterator[Match]:
         return find_matches(self._pieces, self._dtypes, self._copies)
 
-    def _run_tiles(
-        self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None, *, stays: bool
-    ) -> bool:
+    def _run_tiles(self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None) -> bool:
         """False where foreach copies have to do it."""
         if self._names is None:
             tiles = lay_tiles(self._matches(), memory)
             self._names, self._table = tiles.names, torch.from_numpy(tiles.table).to(data.device)
             if tiles.covered_bytes == sum(piece.num_bytes for piece in self._pieces):
                 self._covered_bytes = self._end - self._pieces[0].bucket_offset
-        bases = self._bases_of(self._names, memory, data.device, stays=stays)
+        bases = self._bases_of(self._names, memory, data.device)
         if bases is None:
             return False
         from bridge.copy_kernel import copy_tiles
@@ -117,21 +105,17 @@ class BucketCopies:
         return True
 
     def _bases_of(
-        self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device, *, stays: bool
+        self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device
     ) -> torch.Tensor | None:
         """The addresses of the tiles' memory, on the device; None where words do not lie at multiples of their size."""
-        if self._last is not None and stays and self._last[0] is memory:
-            return self._last[1]
+        if self._bases is not None and self._bases[0] is memory:
+            return self._bases[1]
         flats = [memory[name] for name in names]
-        addresses = tuple(flat.data_ptr() for flat in flats)
+        addresses = [flat.data_ptr() for flat in flats]
         if not addresses or any(flat.device != device for flat in flats) or any(each % WORD_BYTES for each in addresses):
             return None
-        if addresses not in self._bases:
-            if len(self._bases) == MOST_BASES:
-                self._bases.clear()
-            self._bases[addresses] = torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-        self._last = (memory, self._bases[addresses]) if stays else None
-        return self._bases[addresses]
+        self._bases = memory, torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        return self._bases[1]
 
 
 def find_matches(

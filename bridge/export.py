@@ -96,7 +96,7 @@ class Exporter:
             if number == len(self._copies):
                 traced = (self._trace(each.member.name, each.member.parameter, each.places) for each in fill.shards)
                 self._copies.append([copies for each in traced for copies in each or ()])
-            yield Part(self._copies[number], fill.memory, stays=self._stays)
+            yield Part(self._copies[number], fill.memory)
 
     def _trace(self, name: str, parameter: torch.Tensor, places: list[Place]) -> list[tuple[Copy, ...]] | None:
         def convert(shards: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,16 +139,17 @@ class Exporter:
                 yield fill
 
     def _fills(self) -> Iterator[Fill]:
-        """Of all parts; the same ones again where parameters stay, and have stayed, in their place."""
-        if self._lasting and all(fill.is_current for fill in self._lasting):
+        """Of all parts; the same ones again where the parameters have stayed in their place, or came back to it."""
+        if self._stays and self._lasting and all(fill.is_current() for fill in self._lasting):
             yield from self._lasting
             return
-        self._lasting = []
+        former, self._lasting = iter(self._lasting), []
         units = (members_of(unit) for unit in self.units())
         for members in [[member for unit in units for member in unit]] if self._stays else units:
             self._gatherer.merge_sums = self._gatherer.merge_sums.to(members[0].parameter.device)
             for part in self._gatherer.cut(members) if self.data_rank == 0 or self.everywhere else ():
-                fill = Fill(part, self._gatherer)
-                if self._stays:
-                    self._lasting.append(fill)
+                fill = next(former, None)
+                if fill is None or not fill.is_current(part):
+                    fill = Fill(part, self._gatherer)
+                self._lasting.append(fill)
                 yield fill

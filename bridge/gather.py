@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from bridge.trace import Place
 
-Unit = list[tuple[str, torch.nn.Parameter]]
+Unit = list[tuple[str, torch.Tensor]]
 
 
 class Member(NamedTuple):
     """A parameter of a unit, and the A and B that are to be merged into it."""
 
     name: str
-    parameter: torch.nn.Parameter
-    adapter: tuple[torch.nn.Parameter, torch.nn.Parameter] | None
+    parameter: torch.Tensor
+    adapter: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def members_of(unit: Unit) -> list[Member]:
@@ -46,6 +46,10 @@ def members_of(unit: Unit) -> list[Member]:
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether the tensor is a tensor-parallel shard, by megatron-core's attribute."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _tensors(part: list[Member]) -> list[torch.Tensor]:
+    return [tensor for member in part for tensor in (member.parameter, *(member.adapter or ()))]
 
 
 class Shards(NamedTuple):
@@ -98,13 +102,15 @@ class Gatherer:
 
 
 class Fill:
-    """How a part comes together. Good as long as the parameters stay where they are."""
+    """How a part comes together. Good for the same parameters as long as they are where they were."""
 
     def __init__(self, part: list[Member], gatherer: Gatherer) -> None:
         self._gatherer = gatherer
         still = [member for member in part if not gatherer.moves(member)]
         self.memory = {member.name: member.parameter.detach().reshape(-1) for member in still}
-        self._addresses = [(member.parameter, member.parameter.data_ptr()) for member in part]
+        self._part = part
+        self._views = [each.detach() for each in _tensors(part)]
+        self._addresses = [view.data_ptr() for view in self._views]
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._merges: list[tuple[torch.Tensor, Member]] = []
         self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []  # all ranks' values, this rank's
@@ -140,10 +146,13 @@ class Fill:
         self._gathers.append((everything, flat))
         return everything
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameters are still where they were."""
-        return all(parameter.data_ptr() == address for parameter, address in self._addresses)
+    def is_current(self, part: list[Member] | None = None) -> bool:
+        """Whether the parameters, which are those of `part` where it is given, are still where they were."""
+        mine, theirs = _tensors(self._part), _tensors(part or self._part)
+        return len(mine) == len(theirs) and all(
+            one is other and one.data_ptr() == view.data_ptr() == address
+            for one, other, view, address in zip(mine, theirs, self._views, self._addresses, strict=True)
+        )
 
     def run(self) -> None:
         """Bring the values of now into `memory`. Collective over tensor-parallel ranks."""

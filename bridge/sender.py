@@ -58,12 +58,12 @@ class WeightSource(Protocol):
 class Part(NamedTuple):
     """Some of a source's tensors, in order: `copies` has for each the parts of `memory` that it is, the same at every pass.
 
-    Copy.source counts the tensor's elements, Copy.target those of the flat memory Copy.parameter. Only used until the next part.
+    Copy.source counts the tensor's elements, Copy.target those of the flat memory Copy.parameter. Only used until the next part;
+    a `memory` that is the same object as before is at the same place.
     """
 
     copies: Sequence[tuple[Copy, ...]]
     memory: dict[str, torch.Tensor]
-    stays: bool  # whether the memory is this part's at every pass
 
 
 class Writer(Protocol):
@@ -161,7 +161,7 @@ class StageStream:
             copies, last = dict(enumerate(part.copies, first_tensor)), step.pieces[-1]
             end = step.bucket.num_bytes if step.ends else align(last.bucket_offset + last.num_bytes)
             self._copies[key] = BucketCopies(step.pieces, end, self._dtypes, copies, into_bucket=True)
-        self._copies[key].run(part.memory, buffer[: step.bucket.num_bytes], digests, stays=part.stays)
+        self._copies[key].run(part.memory, buffer[: step.bucket.num_bytes], digests)
 
     def send_piece(self, buffer: torch.Tensor, spec: TensorSpec, piece: Piece, tensor: torch.Tensor) -> None:
         """Copy a piece into the bucket: one copy, none in between, unless the tensor is both split and strided."""

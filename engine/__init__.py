@@ -10,6 +10,7 @@ fused.py       rotary embedding and log-probs in one kernel each, with CUDA
 lora.py        low-rank adapters on the frozen linears
 peft.py        adapters to and from PEFT's folders; peft_folder.py says what a folder may be, without torch
 wrap.py        the wrap table: `ddp` and `megatron_fsdp`; ddp_fields.py has the names of `overrides`, without torch
+unshard.py     Megatron-FSDP's units made whole for a while
 optimizer.py   Adam, clipping and the learning-rate schedule
 batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)

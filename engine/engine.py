@@ -23,7 +23,8 @@ from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import build_optimizer, build_schedule
 from engine.sample import Sample
-from engine.wrap import NamedParameters, whole_parameters, wrap_chunks
+from engine.unshard import NamedTensors
+from engine.wrap import whole_parameters, wrap_chunks
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -160,7 +161,7 @@ class Engine:
         local = [(micro, values) for micro, values in self._evaluate(minibatch, self._greedy_values)]
         return [bool(values.all()) for values in self._collect(samples, local)]
 
-    def whole_parameters(self) -> Iterator[NamedParameters]:
+    def whole_parameters(self) -> Iterator[NamedTensors]:
         """This stage's parameters, unit by unit: see wrap.whole_parameters. Every rank must walk all of it."""
         return whole_parameters(self.config, self.chunks)
 

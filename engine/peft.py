@@ -24,7 +24,7 @@ from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-Unit = list[tuple[str, torch.nn.Parameter]]
+Unit = list[tuple[str, torch.Tensor]]
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
 
 

@@ -17,11 +17,11 @@ import torch
 from engine import device, upstream
 from engine.config import EngineConfig
 from engine.model import global_name, is_tied_copy
+from engine.unshard import NamedTensors, Unsharder
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-NamedParameters = list[tuple[str, torch.nn.Parameter]]
-
+_unsharders: WeakKeyDictionary[torch.nn.Module, dict[bool, Unsharder]] = WeakKeyDictionary()
 # of each chunk's parameters; None for those that another stage exports
 _global_names: WeakKeyDictionary[torch.nn.Module, dict[str, str | None]] = WeakKeyDictionary()
 
@@ -32,7 +32,7 @@ class Wrap:
 
     fields: dict[str, Any]
     wrap: Callable[[Any, DistributedDataParallelConfig, torch.nn.Module], torch.nn.Module]
-    units: Callable[[torch.nn.Module, bool], Iterator[NamedParameters]]
+    units: Callable[[torch.nn.Module, bool], Iterator[NamedTensors]]
 
 
 def _wrap_ddp(config: Any, ddp_config: DistributedDataParallelConfig, chunk: torch.nn.Module) -> torch.nn.Module:
@@ -55,8 +55,8 @@ def _unit_key(name: str) -> str:
     return head + marker + tail.split(".", 1)[0] if marker else name
 
 
-def _ddp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedParameters]:
-    unit: NamedParameters = []
+def _ddp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedTensors]:
+    unit: NamedTensors = []
     key = None
     inner: Any = wrapped.module
     for name, parameter in inner.named_parameters():
@@ -71,40 +71,11 @@ def _ddp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedPa
         yield unit
 
 
-def _fsdp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedParameters]:
-    """Gather one FSDP unit after the other, each while the one before is in use; the next training step is unchanged by it.
-
-    A unit has a bucket for its trained and one for its frozen parameters. Buckets outside of the units (embeddings, final
-    norm) stay: param_and_grad_buffer.py:release_bucket forbids to free them. The parameters are those that modules have while
-    they compute (megatron_fsdp.py:403); here the modules keep the sharded ones. A gather comes after all that was queued before
-    it (param_and_grad_buffer.py:4558), so that it never writes into what a released unit is still read from.
-    """
-    fsdp: Any = wrapped.module
-    fsdp.synchronize_param_gather()
-    buffer, pipeline = fsdp.param_and_grad_buffer, fsdp.all_gather_pipeline
-    units: dict[tuple[str, int], NamedParameters] = {}
-    for name, parameter in fsdp.raw_param.items():
-        if only_trained and not parameter.requires_grad:
-            continue
-        bucket = buffer.param_to_param_group[parameter]
-        unit = buffer.parameter_groups[bucket].fsdp_unit_id
-        units.setdefault(("bucket", bucket) if unit is None else ("unit", unit), []).append((name, parameter))
-
-    def gather(members: NamedParameters, *, wait: bool) -> None:
-        parameters = [parameter for _, parameter in members]
-        fsdp.all_gather_and_wait_parameters_ready(parameters, prefetch=False, wait_bucket_ready=wait)
-
-    coming = [*list(units.values())[1:], []]
-    try:
-        for ((kind, _), members), following in zip(units.items(), coming, strict=True):
-            gather(members, wait=True)
-            gather(following, wait=False)
-            yield list(members)
-            if kind == "unit":
-                for bucket in {buffer.param_to_param_group[parameter] for _, parameter in members}:
-                    pipeline.release_bucket(bucket, False)
-    finally:
-        fsdp.synchronize_param_gather()
+def _fsdp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedTensors]:
+    known = _unsharders.setdefault(wrapped, {})
+    if only_trained not in known:
+        known[only_trained] = Unsharder(wrapped, only_trained=only_trained)
+    return iter(known[only_trained])
 
 
 WRAPS: dict[str, Wrap] = {
@@ -155,7 +126,7 @@ def wrap_chunks(config: EngineConfig, model_config: Any, chunks: list[torch.nn.M
 
 def whole_parameters(
     config: EngineConfig, chunks: list[torch.nn.Module], only_trained: bool = False
-) -> Iterator[NamedParameters]:
+) -> Iterator[NamedTensors]:
     """All parameters of this pipeline stage, unit by unit, as (global megatron name, tensor) in layer order.
 
     With `only_trained` those that are not frozen, and only they are gathered. An adapter is in its linear's unit.
