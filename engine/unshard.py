@@ -1,9 +1,9 @@
 """Megatron-FSDP's units made whole for a while, one after the other: what an export walks over.
 
 Units (transformer layers) are gathered from their shards into two memories of this module's own, each while the one before is
-in use, and into the same place at every pass, so that what is worked out for them stays good. Megatron-FSDP's own gather does
-the rest: embeddings, final norm, and whatever is not plainly sharded. Sources: megatron-fsdp 0.6.1 param_and_grad_buffer.py,
-megatron_fsdp.py. Leaves out DDP and names (wrap.py).
+in use. A pass gives the same tensors as the one before, most often at the same place, so that what was worked out for them stays
+good. Megatron-FSDP's own gather does the rest: embeddings, final norm, and whatever is not plainly sharded. Sources:
+megatron-fsdp 0.6.1 param_and_grad_buffer.py, megatron_fsdp.py. Leaves out DDP and names (wrap.py).
 """
 
 from __future__ import annotations
