@@ -44,7 +44,7 @@ class BucketCopies:
         self,
         pieces: Sequence[Piece],
         end: int,
-        dtypes: Sequence[str],
+        dtypes: Sequence[str] | Mapping[int, str],
         copies: Mapping[int, Sequence[Copy] | None],
         *,
         into_bucket: bool,
@@ -53,8 +53,8 @@ class BucketCopies:
         Args:
             pieces: in their order.
             end: up to which byte the bucket is theirs; it is from where the first begins.
-            dtypes: one for each tensor of the manifest, at least.
-            copies: of each tensor that a piece is of; Copy.target counts the elements of the memory Copy.parameter.
+            dtypes: of each tensor that a piece is of.
+            copies: as well; Copy.target counts the elements of the memory Copy.parameter.
             into_bucket: the direction.
         """
         self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
@@ -119,7 +119,7 @@ class BucketCopies:
 
 
 def find_matches(
-    pieces: Sequence[Piece], dtypes: Sequence[str], copies: Mapping[int, Sequence[Copy] | None]
+    pieces: Sequence[Piece], dtypes: Sequence[str] | Mapping[int, str], copies: Mapping[int, Sequence[Copy] | None]
 ) -> Iterator[Match]:
     """What of each piece lies where in memory."""
     for piece in pieces:

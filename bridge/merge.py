@@ -1,7 +1,8 @@
-"""Adapters merged into their weights, out of place and per shard: W + scale B A in fp32, rounded once. Pure functions.
+"""Adapters merged into their weights, out of place and per shard: W + scale B A in fp32, rounded once.
 
-Column-parallel shards take B's shard and the whole A, row-parallel ones the whole B and A's shard; so no adapter is
-gathered. The base weight is never written to. Leaves out which tensors belong together (export.py).
+On CUDA a kernel does it (merge_kernel.py). Column-parallel shards take B's shard and the whole A, row-parallel ones the whole B
+and A's shard; so no adapter is gathered. The base weight is never written to. Leaves out which tensors belong together
+(gather.py).
 """
 
 from __future__ import annotations

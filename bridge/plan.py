@@ -56,7 +56,7 @@ class Plan:
         key = (first_tensor, bucket.index)
         known = self._buckets.get(key)
         if known is None or known[0] is not bucket:  # stages may be cut otherwise than before
-            dtypes = [spec.dtype for spec in self.manifest.tensors[first_tensor:]]
+            dtypes = {piece.tensor: self.manifest.tensors[first_tensor + piece.tensor].dtype for piece in bucket.pieces}
             planned = {piece.tensor: self.copies[first_tensor + piece.tensor] for piece in bucket.pieces}
             known = bucket, BucketCopies(bucket.pieces, bucket.num_bytes, dtypes, planned, into_bucket=False)
             self._buckets[key] = known

@@ -190,7 +190,7 @@ class ReplicaPool(ReplicaActors):
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
     def read_digests(self, timeout: float) -> list[dict[str, int]]:
-        """verify.digest_value by HF name of what each replica holds."""
+        """digest.digest_value by HF name of what each replica holds."""
         return self._call(lambda actor: actor.read_digests.remote(), timeout)
 
     def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:

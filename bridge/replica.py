@@ -261,7 +261,7 @@ class Replica:
         return assemble(to_shard(fields) for answer in answers for fields in answer)
 
     async def read_digests(self) -> dict[str, int]:
-        """verify.digest_value of every tensor that the replica holds."""
+        """digest.digest_value of every tensor that the replica holds."""
         return dict((await self._engine.collective_rpc("megasync_read_digests"))[0])
 
     async def close(self) -> None:

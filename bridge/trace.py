@@ -1,7 +1,7 @@
 """Where the elements of a conversion's results come from, found by running it once over tensors without memory.
 
 For conversions that only take views of what they are given, concatenate it and put it in order, as mbridge's do. Leaves out
-whose conversions these are (export.py) and what is copied by what is found (plan.py).
+whose conversions these are (export.py) and what is copied by what is found (copies.py).
 """
 
 from __future__ import annotations

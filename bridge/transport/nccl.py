@@ -33,7 +33,6 @@ class GroupWriter:
         self.digests = BucketDigests(num_buckets, device)
         self._sent: list[Any] = [None] * NUM_BUFFERS
         self._count, self._verify, self._deadline = 0, False, 0.0
-        self._abort_reason: str | None = None
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
         """Join the group; at the first pass that waits for all readers."""
