@@ -17,7 +17,7 @@ from bridge.sender import StageStream, WeightSource, Writer
 from bridge.transport.channel import abort_at
 from bridge.transport.ipc import IpcWriter, segment_path
 from bridge.transport.nccl import GroupWriter, is_group_endpoint
-from bridge.transport.shm import Segment, ShmWriter
+from bridge.transport.shm import Segment, ShmWriter, abort_segment
 
 if TYPE_CHECKING:
     from bridge.config import SyncConfig
@@ -52,10 +52,8 @@ class Connection:
                 continue
             if is_group_endpoint(endpoint):
                 abort_at(endpoint, reason)
-            elif segment_path(endpoint).exists():
-                segment = Segment(segment_path(endpoint), owner=False)
-                segment.abort(reason)
-                segment.close()
+            else:
+                abort_segment(segment_path(endpoint), reason)
 
     def close(self) -> None:
         if self.stream.writer is not None:

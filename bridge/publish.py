@@ -11,7 +11,7 @@ Leaves out the pass over the source (sender.py), states and messages (messages.p
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,12 +247,25 @@ class Publisher:
     def _fail(self, version: int, problems: list[str], refused: bool) -> None:
         """Abort on every side and raise the same SyncError on every rank."""
         reasons = _essential([text for texts in self._ranks.gather(problems) for text in texts])
-        if self._connection is not None:
-            self._connection.abort(reasons[0])
-        failed = self._pool.abort(reasons[0], timeout=ABORT_SECONDS) if self._pool is not None else []
-        self.close()
-        refused, failed = self._ranks.gather((refused, failed))[0]
+        failed, problem = self._undo(reasons[0])
+        told = self._ranks.gather((refused, failed, problem))
+        refused, failed, _ = told[0]
+        reasons += [f"rank {rank}: on leaving the sync: {text}" for rank, (_, _, text) in enumerate(told) if text]
         raise SyncError(version, reasons, refused=refused, failed_replicas=tuple(failed))
+
+    def _undo(self, reason: str) -> tuple[list[int], str | None]:
+        """Which replicas are out of service then, and what went wrong here: the other ranks wait to hear of it."""
+        failed: list[int] = []
+        try:
+            with ExitStack() as leave:  # calls all, whatever one of them raises, the last first
+                leave.callback(self.close)
+                if (pool := self._pool) is not None:
+                    leave.callback(lambda: failed.extend(pool.abort(reason, timeout=ABORT_SECONDS)))
+                if self._connection is not None:
+                    self._connection.abort(reason)
+        except Exception as error:  # noqa: BLE001 # whatever it is, it must not keep the ranks apart
+            return failed, f"{type(error).__name__}: {error}"
+        return failed, None
 
     def _share_digests(self, connection: Connection, digests: list[int]) -> list[int]:
         """All stages' digests on all ranks, by a sum of int64 in which each has one owner."""

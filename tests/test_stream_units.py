@@ -20,10 +20,11 @@ from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
 from bridge.config import SyncConfig
 from bridge.connection import Giver, assign_readers
 from bridge.manifest import ITEM_BYTES, Manifest, TensorSpec
+from bridge.messages import SyncError
 from bridge.publish import Publisher
 from bridge.sender import StageStream
 from bridge.transport import shm
-from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError, sweep_stale_segments
+from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError, abort_segment, sweep_stale_segments
 from bridge.digest import as_bytes
 from tests.manifests import SPECS
 
@@ -112,6 +113,15 @@ def test_a_crashed_process_leaves_nothing_after_a_sweep() -> None:
     alive.close()
 
 
+def test_whoever_leaves_a_sync_may_find_a_segment_gone(segment) -> None:
+    reader = ShmReader((str(segment.path),), 0)
+    abort_segment(segment.path, "no more")
+    with pytest.raises(TransportError, match="no more"):
+        reader.read(0, 0, 256, soon(), verify=True)
+    reader.close()
+    abort_segment(segment.path.with_name(f"{shm.PREFIX}gone"), "its creator was faster")
+
+
 # One pass over a source.
 
 
@@ -144,6 +154,25 @@ def test_a_misspelt_verification_starts_nothing() -> None:
     with pytest.raises(ValueError, match=r"sync\.verify is digset"):
         Publisher(source, object(), SyncConfig()).publish(1, verify="digset")
     assert source.iterated == 0
+
+
+class LostPool:
+    """Replicas of which neither a sync nor the way out of it hears."""
+
+    reader_names = ("replica 0 worker 0",)
+
+    def pause(self) -> None:
+        raise RuntimeError("the replicas do not answer")
+
+    def abort(self, reason: str, timeout: float) -> list[int]:
+        raise ConnectionError("Ray is gone")
+
+
+def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
+    publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool(), SyncConfig("shm"))
+    with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
+        publisher.publish(1)
+    assert not list(shm.FOLDER.glob(f"{shm.PREFIX}{os.getpid()}-0-*"))
 
 
 @settings(deadline=None, max_examples=30)

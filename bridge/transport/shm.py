@@ -157,6 +157,16 @@ class Segment:
             self._unlink()
 
 
+def abort_segment(path: Path, reason: str) -> None:
+    """Wake up everyone who waits at another process's segment; nothing where its creator has closed it, at any moment."""
+    try:
+        segment = Segment(path, owner=False)
+    except FileNotFoundError:
+        return
+    segment.abort(reason)
+    segment.close()
+
+
 def _unlink(path: Path, creator: int) -> None:
     """Also at the interpreter's exit; a forked child leaves it alone."""
     if os.getpid() == creator:
