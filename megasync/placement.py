@@ -90,8 +90,13 @@ def leave_gpus_to_ray(num_trainer_gpus: int) -> None:
 
 
 def shared_devices(config: Config) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES is to be for each replica on the trainer's GPUs; nothing where there are none to share."""
-    if config.rollout.placement != "colocated" or not torch.cuda.is_available():
+    """`replica_devices` where replicas are on the trainer's GPUs; nothing where they have their own."""
+    return replica_devices(config) if config.rollout.placement == "colocated" else ()
+
+
+def replica_devices(config: Config) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES is to be for each replica on the GPUs that are visible here, from the first on; nothing without."""
+    if not torch.cuda.is_available():
         return ()
     visible, width = _visible_devices(), config.rollout.tensor_parallel
     return tuple(",".join(visible[first * width : (first + 1) * width]) for first in range(config.rollout.replicas))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 HOST = "127.0.0.1"
+# By itself Ray starts a worker for each core; our actors cannot use those, since each gets an environment of its own.
+NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
 
 
@@ -46,7 +48,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
     if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
         raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
     folder = Path(tempfile.mkdtemp(prefix="megasync-ray-"))
     port = free_port()
     log = folder / "start.log"

@@ -21,6 +21,7 @@ from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
 from engine import checkpoint
 from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
+from megasync.ray_cluster import NO_IDLE_WORKERS
 from megasync.rollout import on_rank_zero
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def start_ray(address: str, num_own_gpus: int) -> bool:
     if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
+        os.environ |= NO_IDLE_WORKERS
         leave_gpus_to_ray(num_own_gpus)
     ray.init(log_to_driver=False, logging_level="ERROR", **options)
     return True

@@ -98,6 +98,8 @@ def reference_scores(folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
 def cluster():
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
+    idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
+    assert idle == [], "Ray started workers of its own in spite of megasync.ray_cluster.NO_IDLE_WORKERS"
     ray.shutdown()
     left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
     assert left == []

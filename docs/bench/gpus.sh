@@ -43,7 +43,7 @@ assets() {
 mkdir -p "$out"
 for case in "$@"; do
   case $case in
-    3b) sync 3b 0,1,2 ;;
+    3b) sync 3b 0,1 ;;
     3b-ipc-256) sync 3b-ipc-256 3 rollout.placement=colocated bench.lora_rank=0 sync.bucket_bytes=256MiB ;;
     3b-ipc) sync 3b-ipc 3 rollout.placement=colocated bench.lora_rank=0 ;;
     3b-ipc-2) sync 3b-ipc-2 0,1 rollout.placement=colocated bench.num_ranks=2 rollout.replicas=2 bench.lora_rank=0 ;;

@@ -19,6 +19,7 @@ from engine.sample import Sample
 from megasync.bench.config import SHAPES
 from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
+from megasync.placement import replica_devices
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ class BenchRank(ABC):
             engine.update(engine.prepare(SAMPLES))
 
     def start_pool(self, adapter_rank: int = 0) -> BenchPool | None:
-        """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first."""
+        """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first.
+
+        A second pool lies on the first one's GPUs: only one of them is measured at a time, and the other takes memory alone.
+        """
         if self.layout.rank != 0:
             return None
         shares_gpus = self.config.rollout.placement == "colocated"
@@ -75,6 +79,8 @@ class BenchRank(ABC):
         if self.config.bench.shapes != "none":
             arguments["load_format"] = "dummy"
         replica = replace(replica_config(self.config), adapter_rank=adapter_rank, engine_arguments=arguments)
+        if self._pools:
+            replica = replace(replica, devices=replica_devices(self.config))
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
         self._pools.append(BenchPool.start(replica, self.config.rollout.replicas))
         return self._pools[-1]
