@@ -13,6 +13,7 @@ messages.py        the typed messages and states of a sync
 publish.py         Publisher: one sync as a transaction, on every trainer rank
 connection.py      what all sides agree on before the first sync
 ranks.py           what the trainer's ranks tell each other
+source.py          what a sync sends
 sender.py          one rank's pass over its weights: gather, pack, hand over, or drain
 digest.py          the 64-bit digest of bytes
 digest_kernel.py   the same on CUDA

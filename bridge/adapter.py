@@ -18,7 +18,7 @@ import torch
 from bridge.config import SyncConfig
 from bridge.manifest import Manifest, TensorSpec
 from bridge.regions import Copy, Region
-from bridge.sender import Part
+from bridge.source import Part
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 GPU_BUCKET_BYTES = 64 * 2**20  # there a bucket's messages cost more than its bytes

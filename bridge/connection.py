@@ -13,15 +13,17 @@ import torch
 from bridge.bucket import buffer_bytes, plan_buckets
 from bridge.manifest import Manifest
 from bridge.messages import SyncError
-from bridge.sender import StageStream, WeightSource, Writer
+from bridge.sender import StageStream, Writer
 from bridge.transport.channel import abort_at
 from bridge.transport.ipc import IpcWriter, segment_path
 from bridge.transport.nccl import GroupWriter, is_group_endpoint
-from bridge.transport.shm import Segment, ShmWriter, abort_segment
+from bridge.transport.segment import Segment, abort_segment
+from bridge.transport.shm import ShmWriter
 
 if TYPE_CHECKING:
     from bridge.config import SyncConfig
     from bridge.ranks import Ranks
+    from bridge.source import WeightSource
 
 
 class Connection:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bridge.gather import Fill, Gatherer, Unit, members_of
 from bridge.manifest import Manifest, TensorSpec
 from bridge.regions import Copy
-from bridge.sender import Part
+from bridge.source import Part
 from bridge.trace import Place, trace
 
 

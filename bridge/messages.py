@@ -114,7 +114,7 @@ class BeginSync:
     """Opens a sync. The bucket plan is not in it: both sides make it from manifest, stages and bucket size.
 
     `manifest_json` is None when the replica already holds the manifest of that digest. `stage_sizes` are numbers of
-    tensors. `endpoints` has for each reader one a stage: a segment's path (transport/shm.py, ipc.py), or where its sender
+    tensors. `endpoints` has for each reader one a stage: a segment's path (transport/segment.py), or where its sender
     listens (transport/nccl.py); a replica gets those of its workers. `sync_index` counts the syncs of these endpoints, so
     that bucket k of a stage with n has the sequence number sync_index * n + k. `first_reader` is the index of the replica's
     first worker among all `num_readers` workers of all replicas.

@@ -20,8 +20,8 @@ from bridge.connection import Connection, connect
 from bridge.manifest import TIED_HEAD
 from bridge.messages import BeginSync, StageSpan, SyncError, SyncReport
 from bridge.ranks import Ranks
-from bridge.sender import StreamResult, WeightSource
-from bridge.transport.shm import sweep_stale_segments
+from bridge.sender import StreamResult
+from bridge.transport.segment import sweep_stale_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bridge.adapter import AdapterSpec
     from bridge.config import SyncConfig
     from bridge.pool import ReplicaPool
+    from bridge.source import WeightSource
 
 POLL_SECONDS = 0.01
 ABORT_SECONDS = 10.0  # how long a failing sync waits for replicas to say that they stopped

@@ -14,9 +14,10 @@ import torch
 
 from bridge.bucket import Bucket, Piece, buffer_bytes, plan_buckets
 from bridge.manifest import Manifest, TensorSpec
+from bridge.transport.errors import DamagedError, TransportError
 from bridge.transport.ipc import IpcReader, is_ipc_endpoint
 from bridge.transport.nccl import GroupReader, is_group_endpoint
-from bridge.transport.shm import DamagedError, ShmReader, TransportError
+from bridge.transport.shm import ShmReader
 from bridge.vllm_experts import KEPT_IN_VIEWS
 
 if TYPE_CHECKING:

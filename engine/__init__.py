@@ -14,6 +14,7 @@ unshard.py     Megatron-FSDP's units made whole for a while
 optimizer.py   Adam, clipping and the learning-rate schedule
 batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
+metrics.py     what a step reports
 engine.py      Engine: log_probs, train, whole_parameters
 checkpoint.py  save and resume, cut-off safe
 offload.py     parameters, gradients and optimizer state to host memory and back

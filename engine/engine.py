@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import device, fused, lora, loss, parallel, peft
+from engine import device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
@@ -32,15 +32,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-MAXIMA = ("gap_max",)
-SUMS = {
-    "sft": ("loss", "tokens"),
-    "grpo": ("loss", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
-}
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or infinite; the message names the step's ranks."""
 
 
 @dataclass
@@ -119,29 +110,9 @@ class Engine:
         """One optimizer step a mini-batch. Returns metrics, the same on every rank.
 
         Raises:
-            NonFiniteError: a loss or a gradient norm is not finite.
+            metrics.NonFiniteError: a loss or a gradient norm is not finite.
         """
-        history = [self._step(minibatch) for minibatch in minibatches]
-        tokens = sum(sums["tokens"] for sums in history)
-        mean = {name: sum(sums[name] for sums in history) / max(tokens, 1) for name in SUMS[self.algorithm.name]}
-        metrics = {
-            "loss/policy" if self.algorithm.name == "grpo" else "loss/sft": sum(s["loss"] for s in history) / len(history),
-            "grad_norm": sum(sums["grad_norm"] for sums in history) / len(history),
-            "learning_rate": history[-1]["learning_rate"],
-            "train/response_tokens": tokens,
-        }
-        if self.algorithm.name == "grpo":
-            first = history[0]
-            metrics |= {
-                "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
-                "ratio/mean": mean["ratio"],
-                "ratio/clipped_fraction": mean["clipped"],
-                "logprob_gap/mean": mean["gap"],
-                "logprob_gap/max": max(sums["gap_max"] for sums in history),
-                "importance/mean": mean["importance"],
-                "loss/kl": mean["kl"],
-            }
-        return metrics
+        return metrics.of_steps([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
 
     def log_probs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Log-probs of the response tokens of each sample, float32 on the CPU, on every rank.
@@ -190,8 +161,9 @@ class Engine:
             outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
         self.schedule.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
-        sums = self._reduce(outputs)  # after the step: it waits for the device
-        self._require_finite(sums, float(grad_norm))
+        reported = outputs if self._reports else []
+        sums = metrics.reduce(reported, self.algorithm.name, self.device)  # after the step: it waits for the device
+        metrics.require_finite(sums, float(grad_norm), self.chunks, self.device)
         return {**sums, "grad_norm": float(grad_norm), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
@@ -279,39 +251,10 @@ class Engine:
         dist.all_reduce(flat)
         return [part.cpu() for part in torch.split(flat, [len(sample.response_ids) for sample in samples])]
 
-    # ------------------------------------------------------------------------------------------------ reductions
-
     @property
     def _reports(self) -> bool:
         """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == 0
-
-    def _reduce(self, outputs: list[loss.Sums]) -> dict[str, float]:
-        """Sum (or take the maximum of) what the micro-batches reported, over all ranks."""
-        names = SUMS[self.algorithm.name]
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        sums = torch.stack([sum((out.get(name, zero) for out in outputs), zero) for name in names])
-        maxima = torch.stack([max((out.get(name, zero) for out in outputs), default=zero) for name in MAXIMA])
-        if not self._reports:
-            sums, maxima = torch.zeros_like(sums), torch.zeros_like(maxima)
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return {**dict(zip(names, sums.tolist(), strict=True)), **dict(zip(MAXIMA, maxima.tolist(), strict=True))}
-
-    def _require_finite(self, sums: dict[str, float], grad_norm: float) -> None:
-        if math.isfinite(sums["loss"]) and math.isfinite(grad_norm):
-            return
-        bad = torch.zeros(self.layout.world_size, device=self.device)
-        gradients = (p.main_grad if hasattr(p, "main_grad") else p.grad for c in self.chunks for p in c.parameters())
-        local = (g._local_tensor if hasattr(g, "_local_tensor") else g for g in gradients if g is not None)
-        bad[self.layout.rank] = float(any(not bool(torch.isfinite(g).all()) for g in local))
-        dist.all_reduce(bad)
-        ranks = bad.nonzero().flatten().tolist()
-        what = "loss" if not math.isfinite(sums["loss"]) else "gradient norm"
-        raise NonFiniteError(
-            f"{what} is not finite (loss {sums['loss']}, gradient norm {grad_norm}); "
-            f"non-finite gradients on rank(s) {ranks or 'none'} of {self.layout.world_size}"
-        )
 
 
 def _reporting_norm(config: EngineConfig) -> EngineConfig:

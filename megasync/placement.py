@@ -95,7 +95,7 @@ def shared_devices(config: Config) -> tuple[str, ...]:
 
 
 def replica_devices(config: Config) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES is to be for each replica on the GPUs that are visible here, from the first on; nothing without."""
+    """What CUDA_VISIBLE_DEVICES is to be for each replica on the GPUs visible here, from the first on; nothing without any."""
     if not torch.cuda.is_available():
         return ()
     visible, width = _visible_devices(), config.rollout.tensor_parallel

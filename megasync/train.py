@@ -42,7 +42,7 @@ def run(config: Config) -> int:
     """Train by a checked config on this rank. Returns the exit code."""
     from bridge.messages import SyncError
     from engine import parallel
-    from engine.engine import NonFiniteError
+    from engine.metrics import NonFiniteError
     from megasync.loop import train_grpo, train_sft
     from megasync.rollout import RankZeroError
     from megasync.session import Session

@@ -26,7 +26,7 @@ from megasync.rollout import on_rank_zero
 
 if TYPE_CHECKING:
     from bridge.messages import SyncReport
-    from bridge.sender import WeightSource
+    from bridge.source import WeightSource
     from engine.engine import Engine
     from megasync.config import Config
     from megasync.log import RunLog

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bridge.transport.nccl import DamagedError, GroupReader, GroupWriter, is_group_endpoint
-from bridge.transport.shm import TransportError
+from bridge.transport.errors import TransportError
 
 SIZES = [1000, 4096, 320, 64, 4096]
 BUFFER_BYTES = 4096

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bridge.transport.ipc import IpcReader, IpcWriter, is_ipc_endpoint, segment_path
-from bridge.transport.shm import FOLDER, PREFIX, DamagedError, TransportError
+from bridge.transport.errors import DamagedError, TransportError
+from bridge.transport.segment import FOLDER, PREFIX
 
 CPU = torch.device("cpu")
 NUM_BUCKETS, NUM_BYTES = 5, 10_000

@@ -15,7 +15,9 @@ from bridge.manifest import Manifest, TensorSpec
 from bridge.messages import BeginSync
 from bridge.plan import Plan
 from bridge.regions import Copy, Region
-from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError
+from bridge.transport.errors import TransportError
+from bridge.transport.segment import Segment
+from bridge.transport.shm import ShmReader, ShmWriter
 from bridge.unpack import Stage, Unpacking, _Lent, _lend, _take_back
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))

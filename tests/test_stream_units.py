@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
 from bridge.config import SyncConfig
 from bridge.connection import Giver, assign_readers
+from bridge.digest import as_bytes
 from bridge.manifest import ITEM_BYTES, Manifest, TensorSpec
 from bridge.messages import SyncError
 from bridge.publish import Publisher
 from bridge.sender import StageStream
-from bridge.transport import shm
-from bridge.transport.shm import Segment, ShmReader, ShmWriter, TransportError, abort_segment, sweep_stale_segments
-from bridge.digest import as_bytes
+from bridge.transport.errors import TransportError
+from bridge.transport.segment import FOLDER, PREFIX, Segment, abort_segment, sweep_stale_segments
+from bridge.transport.shm import ShmReader, ShmWriter
 from tests.manifests import SPECS
 
 
@@ -95,16 +97,16 @@ def test_damage_deadline_and_abort(segment) -> None:
 def test_too_little_shared_memory_is_said() -> None:
     with pytest.raises(ValueError, match=r"lower sync.bucket_bytes"):
         Segment.create(f"test-{time.monotonic_ns()}", 2**50, 1)
-    assert not list(shm.FOLDER.glob(f"{shm.PREFIX}{os.getpid()}-test-*"))
+    assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-test-*"))
 
 
 def test_a_crashed_process_leaves_nothing_after_a_sweep() -> None:
     script = (
-        "import os, signal; from bridge.transport.shm import Segment; s = Segment.create('crash', 64, 1);"
+        "import os, signal; from bridge.transport.segment import Segment; s = Segment.create('crash', 64, 1);"
         "print(s.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout
-    path = shm.Path(output.strip())
+    path = Path(output.strip())
     assert path.exists()
     alive = Segment.create("alive", 64, 1)
     assert path in sweep_stale_segments()
@@ -119,7 +121,7 @@ def test_whoever_leaves_a_sync_may_find_a_segment_gone(segment) -> None:
     with pytest.raises(TransportError, match="no more"):
         reader.read(0, 0, 256, soon(), verify=True)
     reader.close()
-    abort_segment(segment.path.with_name(f"{shm.PREFIX}gone"), "its creator was faster")
+    abort_segment(segment.path.with_name(f"{PREFIX}gone"), "its creator was faster")
 
 
 # One pass over a source.
@@ -172,7 +174,7 @@ def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
     publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool(), SyncConfig("shm"))
     with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
         publisher.publish(1)
-    assert not list(shm.FOLDER.glob(f"{shm.PREFIX}{os.getpid()}-0-*"))
+    assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-0-*"))
 
 
 @settings(deadline=None, max_examples=30)

@@ -27,7 +27,7 @@ from bridge.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
 from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
-from bridge.transport import shm
+from bridge.transport import segment
 from bridge.digest import digest_value
 from tests.tiny_models import write_tiny_model
 
@@ -103,7 +103,7 @@ def cluster():
     ray.shutdown()
     left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
     assert left == []
-    assert not list(shm.FOLDER.glob(f"{shm.PREFIX}{os.getpid()}-*"))
+    assert not list(segment.FOLDER.glob(f"{segment.PREFIX}{os.getpid()}-*"))
 
 
 # Two replicas of one worker, tied embeddings.
@@ -256,14 +256,14 @@ def test_too_small_a_shared_memory_stops_before_any_change(tied_pool, tied_sourc
 
 def corrupt(monkeypatch, bucket: int) -> None:
     """Flip one bit of a bucket after its digest was taken, before the readers hear of it."""
-    announce = shm.Segment.announce
+    announce = segment.Segment.announce
 
-    def announce_damaged(self: shm.Segment, sequence: int, num_bytes: int, digest: int) -> None:
+    def announce_damaged(self: segment.Segment, sequence: int, num_bytes: int, digest: int) -> None:
         if sequence == bucket:
-            self.buffers[sequence % shm.NUM_BUFFERS][num_bytes // 2] ^= 1
+            self.buffers[sequence % segment.NUM_BUFFERS][num_bytes // 2] ^= 1
         announce(self, sequence, num_bytes, digest)
 
-    monkeypatch.setattr(shm.Segment, "announce", announce_damaged)
+    monkeypatch.setattr(segment.Segment, "announce", announce_damaged)
 
 
 def test_a_damaged_bucket_takes_the_replicas_out_of_service(tied_pool, tied_source, monkeypatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bridge.transport.shm import TransportError
+from bridge.transport.errors import TransportError
 
 dist: Any = distributed  # its stores and backends are not typed
 

@@ -18,7 +18,9 @@ from uuid import uuid4
 import torch
 
 from bridge.digest import BucketDigests
-from bridge.transport.shm import FOLDER, NUM_BUFFERS, PREFIX, DamagedError, Segment, ShmReader, ShmWriter
+from bridge.transport.errors import DamagedError
+from bridge.transport.segment import FOLDER, NUM_BUFFERS, PREFIX, Segment
+from bridge.transport.shm import ShmReader, ShmWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

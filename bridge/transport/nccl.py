@@ -15,7 +15,7 @@ import torch
 
 from bridge.digest import BucketDigests
 from bridge.transport.channel import SCHEME, Channel, abort_at
-from bridge.transport.shm import DamagedError
+from bridge.transport.errors import DamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,176 +1,31 @@
 """Buckets through shared memory, on one host: one writer (the sender of a stage), many readers (vLLM workers).
 
-A segment is a file in /dev/shm: a header page, then two buffers. The writer packs bucket k straight into buffer k % 2
-while the readers still read bucket k - 1 from the other. There are no messages and no locks: the payload is written
-first, then digest and size, the sequence number last; readers poll it, and count what they have read in a word of
-their own. Anyone may raise the abort flag with a reason, which wakes everybody up. Leaves out what a bucket means.
+The writer packs bucket k straight into buffer k % 2 of a segment (segment.py) while the readers still read bucket k - 1 from
+the other. The payload is written first, then digest and size, the sequence number last; readers poll it, and count what they
+have read in a word of their own. Anyone may raise the abort flag with a reason, which wakes everybody up. Leaves out what a
+bucket means.
 
 The order of stores holds on x86-64; elsewhere a torn read shows as a wrong digest.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from bridge.digest import digest_bytes
+from bridge.transport.errors import TransportError
+from bridge.transport.segment import NUM_BUFFERS, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from bridge.digest import BucketDigests
 
-FOLDER = Path("/dev/shm")  # noqa: S108
-PREFIX = "megasync-"
-MAGIC = 0x6D65676173796E63  # "megasync"
-HEADER_BYTES = 8192
-REASON_OFFSET, REASON_BYTES = 4096, 4096
-NUM_BUFFERS = 2
-MAX_READERS = 480
-# Words of 8 bytes in the header.
-WORD_MAGIC, WORD_READERS, WORD_BUFFER_BYTES, WORD_ABORTED = range(4)
-WORD_BUFFERS = 8  # of each buffer: sequence + 1 of the bucket in it, its digest, its number of bytes
-WORD_CONSUMED = 24  # of each reader: how many buckets it has read since the segment was made
-WORD_CHECKED = WORD_CONSUMED + MAX_READERS  # for how many buckets the digests that come at the end of a pass are there (ipc.py)
 POLL_SECONDS_FIRST = 50e-6
-
-
-class TransportError(RuntimeError):
-    """A bucket did not get through: aborted by another side, over the deadline, or damaged on the way."""
-
-
-class DamagedError(TransportError):
-    """Buckets of a stage whose digests differ from the sender's."""
-
-    def __init__(self, stage: int, buckets: list[int]) -> None:
-        super().__init__(f"buckets {buckets} of stage {stage} arrived damaged: their digests differ from the sender's")
-        self.stage, self.buckets = stage, buckets
-
-
-class Segment:
-    """A mapped segment, for writer, readers and whoever watches. `close` unmaps; the creator also unlinks."""
-
-    def __init__(self, path: Path, *, owner: bool) -> None:
-        self.path = path
-        self._unlink = weakref.finalize(self, _unlink, path, os.getpid()) if owner else None
-        self._file = path.open("r+b")
-        if owner:  # held until this process ends, however it ends: what tells a live segment from a stale one
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._map = mmap.mmap(self._file.fileno(), 0)
-        self._words = memoryview(self._map).cast("Q")
-        if self._words[WORD_MAGIC] != MAGIC and not owner:
-            raise TransportError(f"{path} is no segment of this transport")
-        size = (len(self._map) - HEADER_BYTES) // NUM_BUFFERS
-        payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        self.buffers = [payload[index * size : (index + 1) * size] for index in range(NUM_BUFFERS)]
-
-    @staticmethod
-    def create(name: str, buffer_bytes: int, num_readers: int) -> Segment:
-        """Make the file and reserve its memory.
-
-        Raises:
-            ValueError: not that much shared memory is left, or too many readers.
-        """
-        if num_readers > MAX_READERS:
-            raise ValueError(f"{num_readers} vLLM workers read one segment; at most {MAX_READERS} can")
-        path = FOLDER / f"{PREFIX}{os.getpid()}-{name}"
-        size = HEADER_BYTES + NUM_BUFFERS * buffer_bytes
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            path.unlink()
-            raise ValueError(
-                f"{FOLDER} has no room for {size} bytes ({error.strerror}); "
-                "lower sync.bucket_bytes or enlarge shared memory (docker: --shm-size)"
-            ) from error
-        finally:
-            os.close(descriptor)
-        segment = Segment(path, owner=True)
-        segment._words[WORD_READERS] = num_readers
-        segment._words[WORD_BUFFER_BYTES] = buffer_bytes
-        segment._words[WORD_MAGIC] = MAGIC
-        return segment
-
-    @property
-    def num_readers(self) -> int:
-        return self._words[WORD_READERS]
-
-    @property
-    def consumed(self) -> list[int]:
-        """How many buckets each reader has read."""
-        return list(self._words[WORD_CONSUMED : WORD_CONSUMED + self.num_readers])
-
-    def count_consumed(self, reader: int) -> None:
-        self._words[WORD_CONSUMED + reader] += 1
-
-    def announce(self, sequence: int, num_bytes: int, digest: int) -> None:
-        """Tell the readers that bucket `sequence` lies in its buffer. The sequence number goes last."""
-        base = WORD_BUFFERS + 3 * (sequence % NUM_BUFFERS)
-        self._words[base + 1] = digest
-        self._words[base + 2] = num_bytes
-        self._words[base] = sequence + 1
-
-    def announced(self, sequence: int) -> tuple[int, int] | None:
-        """(number of bytes, digest) of bucket `sequence` once it is there."""
-        base = WORD_BUFFERS + 3 * (sequence % NUM_BUFFERS)
-        if self._words[base] != sequence + 1:
-            return None
-        return self._words[base + 2], self._words[base + 1]
-
-    @property
-    def num_checked(self) -> int:
-        """For how many buckets since the segment was made `announce_checked` was called."""
-        return self._words[WORD_CHECKED]
-
-    def announce_checked(self, num_buckets: int) -> None:
-        self._words[WORD_CHECKED] = num_buckets
-
-    def abort(self, reason: str) -> None:
-        """Raise the flag; the first reason stays."""
-        if self._words[WORD_ABORTED]:
-            return
-        text = reason.encode()[: REASON_BYTES - 1]
-        self._map[REASON_OFFSET : REASON_OFFSET + len(text) + 1] = text + b"\0"
-        self._words[WORD_ABORTED] = 1
-
-    @property
-    def abort_reason(self) -> str | None:
-        if not self._words[WORD_ABORTED]:
-            return None
-        raw = self._map[REASON_OFFSET : REASON_OFFSET + REASON_BYTES]
-        return raw.split(b"\0", 1)[0].decode(errors="replace")
-
-    def close(self) -> None:
-        """Drop the mapping (its memory goes with the last view of a buffer) and, for the creator, the file."""
-        self.buffers = []
-        self._words.release()
-        self._file.close()
-        if self._unlink is not None:
-            self._unlink()
-
-
-def abort_segment(path: Path, reason: str) -> None:
-    """Wake up everyone who waits at another process's segment; nothing where its creator has closed it, at any moment."""
-    try:
-        segment = Segment(path, owner=False)
-    except FileNotFoundError:
-        return
-    segment.abort(reason)
-    segment.close()
-
-
-def _unlink(path: Path, creator: int) -> None:
-    """Also at the interpreter's exit; a forked child leaves it alone."""
-    if os.getpid() == creator:
-        path.unlink(missing_ok=True)
 
 
 def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str], longest_pause: float) -> None:
@@ -311,24 +166,3 @@ class ShmReader:
         self._buffers = []
         for segment in self._segments:
             segment.close()
-
-
-def sweep_stale_segments() -> list[Path]:
-    """Remove the segments that crashed processes left in /dev/shm; those removed are returned."""
-    removed = []
-    for path in FOLDER.glob(f"{PREFIX}*"):
-        pid = path.name.removeprefix(PREFIX).split("-", 1)[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not _is_locked(path):
-            path.unlink(missing_ok=True)
-            removed.append(path)
-    return removed
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a live process holds it, also one of another container (whose process ids say nothing here)."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False

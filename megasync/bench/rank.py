@@ -25,7 +25,7 @@ from megasync.weights import build_publisher, replica_config, start_ray
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.sender import WeightSource
+    from bridge.source import WeightSource
     from engine.config import EngineConfig
     from megasync.config import Config
 

@@ -19,7 +19,7 @@ from megasync.bench.rank import BenchRank, Measured
 
 if TYPE_CHECKING:
     from bridge.messages import Completion
-    from bridge.sender import WeightSource
+    from bridge.source import WeightSource
     from megasync.bench.replica import BenchPool
     from megasync.config import Config
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from bridge.bucket import plan_buckets
-from bridge.transport.shm import FOLDER as SHARED_MEMORY
-from bridge.transport.shm import PREFIX
+from bridge.transport.segment import FOLDER as SHARED_MEMORY
+from bridge.transport.segment import PREFIX
 from megasync.bench.memory import PeakMeter, device_bytes, give_back_free_memory
 from megasync.bench.rank import Measured
 from megasync.bench.ways import Way, Ways

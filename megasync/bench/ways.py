@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from bridge.manifest import Manifest
-from bridge.transport.shm import FOLDER as SHARED_MEMORY
-from bridge.transport.shm import PREFIX
+from bridge.transport.segment import FOLDER as SHARED_MEMORY
+from bridge.transport.segment import PREFIX
 from engine import checkpoint
 from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS
 from megasync.bench.lora import LoraSide
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from bridge.publish import Publisher
-    from bridge.sender import Part, WeightSource
+    from bridge.source import Part, WeightSource
     from engine.engine import Engine
     from megasync.bench.replica import BenchPool
     from megasync.config import Config

@@ -1,12 +1,9 @@
-"""A run's folder: metrics, evaluations, summary, timeline, TensorBoard events, progress and the report."""
+"""A run's folder: metrics, evaluations, summary, timeline, TensorBoard events and progress. The report: test_report.py."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -22,7 +19,6 @@ from megasync.config_load import load_config
 from megasync.files import write_atomically
 from megasync.log import Metrics, RunLog, read_evaluations, read_metrics, read_summary, write_summary
 from megasync.progress import figures, make_progress
-from megasync.report import PLOTS, write_report
 from megasync.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -239,66 +235,3 @@ def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress.close()
     assert capsys.readouterr().out == ""
     assert figures({"sync/seconds": 0.1234, "train/tokens_per_second": 12345.6}) == "sync 0.123 s  train 12,346 tok/s"
-
-
-# -------------------------------------------------------------------------------------------------------- report
-
-
-def traces_of(page: str) -> dict[str, dict[str, object]]:
-    """What the page's script gives plotly to draw, by name."""
-    call = page[page.rindex("Plotly.newPlot(") :]
-    traces, _ = json.JSONDecoder().raw_decode(call[call.index("[") :])
-    return {trace["name"]: trace for trace in traces}
-
-
-def fake_run(folder: Path, num_steps: int) -> None:
-    write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
-    keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/accuracy")]
-    with metrics_of(folder, num_steps) as metrics:
-        metrics.log_evaluation(0, {"eval/accuracy": 0.25})
-        for step in range(num_steps):
-            metrics.log(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
-        metrics.log_evaluation(num_steps, {"eval/accuracy": 0.75})
-
-
-def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
-    fake_run(tmp_path, num_steps=4)
-    write_summary(tmp_path, {"accuracy_before": 0.25, "accuracy_after": 0.75, "sync_bytes": 1234567})
-    page = write_report(tmp_path).read_text()
-    traces = traces_of(page)
-    assert set(traces) == {key for plot in PLOTS for key in plot.keys} - {"loss/sft"}
-    assert traces["reward/mean"]["x"] == [0, 1, 2, 3]
-    assert traces["reward/mean"]["y"] == [0.5, 1.5, 2.5, 3.5]
-    assert traces["eval/accuracy"]["x"] == [0, 4]
-    assert traces["staleness/max"]["x"] == [0, 2, 3]
-    assert "&lt;my run&gt;" in page
-    assert "<my run>" not in page
-    for figure in ("accuracy_after", "0.75", "1,234,567", "engine.wrap", "ddp", '"text":"Staleness"'):
-        assert figure in page
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.replace("</script>", ""))
-    assert len(page) > 1_000_000  # plotly.js is within
-
-
-def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
-    with metrics_of(tmp_path) as metrics:
-        metrics.log(0, {"loss/policy": 0.5})
-    page = write_report(tmp_path).read_text()
-    assert set(traces_of(page)) == {"loss/policy"}
-    assert '"text":"Staleness"' not in page
-    assert "steps so far" in page
-    assert "<caption>Configuration" not in page
-
-
-def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
-    metrics_of(tmp_path).close()
-    assert "No step has been logged yet" in write_report(tmp_path).read_text()
-
-
-def test_report_command(tmp_path: Path) -> None:
-    fake_run(tmp_path / "run", num_steps=2)
-    command = [sys.executable, "-m", "megasync.report"]
-    done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "run" / "report.html"))
-    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"{tmp_path}/metrics.jsonl: there is no such file")

@@ -1,0 +1,81 @@
+"""What an optimizer step reports: the losses' sums over all ranks, metrics made of them, and whether they are finite.
+
+Leaves out how the sums come about (loss.py). The functions that take a device are collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from engine.loss import Sums
+
+MAXIMA = ("gap_max",)
+SUMS = {
+    "sft": ("loss", "tokens"),
+    "grpo": ("loss", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
+}
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; the message names the step's ranks."""
+
+
+def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dict[str, float]:
+    """Sums, or maxima, of what micro-batches reported, over all ranks; `outputs` is empty on those that report nothing."""
+    names = SUMS[algorithm]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = torch.stack([sum((out.get(name, zero) for out in outputs), zero) for name in names])
+    maxima = torch.stack([max((out.get(name, zero) for out in outputs), default=zero) for name in MAXIMA])
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return {**dict(zip(names, sums.tolist(), strict=True)), **dict(zip(MAXIMA, maxima.tolist(), strict=True))}
+
+
+def require_finite(
+    sums: dict[str, float], grad_norm: float, chunks: Sequence[torch.nn.Module], device: torch.device
+) -> None:
+    """Raises NonFiniteError on every rank, if `sums` and `grad_norm`, which are the same there, ask for it."""
+    if math.isfinite(sums["loss"]) and math.isfinite(grad_norm):
+        return
+    num_ranks = dist.get_world_size()
+    bad = torch.zeros(num_ranks, device=device)
+    gradients = (p.main_grad if hasattr(p, "main_grad") else p.grad for c in chunks for p in c.parameters())
+    local = (g._local_tensor if hasattr(g, "_local_tensor") else g for g in gradients if g is not None)
+    bad[dist.get_rank()] = float(any(not bool(torch.isfinite(g).all()) for g in local))
+    dist.all_reduce(bad)
+    ranks = bad.nonzero().flatten().tolist()
+    what = "loss" if not math.isfinite(sums["loss"]) else "gradient norm"
+    raise NonFiniteError(
+        f"{what} is not finite (loss {sums['loss']}, gradient norm {grad_norm}); "
+        f"non-finite gradients on rank(s) {ranks or 'none'} of {num_ranks}"
+    )
+
+
+def of_steps(history: Sequence[dict[str, float]], algorithm: str) -> dict[str, float]:
+    """What is logged of an update: `history` has for each optimizer step the sums, the gradient norm and the learning rate."""
+    tokens = sum(sums["tokens"] for sums in history)
+    mean = {name: sum(sums[name] for sums in history) / max(tokens, 1) for name in SUMS[algorithm]}
+    metrics = {
+        "loss/policy" if algorithm == "grpo" else "loss/sft": sum(s["loss"] for s in history) / len(history),
+        "grad_norm": sum(sums["grad_norm"] for sums in history) / len(history),
+        "learning_rate": history[-1]["learning_rate"],
+        "train/response_tokens": tokens,
+    }
+    if algorithm == "grpo":
+        first = history[0]
+        metrics |= {
+            "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
+            "ratio/mean": mean["ratio"],
+            "ratio/clipped_fraction": mean["clipped"],
+            "logprob_gap/mean": mean["gap"],
+            "logprob_gap/max": max(sums["gap_max"] for sums in history),
+            "importance/mean": mean["importance"],
+            "loss/kl": mean["kl"],
+        }
+    return metrics
