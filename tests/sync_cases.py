@@ -16,6 +16,7 @@ from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
+from megasync.weights import start_ray
 from tests.engine_cases import engine, exporter, random_samples
 
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
@@ -28,10 +29,7 @@ def is_rank_zero() -> bool:
 
 def replica(path: str, **fields: Any) -> ReplicaPool:
     """A pool of one replica, for rank 0. It stays for the calls that follow, until `close_replicas` or the process's end."""
-    import ray
-
-    if not ray.is_initialized():
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    if start_ray("local", 0):
         atexit.register(close_replicas)
     config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26, **fields)
     if str(config) not in _replicas:

@@ -29,6 +29,7 @@ from bridge.pool import ReplicaPool
 from bridge.publish import Publisher
 from bridge.transport import segment
 from bridge.digest import digest_value
+from megasync.weights import start_ray
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -96,7 +97,7 @@ def reference_scores(folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    start_ray("local", 0)
     yield
     idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
     assert idle == [], "Ray started workers of its own in spite of megasync.ray_cluster.NO_IDLE_WORKERS"

@@ -204,7 +204,7 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     torch.zeros(1, device="cuda")
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     ray.init(include_dashboard=False, log_to_driver=False)
-    pool = ReplicaPool.start(ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**28), 1)
+    pool = ReplicaPool.start(ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**26), 1)
     try:
         for transport in ("nccl", "shm"):
             source = DictSource({})
