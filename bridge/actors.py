@@ -5,7 +5,6 @@ Leaves out ray.init (the caller's), what is asked of them (pool.py) and what the
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +13,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from bridge import vllm_api
+from bridge import processes, vllm_api
 from bridge.replica import Replica
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class ReplicaActors:
         refs = [self._actors[replica].start.remote() for replica in replicas]
         for replica, pid in zip(replicas, self._wait_for_start(refs), strict=True):
             self._pids[replica] = pid
-            self._shared_memory[replica] = vllm_api.shared_memory_below(pid)
+            self._shared_memory[replica] = processes.shared_memory_below(pid)
 
     def _wait_for_start(self, refs: list[Any]) -> list[int]:
         """The actors' process ids. The first error ends the wait for the others."""
@@ -139,7 +138,7 @@ class ReplicaActors:
             ray.kill(actor)
             self._actors[replica] = None
         deadline = time.monotonic() + CLOSE_SECONDS
-        while any(self._pids[replica] and _is_alive(self._pids[replica]) for replica in replicas):
+        while any(self._pids[replica] and processes.is_alive(self._pids[replica]) for replica in replicas):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
@@ -148,11 +147,3 @@ class ReplicaActors:
             for path in self._shared_memory[replica]:  # left when Ray killed vLLM's processes before they could
                 Path(path).unlink(missing_ok=True)
             self._shared_memory[replica] = set()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

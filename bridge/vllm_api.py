@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
-import signal
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge import vllm_adapter
+from bridge import processes, vllm_adapter
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 from bridge.vllm_reload import load_stream as load_stream  # noqa: PLC0414 # for those who load by themselves
 from bridge.vllm_reload import repack_tied_head as repack_tied_head  # noqa: PLC0414
@@ -34,7 +31,6 @@ BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
 DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
-SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
 START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
 FAILED_START_SECONDS = 20.0
 SEED_MASK = 2**63 - 1
@@ -53,38 +49,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receiver", "BucketReceiver")
     replica = os.environ.get(REPLICA_PID)
     if replica is not None and int(replica) != os.getpid():
-        _die_with(int(replica))
-
-
-def _die_with(pid: int) -> None:
-    """Kill this process when `pid` ends. The engine core itself does not notice when its client was killed.
-
-    The shared memory between core and workers goes first: nobody else would remove it.
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def wait() -> None:
-        select.select([descriptor], [], [])
-        maps = Path("/proc/self/maps").read_text().split()
-        for path in {word for word in maps if word.startswith(SHARED_MEMORY)}:
-            Path(path).unlink(missing_ok=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
-
-
-def shared_memory_below(pid: int) -> set[str]:
-    """The segments in /dev/shm that vLLM's processes, descendants of `pid`, have mapped now; none where `pid` is gone."""
-    found: set[str] = set()
-    try:
-        found.update(w for w in Path(f"/proc/{pid}/maps").read_text().split() if w.startswith(SHARED_MEMORY))
-        children = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return found
-    return found.union(*(shared_memory_below(int(child)) for child in children))
+        processes.die_with(int(replica))
 
 
 def environment(*, cuda: bool) -> dict[str, str]:
@@ -166,7 +131,7 @@ def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
         while not over.wait(1.0):
             if START_FAILURE in read_log():
                 if not over.wait(FAILED_START_SECONDS):
-                    end_children(os.getpid())
+                    processes.end_descendants(os.getpid())
                 return
 
     thread = threading.Thread(target=watch, name="watch-start", daemon=True)
@@ -176,21 +141,6 @@ def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def end_children(pid: int) -> None:
-    """Kill all descendants of a process, Python's resource tracker aside, which cleans up after them."""
-    for child in _children(pid):
-        end_children(child)
-        if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
-            os.kill(child, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def stop_engine(engine: Any, timeout: float) -> None:

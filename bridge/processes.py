@@ -1,0 +1,76 @@
+"""vLLM's processes: they end with their replica, and take along what they have in /dev/shm.
+
+Any process or thread may be gone between two looks at it. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
+GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
+
+
+def die_with(pid: int) -> None:
+    """Kill this process when `pid` ends. The engine core itself does not notice when its client was killed.
+
+    The shared memory between core and workers goes first: nobody else would remove it.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        for path in _shared_memory(os.getpid()):
+            Path(path).unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def shared_memory_below(pid: int) -> set[str]:
+    """The segments in /dev/shm that vLLM's processes, `pid` and its descendants, have mapped now; none where `pid` is gone."""
+    found = set()
+    with suppress(*GONE):
+        found = _shared_memory(pid)
+    return found.union(*(shared_memory_below(child) for child in _children(pid)))
+
+
+def end_descendants(pid: int) -> None:
+    """Kill all descendants of a process, Python's resource tracker aside, which cleans up after them."""
+    for child in _children(pid):
+        end_descendants(child)
+        with suppress(*GONE):
+            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(child, signal.SIGKILL)
+
+
+def _shared_memory(pid: int) -> set[str]:
+    return {word for word in Path(f"/proc/{pid}/maps").read_text().split() if word.startswith(SHARED_MEMORY)}
+
+
+def _children(pid: int) -> list[int]:
+    """Those that any of its threads has started."""
+    threads: list[Path] = []
+    children: list[int] = []
+    with suppress(*GONE):
+        threads += Path(f"/proc/{pid}/task").iterdir()
+    for thread in threads:
+        with suppress(*GONE):
+            children += map(int, (thread / "children").read_text().split())
+    return children

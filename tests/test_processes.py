@@ -1,0 +1,112 @@
+"""Descendants of a replica that are found, ended, or gone before anybody looks.
+
+    python -m pytest tests/test_processes.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from bridge import processes
+
+FAMILY = """
+import multiprocessing.shared_memory, os, subprocess, sys, threading
+shared = multiprocessing.shared_memory.SharedMemory(sys.argv[1], create=True, size=64)
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+thread = threading.Thread(target=lambda: (subprocess.Popen(command), threading.Event().wait()), daemon=True)
+thread.start()  # whose children are not the main thread's
+subprocess.Popen(command)
+while len(sys.stdin.readline()):
+    threads = [threading.Thread(target=subprocess.run, args=(["true"],)) for _ in range(3)]
+    [thread.start() for thread in threads]
+    print(os.getpid(), flush=True)
+"""
+
+
+@pytest.fixture
+def family() -> Iterator[subprocess.Popen[str]]:
+    """A process with a child of its main thread, one of another thread, a segment, and for each line some that end at once."""
+    name = f"psm_test{uuid4().hex[:8]}"
+    process = subprocess.Popen([sys.executable, "-c", FAMILY, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process
+    processes.end_descendants(process.pid)
+    process.kill()
+    process.communicate()
+    Path(f"/dev/shm/{name}").unlink(missing_ok=True)
+
+
+def tick(family: subprocess.Popen[str]) -> None:
+    assert family.stdin is not None and family.stdout is not None
+    family.stdin.write("\n")
+    family.stdin.flush()
+    family.stdout.readline()
+
+
+def until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children(pid: int, word: bytes) -> list[int]:
+    """Those with `word` in their command."""
+    found = []
+    for child in processes._children(pid):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += [child] if word in Path(f"/proc/{child}/cmdline").read_bytes() else []
+    return found
+
+
+def lasting(pid: int) -> list[int]:
+    return children(pid, b"time.sleep")
+
+
+def test_descendants_of_all_threads_are_ended_the_resource_tracker_is_not(family: subprocess.Popen[str]) -> None:
+    tick(family)
+    until(lambda: len(lasting(family.pid)) == 2)
+    ended = lasting(family.pid)
+    processes.end_descendants(family.pid)
+    until(lambda: all(Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z" for pid in ended))
+    (tracker,) = children(family.pid, b"resource_tracker")
+    assert processes.is_alive(tracker) and processes.is_alive(family.pid)
+
+
+def test_looking_while_threads_and_processes_come_and_go_misses_none_that_stay(family: subprocess.Popen[str]) -> None:
+    tick(family)
+    until(lambda: len(lasting(family.pid)) == 2)
+    stay, over = set(lasting(family.pid)), threading.Event()
+    names = processes.shared_memory_below(os.getpid())
+    assert [name for name in names if "psm_test" in name]
+
+    def keep_going() -> None:
+        while not over.is_set():
+            tick(family)
+
+    thread = threading.Thread(target=keep_going)
+    thread.start()
+    try:
+        for _ in range(200):
+            assert stay <= set(processes._children(family.pid))
+            assert processes.shared_memory_below(family.pid) == names
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_nothing_is_found_of_a_process_that_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert processes.shared_memory_below(process.pid) == set()
+    processes.end_descendants(process.pid)
+    assert not processes.is_alive(process.pid)
