@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,18 @@ def compute_device() -> torch.device:
 
 def communication_backend() -> str:
     return "nccl" if has_cuda() else "gloo"
+
+
+def compiles() -> bool:
+    """Whether torch.compile does anything here."""
+    return os.environ.get("TORCHDYNAMO_DISABLE") != "1" and not torch._dynamo.config.disable
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile; where that would do nothing, without importing the compiler, which takes a second."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return function
+    return torch.compile(function)
 
 
 def synchronize() -> None:
@@ -194,7 +207,7 @@ def _torch_stand_in() -> types.ModuleType:
     )
     distributed = _StandIn(torch.distributed, {**COLLECTIVES, "_coalescing_manager": _not_coalescing})
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _StandIn(torch, {"cuda": cuda, "distributed": distributed, **factories})
+    return _StandIn(torch, {"cuda": cuda, "distributed": distributed, "compile": compiled, **factories})
 
 
 class _CpuDeviceMesh:

@@ -9,7 +9,6 @@ Source of the log-probs under tensor parallelism: the log-sum-exp of the ranks' 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -17,14 +16,11 @@ import torch.distributed as dist
 
 from engine import device
 
-_on_any_length: Any = torch._dynamo.maybe_mark_dynamic
-
 
 def chosen(fusions: str) -> bool:
     """Whether `engine.fusions` comes out as on: `auto` means with CUDA, where torch can compile."""
     if fusions == "auto":
-        compiles = not torch._dynamo.config.disable and os.environ.get("TORCHDYNAMO_DISABLE") != "1"
-        return device.has_cuda() and compiles
+        return device.has_cuda() and device.compiles()
     return fusions == "all"
 
 
@@ -32,6 +28,11 @@ def describe(fusions: str) -> str:
     """The choice and its outcome, in words."""
     what = "compiled rotary embedding, SwiGLU and log-probs, fused Adam and clipping" if chosen(fusions) else "off"
     return f"engine.fusions={fusions}: {what}"
+
+
+def _on_any_length(x: torch.Tensor, dimension: int) -> None:
+    """Compile for any size of this dimension, not for each size again."""
+    torch._dynamo.maybe_mark_dynamic(x, dimension)
 
 
 # ---------------------------------------------------------------------------------------------------- rotary embedding
@@ -55,14 +56,14 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-@torch.compile
+@device.compiled
 def _rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
 
-@torch.compile
+@device.compiled
 def _rotate_back(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,12 +104,12 @@ def rotate(
 # ----------------------------------------------------------------------------------------------------------- log-probs
 
 
-@torch.compile
+@device.compiled
 def _log_sum_exp(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits.float() / temperature, -1)
 
 
-@torch.compile
+@device.compiled
 def _logits_gradient(
     logits: torch.Tensor, labels: torch.Tensor, normalizer: torch.Tensor, gradient: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
