@@ -12,7 +12,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")  # noqa: S108 # message queues; sums between CPU workers
+# message queues; sums between CPU workers; locks
+SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_", "/dev/shm/sem.mp-")  # noqa: S108
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
 

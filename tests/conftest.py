@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -54,3 +56,5 @@ def pytest_sessionfinish() -> None:
     from tests.ranks import end_ranks
 
     end_ranks()
+    atexit.unregister(gc.freeze)  # of startup/sitecustomize.py: what prints the results leaves without a word about leaks
+    gc.unfreeze()

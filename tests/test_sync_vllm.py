@@ -26,6 +26,7 @@ from bridge.config import ReplicaConfig, SyncConfig
 from bridge.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
 from bridge.pool import ReplicaPool
+from bridge.processes import SHARED_MEMORY
 from bridge.publish import Publisher
 from bridge.transport import segment
 from bridge.digest import digest_value
@@ -421,7 +422,7 @@ def test_a_killed_engine_is_noticed_and_leaves_no_process(fresh_pool, tied_folde
 def test_a_killed_actor_leaves_neither_process_nor_shared_memory(split_pool) -> None:
     """Its two workers talk through vLLM's own shared memory, which nobody else would remove."""
     family = psutil.Process(split_pool._pids[0]).children(recursive=True)
-    memory = {m.path for process in family for m in process.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+    memory = {m.path for process in family for m in process.memory_maps() if m.path.startswith(SHARED_MEMORY)}
     assert memory
     os.kill(split_pool._pids[0], signal.SIGKILL)
     assert psutil.wait_procs(family, timeout=20)[1] == []
