@@ -1,9 +1,9 @@
 """A segment of shared memory on one host: a file in /dev/shm with a header page, then two buffers for buckets.
 
 The header holds words that one side writes and others poll: what lies in which buffer, what each reader has read, and whether
-somebody gave up, and why. There are no messages and no locks: a sequence number is written last. A segment is locked while its
-creator lives, so that those which crashed processes left can be told from the others. Leaves out who waits for what (shm.py,
-ipc.py).
+somebody gave up, and why. There are no messages, and no locks around the words: a sequence number is written last. The file is
+locked while its creator lives, so that those which crashed processes left can be told from the others. Leaves out who
+waits for what (shm.py, ipc.py).
 """
 
 from __future__ import annotations

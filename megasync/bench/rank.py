@@ -69,7 +69,8 @@ class BenchRank(ABC):
     def start_pool(self, adapter_rank: int = 0) -> BenchPool | None:
         """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first.
 
-        A second pool lies on the first one's GPUs: only one of them is measured at a time, and the other takes memory alone.
+        A second pool is put on the first of Ray's GPUs, where the other one is too if there are no more: only one of them is
+        measured at a time, and the other takes memory alone.
         """
         if self.layout.rank != 0:
             return None
