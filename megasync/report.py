@@ -47,7 +47,11 @@ PLOTS = (
     Plot("Staleness", ("staleness/mean", "staleness/max"), "versions"),
     Plot("Throughput", ("rollout/tokens_per_second", "train/tokens_per_second"), "tokens/s"),
     Plot("Step time", ("step/seconds",), "s"),
-    Plot("Memory in use: this rank's of the host, its whole GPU", ("memory/host_bytes", "memory/device_bytes"), "bytes"),
+    Plot(
+        "Memory: this rank's of the host, its whole GPU, its tensors there and their peak",
+        ("memory/host_bytes", "memory/device_bytes", "memory/tensors_bytes", "memory/tensors_peak_bytes"),
+        "bytes",
+    ),
 )
 
 

@@ -6,16 +6,13 @@ Every public method is collective unless it says otherwise. Leaves out the order
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engine import checkpoint, parallel
+from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config import Config
@@ -28,23 +25,14 @@ from megasync.rollout import RolloutBatch, Rollouts, on_rank_zero
 from megasync.weights import Weights
 
 
-def memory_in_use() -> dict[str, float]:
-    """Bytes: of this process, and of its GPU by whoever uses it."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    found = {"memory/host_bytes": float(resident)}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        found["memory/device_bytes"] = float(total - free)
-    return found
-
-
 class Session:
     """What a run holds on one rank. Built by train.py; `close` in any case."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.begin_seconds = time.time()
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed)
+        is_mapped = config.rollout.placement == "colocated"
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=is_mapped)
         self.checkpoints = config.run.folder / "checkpoints"
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
@@ -91,7 +79,7 @@ class Session:
         seconds = time.time() - self.step_begin_seconds
         tokens = metrics.get("train/response_tokens", 0.0)
         times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
-        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory_in_use()})
+        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.in_use()})
 
     # ------------------------------------------------------------------------------------------------ data
 

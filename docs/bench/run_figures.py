@@ -23,7 +23,7 @@ def read_figures(folder: Path) -> dict[str, Any]:
         values = [step[name] for step in steps if name in step]
         if values:
             figures[name] = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-    for name in ("memory/host_bytes", "memory/device_bytes"):
+    for name in ("memory/host_bytes", "memory/device_bytes", "memory/tensors_bytes", "memory/tensors_peak_bytes"):
         values = [step[name] for step in steps if name in step]
         if len(values) > SETTLED:
             figures[name] = {f"step {SETTLED}": values[SETTLED], "last": values[-1], "most": max(values[SETTLED:])}

@@ -38,7 +38,8 @@ class BenchRank(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed)
+        is_mapped = config.rollout.placement == "colocated"
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=is_mapped)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
