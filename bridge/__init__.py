@@ -33,7 +33,7 @@ vllm_experts.py    its fused experts, and
 vllm_readback.py   what a vLLM worker holds, in Hugging Face names
 replica.py         what runs in the Ray actor of one vLLM replica
 output.py          what its processes write
-processes.py       that they end with it
+processes.py       that they end with it, and leave nothing
 actors.py          those actors: started, called, ended
 pool.py            ReplicaPool: the replicas as rank 0 of the trainer sees them
 """

@@ -1,4 +1,4 @@
-"""vLLM's processes: they end with their replica, and take along what they have in /dev/shm.
+"""vLLM's processes: they end with their replica, and take along what they have in /dev/shm and their sockets.
 
 Any process or thread may be gone between two looks at it. Linux only.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 # message queues; sums between CPU workers; locks
 SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_", "/dev/shm/sem.mp-")  # noqa: S108
+LONGEST_FOLDER = 20  # a socket's path has at most 107 characters (man 7 unix); Ray's below a folder of ours takes 86, vLLM's 68
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
 
@@ -31,9 +34,27 @@ def die_with(pid: int) -> None:
         select.select([descriptor], [], [])
         for path in _shared_memory(os.getpid()):
             Path(path).unlink(missing_ok=True)
+        remove_sockets(pid)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
+
+
+def socket_folder() -> str:
+    """Where sockets may lie: the folder for temporary files, or /tmp where TMPDIR is too long for their paths."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= LONGEST_FOLDER else "/tmp"  # noqa: S108
+
+
+def make_sockets() -> str:
+    """A folder for the sockets of this process and its children."""
+    return tempfile.mkdtemp(prefix=f"megasync-vllm-{os.getpid()}-", dir=socket_folder())
+
+
+def remove_sockets(pid: int) -> None:
+    """The folder that `pid` made, if it is still there. A socket outlives a process that was killed."""
+    for folder in Path(socket_folder()).glob(f"megasync-vllm-{pid}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_alive(pid: int) -> bool:
@@ -62,7 +83,15 @@ def end_descendants(pid: int) -> None:
 
 
 def _shared_memory(pid: int) -> set[str]:
-    return {word for word in Path(f"/proc/{pid}/maps").read_text().split() if word.startswith(SHARED_MEMORY)}
+    """By inode: a lock is mapped under another name by the process that made it (glibc's sem_open)."""
+    lines = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    mapped = {int(words[4]) for words in lines if len(words) == 6 and words[5].startswith("/dev/shm/")}  # noqa: S108
+    found = set()
+    for prefix in SHARED_MEMORY if mapped else ():
+        for path in Path("/").glob(f"{prefix[1:]}*"):
+            with suppress(*GONE):
+                found |= {str(path)} if path.stat().st_ino in mapped else set()
+    return found
 
 
 def _children(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from bridge import vllm_api
+from bridge import processes, vllm_api
 from bridge.messages import FOLDER_VERSION, Event, ReplicaState, StageSpan, next_state
 from bridge.output import Output
 
@@ -53,8 +53,7 @@ class Replica:
             RuntimeError: vLLM did not start; its own error text, that of its child processes included.
         """
         self._control = asyncio.Lock()  # held while requests are handed in, and from pause to resume or abort
-        vllm_api.forget_launcher()
-        os.environ[vllm_api.REPLICA_PID] = str(os.getpid())
+        vllm_api.prepare_process()
         try:
             with self._output.taking(), vllm_api.noticing_failure(self._output.text):
                 self._engine = vllm_api.build_engine(self.config)
@@ -268,6 +267,7 @@ class Replica:
         """Stop the engine and its processes."""
         if self._engine is not None:
             vllm_api.stop_engine(self._engine, CLOSE_SECONDS)
+        processes.remove_sockets(os.getpid())
 
     @property
     def _has_adapter(self) -> bool:

@@ -71,6 +71,12 @@ def environment(*, cuda: bool) -> dict[str, str]:
     }
 
 
+def prepare_process() -> None:
+    """Before a replica's engine is built: its children are to end with this process, and their sockets have a folder."""
+    forget_launcher()
+    os.environ |= {REPLICA_PID: str(os.getpid()), "VLLM_RPC_BASE_PATH": processes.make_sockets()}
+
+
 def forget_launcher() -> None:
     """Drop what torchrun told the trainer from this process's environment, which a Ray of the trainer's has handed on.
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.processes import socket_folder
 from megasync.processes import end_with_parent
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
         raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
-    folder = Path(tempfile.mkdtemp(prefix="megasync-ray-"))
+    folder = Path(tempfile.mkdtemp(prefix="megasync-ray-", dir=socket_folder()))
     port = free_port()
     log = folder / "start.log"
     with log.open("wb") as output:
@@ -58,6 +59,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(folder)},  # the dashboard's processes talk through sockets there
             start_new_session=True,  # Ctrl-C is for this process, which stops the job first
             preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run yet)
         )

@@ -18,6 +18,7 @@ from bridge.config import ReplicaConfig
 from bridge.export import Exporter
 from bridge.messages import SyncError
 from bridge.pool import ReplicaPool
+from bridge.processes import socket_folder
 from bridge.publish import Publisher
 from engine import checkpoint
 from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
@@ -151,6 +152,7 @@ def start_ray(address: str, num_own_gpus: int) -> bool:
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
         os.environ |= NO_IDLE_WORKERS
+        os.environ.setdefault("RAY_TMPDIR", socket_folder())  # Ray takes TMPDIR by itself, however long
         leave_gpus_to_ray(num_own_gpus)
     ray.init(log_to_driver=False, logging_level="ERROR", **options)
     return True

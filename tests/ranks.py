@@ -71,7 +71,7 @@ class Ranks:
             *("-m", "tests.ranks", str(self.folder), str(os.getpid())),
         ]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(self.folder)}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

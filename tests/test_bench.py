@@ -47,7 +47,8 @@ def run(verb: str, folder: Path, *ranks: str) -> tuple[dict, str]:
     file = folder / "results.json"
     config, *overrides = small(folder)
     command = [sys.executable, "-m", "megasync.bench", verb, "--config", config, *overrides, "--json", str(file)]
-    done = subprocess.run([*command, *ranks], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    own = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([*command, *ranks], cwd=ROOT, env=own, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return dict(json.loads(file.read_text())), done.stdout
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from bridge import processes
 
 FAMILY = """
 import multiprocessing.shared_memory, os, subprocess, sys, threading
+lock = multiprocessing.get_context("spawn").Lock()
 shared = multiprocessing.shared_memory.SharedMemory(sys.argv[1], create=True, size=64)
 command = [sys.executable, "-c", "import time; time.sleep(600)"]
 thread = threading.Thread(target=lambda: (subprocess.Popen(command), threading.Event().wait()), daemon=True)
@@ -96,6 +98,7 @@ def test_looking_while_threads_and_processes_come_and_go_misses_none_that_stay(f
     stay, over = set(lasting(family.pid)), threading.Event()
     names = processes.shared_memory_below(os.getpid())
     assert [name for name in names if "psm_test" in name]
+    assert [name for name in names if "sem.mp-" in name]  # the lock, which its maker maps under another name
 
     def keep_going() -> None:
         while not over.is_set():
@@ -118,3 +121,12 @@ def test_nothing_is_found_of_a_process_that_is_gone() -> None:
     assert processes.shared_memory_below(process.pid) == set()
     processes.end_descendants(process.pid)
     assert not processes.is_alive(process.pid)
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/scratch/" + 12 * "long/"])
+def test_sockets_lie_where_their_paths_are_short_enough(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    made = processes.make_sockets()
+    assert Path(made).is_dir() and Path(made).parent == Path("/tmp")
+    processes.remove_sockets(os.getpid())
+    assert not Path(made).exists()

@@ -26,7 +26,7 @@ from bridge.config import ReplicaConfig, SyncConfig
 from bridge.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
 from bridge.pool import ReplicaPool
-from bridge.processes import SHARED_MEMORY
+from bridge.processes import SHARED_MEMORY, socket_folder
 from bridge.publish import Publisher
 from bridge.transport import segment
 from bridge.digest import digest_value
@@ -424,7 +424,9 @@ def test_a_killed_actor_leaves_neither_process_nor_shared_memory(split_pool) -> 
     family = psutil.Process(split_pool._pids[0]).children(recursive=True)
     memory = {m.path for process in family for m in process.memory_maps() if m.path.startswith(SHARED_MEMORY)}
     assert memory
+    sockets = [path for path in Path(socket_folder()).glob(f"megasync-vllm-{split_pool._pids[0]}-*/*") if path.is_socket()]
+    assert sockets
     os.kill(split_pool._pids[0], signal.SIGKILL)
     assert psutil.wait_procs(family, timeout=20)[1] == []
     split_pool.close()
-    assert not [path for path in memory if Path(path).exists()]
+    assert not [path for path in [*memory, *sockets] if Path(path).exists()]

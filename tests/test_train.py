@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train_cases import ROOT, exact, interrupt_after, launch, metrics, write_config
+from tests.train_cases import ROOT, environment, exact, interrupt_after, launch, metrics, write_config
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_resumed_run_is_the_same_until_ctrl_c_which_leaves_no_process_behind(f
 def test_through_ray_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     command = [sys.executable, "-m", "megasync.submit", str(config), "--num-ranks", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment(config), capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert exact(tmp_path / "runs" / "run") == exact(first_run)
 

@@ -44,11 +44,18 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def launch(*arguments: str | Path, ranks: int = 2, timeout_seconds: float = 300) -> subprocess.CompletedProcess[str]:
+def environment(config: Path, **more: str) -> dict[str, str]:
+    """This process's, with a TMPDIR below which no socket's path would be short enough."""
+    folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"
+    folder.mkdir(exist_ok=True)
+    return {**os.environ, "MEGASYNC_PYTHON": sys.executable, "TMPDIR": str(folder), **more}
+
+
+def launch(config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300) -> subprocess.CompletedProcess[str]:
     """launch/torchrun_one_node.sh, with this Python in the place of a set-up of its own."""
     return subprocess.run(
-        [ROOT / "launch" / "torchrun_one_node.sh", *map(str, arguments), "--nproc", str(ranks)],
-        env={**os.environ, "MEGASYNC_PYTHON": sys.executable},
+        [ROOT / "launch" / "torchrun_one_node.sh", str(config), *overrides, "--nproc", str(ranks)],
+        env=environment(config),
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
@@ -84,11 +91,11 @@ def processes_with(text: str) -> list[str]:
 
 def interrupt_after(lines: int, config: Path, marker: str, timeout_seconds: float = 200) -> tuple[int, list[str]]:
     """Start a run, press Ctrl-C once `lines` steps are in metrics.jsonl; exit code and what is left running."""
-    environment = {**os.environ, "MEGASYNC_PYTHON": sys.executable, "MEGASYNC_TEST_MARKER": marker}
     command = [str(ROOT / "launch" / "torchrun_one_node.sh"), str(config), "run.steps=100000", "--nproc", "2"]
+    own = environment(config, MEGASYNC_TEST_MARKER=marker)
     said = config.parent / "said"
     with said.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True)
     written = config.parent / "runs" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline and process.poll() is None:
