@@ -14,8 +14,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-# message queues; sums between CPU workers; locks
-SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/vllm_dist_", "/dev/shm/sem.mp-")  # noqa: S108
+MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108
+SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums between CPU workers; locks
 LONGEST_FOLDER = 20  # a socket's path has at most 107 characters (man 7 unix); Ray's below a folder of ours takes 86, vLLM's 68
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
@@ -85,10 +85,10 @@ def end_descendants(pid: int) -> None:
 def _shared_memory(pid: int) -> set[str]:
     """By inode: a lock is mapped under another name by the process that made it (glibc's sem_open)."""
     lines = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-    mapped = {int(words[4]) for words in lines if len(words) == 6 and words[5].startswith("/dev/shm/")}  # noqa: S108
+    mapped = {int(words[4]) for words in lines if len(words) == 6 and words[5].startswith(f"{MEMORY_FOLDER}/")}
     found = set()
-    for prefix in SHARED_MEMORY if mapped else ():
-        for path in Path("/").glob(f"{prefix[1:]}*"):
+    for pattern in SHARED_MEMORY if mapped else ():
+        for path in MEMORY_FOLDER.glob(pattern):
             with suppress(*GONE):
                 found |= {str(path)} if path.stat().st_ino in mapped else set()
     return found

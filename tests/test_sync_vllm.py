@@ -26,7 +26,7 @@ from bridge.config import ReplicaConfig, SyncConfig
 from bridge.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
 from bridge.pool import ReplicaPool
-from bridge.processes import SHARED_MEMORY, socket_folder
+from bridge.processes import shared_memory_below, socket_folder
 from bridge.publish import Publisher
 from bridge.transport import segment
 from bridge.digest import digest_value
@@ -422,8 +422,8 @@ def test_a_killed_engine_is_noticed_and_leaves_no_process(fresh_pool, tied_folde
 def test_a_killed_actor_leaves_neither_process_nor_shared_memory(split_pool) -> None:
     """Its two workers talk through vLLM's own shared memory, which nobody else would remove."""
     family = psutil.Process(split_pool._pids[0]).children(recursive=True)
-    memory = {m.path for process in family for m in process.memory_maps() if m.path.startswith(SHARED_MEMORY)}
-    assert memory
+    memory = shared_memory_below(split_pool._pids[0])
+    assert all([path for path in memory if kind in path] for kind in ("psm_", "-cpushm_", "sem.mp-")), memory
     sockets = [path for path in Path(socket_folder()).glob(f"megasync-vllm-{split_pool._pids[0]}-*/*") if path.is_socket()]
     assert sockets
     os.kill(split_pool._pids[0], signal.SIGKILL)
