@@ -17,5 +17,6 @@ loss.py        log-probs, GRPO and SFT losses (pure functions)
 metrics.py     what a step reports
 engine.py      Engine: log_probs, train, whole_parameters
 checkpoint.py  save and resume, cut-off safe
+memory.py      how a GPU's memory is handed out, and how much is in use
 offload.py     parameters, gradients and optimizer state to host memory and back
 """
