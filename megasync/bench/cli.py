@@ -118,7 +118,8 @@ def measure(verb: str, config: Config) -> tuple[int, Results | None]:
     if not results_path.exists():
         return code or 1, None
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
-    results = {"bench": verb, **_environment(), "config": config_to_dict(config), **results, **summarise(results)}
+    results = {"bench": verb, **_environment(), "config": config_to_dict(config), **results}
+    results |= summarise(results)
     write_atomically(results_path, json.dumps(results, indent=1) + "\n")
     return code, results
 
