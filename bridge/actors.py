@@ -143,8 +143,8 @@ class ReplicaActors:
                 break
             time.sleep(0.02)
         for replica in replicas:
-            processes.remove_sockets(self._pids[replica])
-            self._pids[replica] = 0
             for path in self._shared_memory[replica]:  # left when Ray killed vLLM's processes before they could
                 Path(path).unlink(missing_ok=True)
+            processes.remove_sockets(self._pids[replica])
+            self._pids[replica] = 0
             self._shared_memory[replica] = set()

@@ -1,5 +1,7 @@
 """vLLM's processes: they end with their replica, and take along what they have in /dev/shm and their sockets.
 
+Where those lie is `socket_folder`, which is for Ray's too.
+
 Any process or thread may be gone between two looks at it. Linux only.
 """
 
@@ -90,7 +92,8 @@ def _shared_memory(pid: int) -> set[str]:
     for pattern in SHARED_MEMORY if mapped else ():
         for path in MEMORY_FOLDER.glob(pattern):
             with suppress(*GONE):
-                found |= {str(path)} if path.stat().st_ino in mapped else set()
+                if path.stat().st_ino in mapped:
+                    found.add(str(path))
     return found
 
 

@@ -51,6 +51,10 @@ class RolloutConfig:
     evaluate_every_steps: int = 0  # 0: only before the first and after the last step, when data.eval is set
     ray_address: str = "local"  # local: a Ray of the run's own; else an address
 
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
 
 @dataclass(frozen=True)
 class DataConfig:

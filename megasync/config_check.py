@@ -195,7 +195,7 @@ def _check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
 
 def _check_placement(config: Config, world_size: int) -> None:
     rollout, transport = config.rollout, config.sync.transport
-    if rollout.placement != "colocated":
+    if not rollout.is_colocated:
         if transport == "ipc":
             message = "sync.transport = ipc: trainer and replicas have GPUs of their own, and ipc is for GPUs that they share"
             raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))

@@ -33,7 +33,7 @@ class Turns:
     """
 
     def __init__(self, config: Config, engine: Engine, timeline: Timeline) -> None:
-        self.is_shared = config.rollout.placement == "colocated"
+        self.is_shared = config.rollout.is_colocated
         self.keeps_weights = config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"  # the base is sent never
         self.kinds, self.timeline = config.engine.offload, timeline
         self.offload = Offload(engine)
@@ -91,7 +91,7 @@ def leave_gpus_to_ray(num_trainer_gpus: int) -> None:
 
 def shared_devices(config: Config) -> tuple[str, ...]:
     """`replica_devices` where replicas are on the trainer's GPUs; nothing where they have their own."""
-    return replica_devices(config) if config.rollout.placement == "colocated" else ()
+    return replica_devices(config) if config.rollout.is_colocated else ()
 
 
 def replica_devices(config: Config) -> tuple[str, ...]:

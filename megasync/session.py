@@ -31,8 +31,7 @@ class Session:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.begin_seconds = time.time()
-        is_mapped = config.rollout.placement == "colocated"
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=is_mapped)
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
         self.checkpoints = config.run.folder / "checkpoints"
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)

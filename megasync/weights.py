@@ -172,7 +172,7 @@ def replica_config(config: Config) -> ReplicaConfig:
         enforce_eager=rollout.enforce_eager,
         seed=config.run.seed,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
-        shares_devices=rollout.placement == "colocated",
+        shares_devices=rollout.is_colocated,
         devices=shared_devices(config),
     )
 
@@ -187,7 +187,7 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
 
 def transport(config: Config) -> str:
     """sync.transport; in the place of `auto` ipc on shared GPUs."""
-    shares_gpus = config.rollout.placement == "colocated" and torch.cuda.is_available()
+    shares_gpus = config.rollout.is_colocated and torch.cuda.is_available()
     return "ipc" if config.sync.transport == "auto" and shares_gpus else config.sync.transport
 
 

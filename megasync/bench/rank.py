@@ -38,8 +38,7 @@ class BenchRank(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        is_mapped = config.rollout.placement == "colocated"
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=is_mapped)
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
@@ -75,8 +74,7 @@ class BenchRank(ABC):
         """
         if self.layout.rank != 0:
             return None
-        shares_gpus = self.config.rollout.placement == "colocated"
-        start_ray("local", 0 if shares_gpus else self.config.bench.num_ranks)
+        start_ray("local", 0 if self.config.rollout.is_colocated else self.config.bench.num_ranks)
         arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
         if self.config.bench.shapes != "none":
             arguments["load_format"] = "dummy"
