@@ -1,6 +1,6 @@
 """Packaging. Installs plain packages and the vLLM plug-in; the runtime itself comes from locks/."""
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 setup(
     name="megasync",
@@ -8,6 +8,6 @@ setup(
     description="Megatron-Core training engine for RL whose weights reach vLLM bucket by bucket, verified",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["megasync", "megasync.bench", "engine", "bridge", "bridge.transport"],
-    entry_points={"vllm.general_plugins": ["megasync = bridge.vllm_api:register"]},
+    packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
+    entry_points={"vllm.general_plugins": ["megasync = bridge.replicas.vllm_api:register"]},
 )

@@ -20,7 +20,7 @@ if [ $# -eq 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then
   [ $# -gt 0 ] && exit 0 || exit 2
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-num_ranks=${num_ranks:-$("$PYTHON" -m megasync.ranks "$@")}
+num_ranks=${num_ranks:-$("$PYTHON" -m megasync.num_ranks "$@")}
 # Before torchrun, so that a wrong config is said once and not by every rank under a launcher's traceback.
 "$PYTHON" -m megasync.train --check --world-size "$num_ranks" "$@"
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which ends its ranks. --standalone picks a free port.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench.config import SHAPES
+from megasync.model_shapes import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

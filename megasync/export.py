@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasync.errors import ConfigError, explain, main_errors, nearest_name
-from megasync.model_folder import check_weights
+from megasync.config.errors import ConfigError, explain, main_errors, nearest_name
+from megasync.config.model_folder import check_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.offload import Offload
-from megasync.rollout import on_rank_zero
+from megasync.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
-    from bridge.pool import ReplicaPool
+    from bridge.replicas.pool import ReplicaPool
     from engine.engine import Engine
-    from megasync.config import Config
-    from megasync.timeline import Timeline
+    from megasync.config.schema import Config
+    from megasync.reporting.timeline import Timeline
 
 PARAMETERS = "parameters"
 

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.config_check import check_config
-from megasync.config_load import load_config
-from megasync.errors import ConfigError, explain, main_errors
+from megasync.config.check import check_config
+from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.processes import run_to_end
+from megasync.launch.processes import run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megasync.assets import Assets
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 WARM_UP, RL = CONFIGS / "quickstart_sft.yaml", CONFIGS / "quickstart.yaml"

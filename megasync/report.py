@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megasync.errors import main_errors
+from megasync.config.errors import main_errors
 from megasync.files import write_atomically
-from megasync.log import CONFIG_FILE, read_evaluations, read_metrics, read_summary
+from megasync.reporting.log import CONFIG_FILE, read_evaluations, read_metrics, read_summary
 
 REPORT_FILE = "report.html"
 NUM_COLUMNS = 2

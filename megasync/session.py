@@ -15,13 +15,14 @@ from typing import Any
 from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
-from megasync.config import Config
-from megasync.data import PromptOrder, load_examples
-from megasync.log import RunLog, read_evaluations
-from megasync.prompts import Prompts
+from megasync.config.schema import Config
+from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
-from megasync.reward import resolve_reward
-from megasync.rollout import RolloutBatch, Rollouts, on_rank_zero
+from megasync.reporting.log import RunLog, read_evaluations
+from megasync.rollouts.data import PromptOrder, load_examples
+from megasync.rollouts.prompts import Prompts
+from megasync.rollouts.reward import resolve_reward
+from megasync.rollouts.rollout import RolloutBatch, Rollouts
 from megasync.weights import Weights
 
 

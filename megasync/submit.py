@@ -23,16 +23,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.config_load import load_config
-from megasync.errors import ConfigError, explain, main_errors
-from megasync.processes import INTERRUPTED
-from megasync.ranks import default_num_ranks, num_gpus
-from megasync.ray_cluster import local_cluster
+from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.load import load_config
+from megasync.launch.processes import INTERRUPTED
+from megasync.launch.ray_cluster import local_cluster
+from megasync.num_ranks import default_num_ranks, num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"
@@ -96,7 +96,7 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
         excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
         runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
         interpreter, config_path = "python", str(path.relative_to(ROOT))
-    driver = [interpreter, "-m", "megasync.submit_driver", "--num-ranks", str(num_ranks), "--program", options.program]
+    driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
     arguments = [config_path, *options.overrides, *absolute_paths(config)]
     return {"entrypoint": shlex.join([*driver, "--", *arguments]), "runtime_env": runtime_env}
 

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megasync.config_check import check_config
-from megasync.config_load import load_config
-from megasync.errors import main_errors
-from megasync.processes import end_on_sigterm
+from megasync.config.check import check_config
+from megasync.config.errors import main_errors
+from megasync.config.load import load_config
+from megasync.launch.processes import end_on_sigterm
 
 if TYPE_CHECKING:
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def run(config: Config) -> int:
     from engine import parallel
     from engine.metrics import NonFiniteError
     from megasync.loop import train_grpo, train_sft
-    from megasync.rollout import RankZeroError
+    from megasync.rank_zero import RankZeroError
     from megasync.session import Session
 
     rank = int(os.environ.get("RANK", "0"))

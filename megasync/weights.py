@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bridge.adapter import AdapterSource, AdapterSpec
 from bridge.config import ReplicaConfig
-from bridge.export import Exporter
+from bridge.export.adapter import AdapterSource, AdapterSpec
+from bridge.export.exporter import Exporter
 from bridge.messages import SyncError
-from bridge.pool import ReplicaPool
-from bridge.processes import socket_folder
-from bridge.publish import Publisher
+from bridge.replicas.pool import ReplicaPool
+from bridge.replicas.processes import socket_folder
+from bridge.send.publish import Publisher
 from engine import checkpoint
+from megasync.launch.ray_cluster import NO_IDLE_WORKERS
 from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
-from megasync.ray_cluster import NO_IDLE_WORKERS
-from megasync.rollout import on_rank_zero
+from megasync.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
+    from bridge.export.source import WeightSource
     from bridge.messages import SyncReport
-    from bridge.source import WeightSource
     from engine.engine import Engine
-    from megasync.config import Config
-    from megasync.log import RunLog
+    from megasync.config.schema import Config
+    from megasync.reporting.log import RunLog
 
 MERGE_ERROR_NOTE = 0.5
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megasync.config_check import check_config
-from megasync.config_load import load_config
-from megasync.errors import ConfigError
-from megasync.model_folder import check_model_folder
+from megasync.config.check import check_config
+from megasync.config.load import load_config
+from megasync.config.errors import ConfigError
+from megasync.config.model_folder import check_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = {

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from bridge.export import Exporter
-from bridge.copies import view
+from bridge.export.exporter import Exporter
+from bridge.layout.copies import view
 from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine

@@ -9,15 +9,15 @@ import sys
 
 import torch
 
-from bridge.bucket import plan_buckets
-from bridge.copies import bind, find_matches, lay_tiles
-from bridge.copy_kernel import copy_tiles
-from bridge.digest import CHUNK_WORDS, LENGTH_FACTOR, MASK, digest_bytes, multipliers, powers
-from bridge.digest_kernel import add_digest
-from bridge.manifest import Manifest, TensorSpec
-from bridge.merge import merge_into
-from bridge.merge_kernel import merge_on_cuda
-from bridge.regions import Copy, Region
+from bridge.layout.bucket import plan_buckets
+from bridge.layout.copies import bind, find_matches, lay_tiles
+from bridge.layout.copy_kernel import copy_tiles
+from bridge.layout.digest import CHUNK_WORDS, LENGTH_FACTOR, MASK, digest_bytes, multipliers, powers
+from bridge.layout.digest_kernel import add_digest
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.export.merge import merge_into
+from bridge.export.merge_kernel import merge_on_cuda
+from bridge.layout.regions import Copy, Region
 
 
 def check_digests(device: torch.device) -> None:

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from bridge.config import SyncConfig
 from bridge.messages import GenerationRequest, SyncError
-from bridge.pool import ReplicaPool
-from bridge.publish import Publisher
+from bridge.replicas.pool import ReplicaPool
+from bridge.send.publish import Publisher
 from engine.sample import Sample
 from megasync.weights import build_adapter_source
 from tests.engine_cases import engine, exporter, random_samples

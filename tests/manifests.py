@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from bridge.manifest import Manifest, TensorSpec
+from bridge.layout.manifest import Manifest, TensorSpec
 
 SPECS = st.lists(
     st.tuples(st.sampled_from(["float32", "bfloat16", "uint8"]), st.lists(st.integers(0, 40), max_size=3)), max_size=12

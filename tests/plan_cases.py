@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from bridge import vllm_reload
-from bridge.bake import bake
-from bridge.bucket import plan_buckets
-from bridge.manifest import read_folder_manifest
-from bridge.plan import Plan
-from bridge.digest import digest_value
-from bridge.vllm_readback import digest_whole, hf_slices, tensor_group
+from bridge.receive import vllm_reload
+from bridge.receive.bake import bake
+from bridge.layout.bucket import plan_buckets
+from bridge.layout.manifest import read_folder_manifest
+from bridge.receive.plan import Plan
+from bridge.layout.digest import digest_value
+from bridge.receive.vllm_readback import digest_whole, hf_slices, tensor_group
 
 BUCKET_BYTES = 100_000
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megasync.config_load import load_config
+from megasync.config.load import load_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.messages import SyncError
-from bridge.pool import ReplicaPool
-from bridge.publish import Publisher
+from bridge.replicas.pool import ReplicaPool
+from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
 from megasync.weights import start_ray
@@ -141,7 +141,7 @@ class Renamed:
     def manifest(self) -> Any:
         from dataclasses import replace
 
-        from bridge.manifest import Manifest
+        from bridge.layout.manifest import Manifest
 
         specs = self.source.manifest().tensors
         if self.change == "missing":

@@ -18,16 +18,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bridge.manifest import read_folder_manifest
+from bridge.layout.manifest import read_folder_manifest
 from megasync.bench.cli import main
-from megasync.bench.config import NEED_GPUS, SHAPES, WAYS
+from megasync.bench.config import NEED_GPUS, WAYS
+from megasync.model_shapes import SHAPES
 from megasync.bench.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
 from megasync.bench.model import write_shapes
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
-from megasync.config_load import load_config
-from megasync.model_folder import check_model_folder
+from megasync.config.load import load_config
+from megasync.config.model_folder import check_model_folder
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megasync.bench import cli
-from megasync.bench.config import SHAPES, VARIANTS, Shapes
+from megasync.bench.config import VARIANTS
+from megasync.model_shapes import SHAPES, Shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "configs" / "bench_train.yaml")

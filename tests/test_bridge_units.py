@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
-from bridge.digest import (
+from bridge.layout.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
+from bridge.layout.digest import (
     CHUNK_FACTOR,
     CHUNK_WORDS,
     LENGTH_FACTOR,
@@ -25,11 +25,11 @@ from bridge.digest import (
     digest_value,
     multipliers,
 )
-from bridge.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
+from bridge.layout.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
-from bridge.output import find_errors
-from bridge.shards import Shard, assemble
-from bridge.vllm_api import mix_seed
+from bridge.replicas.output import find_errors
+from bridge.receive.shards import Shard, assemble
+from bridge.replicas.vllm_api import mix_seed
 from tests.manifests import SPECS, make_manifest
 from tests.tiny_models import write_tiny_model
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.config import CHOICES, RANGES, Config, RolloutConfig, RunConfig
-from megasync.config_load import _all_keys, config_to_dict, load_config, save_config
+from megasync.config.schema import CHOICES, RANGES, Config, RolloutConfig, RunConfig
+from megasync.config.load import _all_keys, config_to_dict, load_config, save_config
 from tests.config_files import ROOT, write
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megasync.config_check import check_config
-from megasync.config_load import load_config
-from megasync.errors import ConfigError, main_errors
+from megasync.config.check import check_config
+from megasync.config.load import load_config
+from megasync.config.errors import ConfigError, main_errors
 from tests.config_files import ROOT, cannot_run, write, write_model, write_runnable
 
 
@@ -167,9 +167,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_check_command(runnable: Path) -> None:
-    good = command("-m", "megasync.config_check", str(runnable), "--num-ranks", "2", "engine.parallel.tensor=2")
+    good = command("-m", "megasync.config.check", str(runnable), "--num-ranks", "2", "engine.parallel.tensor=2")
     assert (good.returncode, good.stderr) == (0, "")
-    bad = command("-m", "megasync.config_check", str(runnable), "engine.wrap=fsdp2")
+    bad = command("-m", "megasync.config.check", str(runnable), "engine.wrap=fsdp2")
     assert bad.returncode == 2
     assert bad.stderr.startswith("engine.wrap = 'fsdp2'")
     assert "Traceback" not in bad.stderr

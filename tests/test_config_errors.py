@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.config import CHOICES, RANGES
-from megasync.config_load import load_config
-from megasync.errors import ConfigError, nearest_name
+from megasync.config.schema import CHOICES, RANGES
+from megasync.config.load import load_config
+from megasync.config.errors import ConfigError, nearest_name
 from tests.config_files import refused, write
 
 

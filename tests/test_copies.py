@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.bucket import plan_buckets
-from bridge.copies import NO_TILES, TILE_WORDS, WORD_BYTES, BucketCopies, Tiles, bind, find_matches, lay_tiles
-from bridge.digest import LENGTH_FACTOR, BucketDigests, digest_bytes
-from bridge.manifest import Manifest, TensorSpec
-from bridge.regions import Copy, Region
+from bridge.layout.bucket import plan_buckets
+from bridge.layout.copies import NO_TILES, WORD_BYTES, BucketCopies, Tiles, bind, find_matches, lay_tiles
+from bridge.layout.digest import TILE_WORDS, LENGTH_FACTOR, BucketDigests, digest_bytes
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.layout.regions import Copy, Region
 
 CPU = torch.device("cpu")
 TENSORS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6000), st.integers(0, 300)), min_size=1, max_size=4)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.data import Example, PromptOrder, epoch_order, load_examples
+from megasync.rollouts.data import Example, PromptOrder, epoch_order, load_examples
 
 GOOD = '{"question": "1+1=", "answer": "2"}'
 

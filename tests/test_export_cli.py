@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasync import export as exporting
-from megasync.errors import ConfigError
+from megasync.config.errors import ConfigError
 from megasync.export import export, main
 from tests.tiny_models import write_tiny_model
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from bridge.digest import BucketDigests, digest_bytes
+from bridge.layout.digest import BucketDigests, digest_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

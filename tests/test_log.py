@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megasync.config import Config, RunConfig
-from megasync.config_load import load_config
+from megasync.config.schema import Config, RunConfig
+from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.log import Metrics, RunLog, read_evaluations, read_metrics, read_summary, write_summary
-from megasync.progress import figures, make_progress
-from megasync.timeline import Timeline
+from megasync.reporting.log import Metrics, RunLog, read_evaluations, read_metrics, read_summary, write_summary
+from megasync.reporting.progress import figures, make_progress
+from megasync.reporting.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 

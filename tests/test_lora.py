@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
-from bridge.merge import merge_into, squared_error
+from bridge.export.merge import merge_into, squared_error
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megasync.config_check import check_config
-from megasync.config_load import load_config
-from megasync.model_folder import check_model_folder
+from megasync.config.check import check_config
+from megasync.config.load import load_config
+from megasync.config.model_folder import check_model_folder
 from tests.config_files import MODEL, cannot_run, model_refused, write_model, write_runnable
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge.bake import bake, matching_regions
-from bridge.bucket import Bucket, plan_buckets
-from bridge.manifest import Manifest, TensorSpec
-from bridge.regions import Copy, Region, cut
+from bridge.receive.bake import bake, matching_regions
+from bridge.layout.bucket import Bucket, plan_buckets
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.layout.regions import Copy, Region, cut
 
 
 class Fused(nn.Module):

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import pytest
 
-from bridge import processes
+from bridge.replicas import processes
 
 FAMILY = """
 import multiprocessing.shared_memory, os, subprocess, sys, threading

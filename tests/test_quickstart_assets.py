@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasync.assets import main as write_any_assets
 from megasync.assets import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
-from megasync.errors import ConfigError
+from megasync.config.errors import ConfigError
 from megasync.quickstart import MARKER, WARM_UP, prepare_folder, rl_phase, shared_overrides, warm_up_phase
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +139,7 @@ def test_wrong_overrides_start_nothing(tmp_path: Path, wrong: str, words: str) -
 def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
     child = "import time; print('up', flush=True); time.sleep(600)"
     run = f"sys.exit(run_to_end([sys.executable, '-c', {child!r}]))"
-    parent = f"import sys; from megasync.processes import run_to_end; {run}"
+    parent = f"import sys; from megasync.launch.processes import run_to_end; {run}"
     with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.bucket import buffer_bytes, plan_buckets
-from bridge.manifest import Manifest, TensorSpec
+from bridge.layout.bucket import buffer_bytes, plan_buckets
+from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.messages import BeginSync
-from bridge.plan import Plan
-from bridge.regions import Copy, Region
+from bridge.receive.plan import Plan
+from bridge.layout.regions import Copy, Region
 from bridge.transport.errors import TransportError
 from bridge.transport.segment import Segment
 from bridge.transport.shm import ShmReader, ShmWriter
-from bridge.unpack import Stage, Unpacking, _Lent, _lend, _take_back
+from bridge.receive.unpack import Stage, Unpacking, _Lent, _lend, _take_back
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))
 

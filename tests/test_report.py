@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from megasync.files import write_atomically
-from megasync.log import Metrics, write_summary
+from megasync.reporting.log import Metrics, write_summary
 from megasync.report import PLOTS, write_report
 
 ROOT = Path(__file__).resolve().parent.parent

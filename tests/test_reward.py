@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasync.reward import REWARDS, RewardInput, check_reward_name, resolve_reward
+from megasync.rollouts.reward import REWARDS, RewardInput, check_reward_name, resolve_reward
 
 
 def sample(response: str, answer: str, num_tokens: int = 2, max_tokens: int = 8) -> RewardInput:
@@ -47,7 +47,7 @@ def test_math_verify(response: str, answer: str, expected: float) -> None:
 
 
 def test_math_verify_is_worth_0_with_a_reason_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="megasync.reward"):
+    with caplog.at_level(logging.WARNING, logger="megasync.rollouts.reward"):
         assert resolve_reward("math_verify")(sample("$9^{9^{9^9}}$", "46")) == 0  # cannot be worked out in any time
     assert "9^{9^{9^9}}" in caplog.text
     assert "Timeout" in caplog.text

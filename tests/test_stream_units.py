@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
+from bridge.layout.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
 from bridge.config import SyncConfig
-from bridge.connection import Giver, assign_readers
-from bridge.digest import as_bytes
-from bridge.manifest import ITEM_BYTES, Manifest, TensorSpec
+from bridge.send.connection import Giver, assign_readers
+from bridge.layout.digest import as_bytes
+from bridge.layout.manifest import ITEM_BYTES, Manifest, TensorSpec
 from bridge.messages import SyncError
-from bridge.publish import Publisher
-from bridge.sender import StageStream
+from bridge.send.publish import Publisher
+from bridge.send.sender import StageStream
 from bridge.transport.errors import TransportError
 from bridge.transport.segment import FOLDER, PREFIX, Segment, abort_segment, sweep_stale_segments
 from bridge.transport.shm import ShmReader, ShmWriter

@@ -19,8 +19,13 @@ FORBIDDEN = {
     "megasync": {"tests"},
 }
 # Modules that a wrong command or config goes through.
-WITHOUT_TORCH = ["config", "config_load", "config_check", "ranks", "submit", "quickstart", "train", "assets", "report"]
-COMMANDS = ["train", "submit", "quickstart", "ranks", "submit_driver"]
+WITHOUT_TORCH = [
+    *("config.schema", "config.load", "config.check", "bench.config"),
+    *("num_ranks", "submit", "quickstart", "train", "assets", "report"),
+]
+COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver"]
+# A room imports from itself and from those before it.
+ROOMS = {"bridge": ["config", "messages", "layout", "export", "transport", "send", "receive", "replicas"]}
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
 SETUP = ROOT / "launch" / "setup.sh"
 
@@ -54,6 +59,71 @@ def test_imports_go_one_way(package: str) -> None:
     assert files
     wrong = {str(file.relative_to(ROOT)): imported_packages(file.read_text()) & FORBIDDEN[package] for file in files}
     assert not {file: names for file, names in wrong.items() if names}
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Dotted names of the modules of ours that a file imports when it is run, also within functions.
+
+    What is only imported for types is left out: it runs nowhere.
+    """
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner_modules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found = {name for name in inner_modules if module_path(name)}
+            names |= found or {node.module}
+    return {name for name in names if name.partition(".")[0] in PACKAGES}
+
+
+def module_path(name: str) -> Path | None:
+    path = ROOT / name.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("package", sorted(ROOMS))
+def test_rooms_import_one_way(package: str) -> None:
+    rooms = ROOMS[package]
+    found = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert found - {"__init__"} == set(rooms)
+    wrong = []
+    for file in sorted((ROOT / package).rglob("*.py")):
+        room = module_name(file).split(".")[1:2]
+        for name in imported_modules(file):
+            parts = name.split(".")
+            if room and parts[0] == package and len(parts) > 1 and rooms.index(parts[1]) > rooms.index(room[0]):
+                wrong.append(f"{file.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    graph = {module_name(file): {name for name in imported_modules(file) if name != module_name(file)} for file in files}
+    done: set[str] = set()
+
+    def walk(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above, name))
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                walk(other, (*above, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        walk(name, ())
 
 
 @pytest.mark.parametrize("package", PACKAGES)

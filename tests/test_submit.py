@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from megasync.config import Config, RolloutConfig
-from megasync.errors import ConfigError
-from megasync.ranks import default_num_ranks
-from megasync.ray_cluster import local_cluster
-from megasync.submit_driver import rank_environments
+from megasync.config.schema import Config, RolloutConfig
+from megasync.config.errors import ConfigError
+from megasync.num_ranks import default_num_ranks
+from megasync.launch.ray_cluster import local_cluster
+from megasync.launch.driver import rank_environments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bridge import sender
+from bridge.send import sender
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.manifest import Manifest, TensorSpec
+from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
-from bridge.pool import ReplicaPool
-from bridge.processes import shared_memory_below, socket_folder
-from bridge.publish import Publisher
+from bridge.replicas.pool import ReplicaPool
+from bridge.replicas.processes import shared_memory_below, socket_folder
+from bridge.send.publish import Publisher
 from bridge.transport import segment
-from bridge.digest import digest_value
+from bridge.layout.digest import digest_value
 from megasync.weights import start_ray
 from tests.tiny_models import write_tiny_model
 
@@ -101,7 +101,7 @@ def cluster():
     start_ray("local", 0)
     yield
     idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
-    assert idle == [], "Ray started workers of its own in spite of megasync.ray_cluster.NO_IDLE_WORKERS"
+    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.NO_IDLE_WORKERS"
     ray.shutdown()
     left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
     assert left == []

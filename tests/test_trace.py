@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.copies import view
-from bridge.trace import trace
+from bridge.layout.copies import view
+from bridge.export.trace import trace
 
 Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 

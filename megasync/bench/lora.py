@@ -14,7 +14,7 @@ from megasync.weights import build_adapter_source, build_exporter, transport
 
 if TYPE_CHECKING:
     from megasync.bench.rank import BenchRank
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 
 def lora_config(config: Config) -> LoraConfig:

@@ -7,13 +7,13 @@ import math
 import struct
 from typing import TYPE_CHECKING
 
-from megasync.bench.config import SHAPES
 from megasync.files import write_atomically
+from megasync.model_shapes import SHAPES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
 

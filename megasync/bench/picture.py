@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench.summary import OURS
-from megasync.errors import ConfigError, explain, main_errors
+from megasync.config.errors import ConfigError, explain, main_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

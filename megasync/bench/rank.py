@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bridge.digest import digest_value
-from bridge.publish import Publisher
+from bridge.layout.digest import digest_value
+from bridge.send.publish import Publisher
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
-from megasync.bench.config import SHAPES
 from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
+from megasync.model_shapes import SHAPES
 from megasync.placement import replica_devices
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.source import WeightSource
+    from bridge.export.source import WeightSource
     from engine.config import EngineConfig
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
 Measured = dict[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 
 import psutil
 
-from bridge.pool import ReplicaPool
-from bridge.replica import Replica
+from bridge.replicas.pool import ReplicaPool
+from bridge.replicas.replica import Replica
 from megasync.bench.memory import give_back_free_memory
 
 WORKER_EXTENSION = "megasync.bench.vllm_worker.BenchWorkerExtension"

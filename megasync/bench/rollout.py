@@ -18,10 +18,10 @@ from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
 
 if TYPE_CHECKING:
+    from bridge.export.source import WeightSource
     from bridge.messages import Completion
-    from bridge.source import WeightSource
     from megasync.bench.replica import BenchPool
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 NUM_STEPS = 3
 

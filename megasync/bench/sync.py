@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from bridge.bucket import plan_buckets
+from bridge.layout.bucket import plan_buckets
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
 from megasync.bench.memory import PeakMeter, device_bytes, give_back_free_memory
@@ -25,9 +25,9 @@ from megasync.bench.ways import Way, Ways
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.publish import Publisher
+    from bridge.send.publish import Publisher
     from megasync.bench.replica import BenchPool
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 
 class SyncBench(Ways):

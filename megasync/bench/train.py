@@ -21,16 +21,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench.config import SHAPES
-from megasync.config_load import config_to_dict, save_config
+from megasync.config.load import config_to_dict, save_config
 from megasync.files import write_atomically
-from megasync.processes import end_with_parent
-from megasync.ranks import num_gpus
+from megasync.launch.processes import end_with_parent
+from megasync.model_shapes import SHAPES
+from megasync.num_ranks import num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 PACKAGES = ("torch", "triton", "megatron-core", "megatron-fsdp", "mbridge", "transformers")
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown

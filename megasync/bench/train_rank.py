@@ -25,11 +25,12 @@ from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
 from engine.offload import Offload
 from engine.sample import Sample
-from megasync.bench.config import VARIANTS, Shapes
+from megasync.bench.config import VARIANTS
 from megasync.bench.random_engine import RandomEngine
-from megasync.config import Config
-from megasync.config_load import load_config
+from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.files import write_atomically
+from megasync.model_shapes import Shapes
 
 Measured = dict[str, Any]
 

@@ -12,8 +12,9 @@ import time
 import torch
 from vllm.config import set_current_vllm_config
 
-from bridge import vllm_api, vllm_experts
-from bridge.receiver import WorkerExtension
+from bridge.receive import vllm_experts
+from bridge.receive.receiver import WorkerExtension
+from bridge.replicas import vllm_api
 from bridge.transport.channel import Channel
 from megasync.bench.memory import device_bytes, give_back_free_memory
 from megasync.bench.wire import SECONDS, broadcast_all

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from bridge.manifest import Manifest
+from bridge.layout.manifest import Manifest
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
 from engine import checkpoint
@@ -40,11 +40,11 @@ from megasync.weights import build_exporter, transport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from bridge.publish import Publisher
-    from bridge.source import Part, WeightSource
+    from bridge.export.source import Part, WeightSource
+    from bridge.send.publish import Publisher
     from engine.engine import Engine
     from megasync.bench.replica import BenchPool
-    from megasync.config import Config
+    from megasync.config.schema import Config
 
 DISK_STAGES = ("save", "flush", "reload")
 

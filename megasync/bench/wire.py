@@ -18,7 +18,7 @@ import torch
 from bridge.transport.channel import Channel, own_address
 
 if TYPE_CHECKING:
-    from bridge.manifest import Manifest
+    from bridge.layout.manifest import Manifest
     from megasync.bench.replica import BenchPool
 
 SECONDS = 60.0

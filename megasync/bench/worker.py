@@ -19,9 +19,9 @@ from engine import parallel
 from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.rollout import RolloutBench
 from megasync.bench.sync import SyncBench
-from megasync.config_load import load_config
+from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.processes import end_on_sigterm
+from megasync.launch.processes import end_on_sigterm
 
 BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBench}
 

@@ -1,0 +1,50 @@
+"""Adapters merged into their weights, out of place and per shard: W + scale B A in fp32, rounded once.
+
+On CUDA a kernel does it (merge_kernel.py). Column-parallel shards take B's shard and the whole A, row-parallel ones the whole B
+and A's shard; so no adapter is gathered. The base weight is never written to. Leaves out which tensors belong together
+(gather.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK_ELEMENTS = 2**18  # of fp32 in flight, whatever the weight's size; they stay in a core's cache
+SAMPLED_ROWS = 64  # of each weight, for the merge error
+
+
+def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """merge_into, and what squared_error gives, as [parts, 2]; on CUDA by one kernel, and of all rows."""
+    if weight.is_cuda:
+        from bridge.export.merge_kernel import merge_on_cuda
+
+        return merge_on_cuda(out, weight, a, b, scale)
+    return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)[None]
+
+
+def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Write round(W + scale B A) into `out` and return it.
+
+    Args:
+        out: like `weight`, other memory.
+        weight: [rows, columns]; not changed.
+        a: [rank, columns].
+        b: [rows, rank].
+    """
+    a, b = a.float(), b.float()
+    step = max(1, BLOCK_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        out[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=scale)
+    return out
+
+
+def squared_error(merged: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """[|round(W + D) - (W + D)|^2, |D|^2] with D = scale B A, over evenly spaced rows; float64 [2].
+
+    Sums of it over tensors and shards give the model's merge error: sqrt of their quotient.
+    """
+    rows = slice(None, None, -(-weight.shape[0] // SAMPLED_ROWS))
+    update = scale * (b[rows].float() @ a.float())
+    lost = merged[rows].float() - (weight[rows].float() + update)
+    return torch.stack([lost.square().sum(dtype=torch.float64), update.square().sum(dtype=torch.float64)])

@@ -1,0 +1,206 @@
+"""The copies between flat memory and a bucket, on either side: worked out once, run at every sync.
+
+On CUDA one kernel runs all of a bucket's, and takes its digest on the way (copy_kernel.py), where they are made of whole words;
+elsewhere foreach copies between views. Leaves out which copies those are (bake.py, trace.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from bridge.layout.digest import TILE_WORDS
+from bridge.layout.regions import Region, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from bridge.layout.bucket import Piece
+    from bridge.layout.digest import BucketDigests
+    from bridge.layout.regions import Copy
+
+WORD_BYTES = 8
+MOST_TILES = 8  # times as many as full ones would be, for which foreach copies are no better
+
+Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
+
+
+class Match(NamedTuple):
+    """The same elements in a piece and in memory."""
+
+    piece: Piece
+    dtype: torch.dtype
+    in_piece: Region
+    memory: str
+    in_memory: Region
+
+
+class BucketCopies:
+    """Those of some pieces of a bucket, in one direction."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        end: int,
+        dtypes: Sequence[str] | Mapping[int, str],
+        copies: Mapping[int, Sequence[Copy] | None],
+        *,
+        into_bucket: bool,
+    ) -> None:
+        """
+        Args:
+            pieces: in their order.
+            end: up to which byte the bucket is theirs; it is from where the first begins.
+            dtypes: of each tensor that a piece is of.
+            copies: as well; Copy.target counts the elements of the memory Copy.parameter.
+            into_bucket: the direction.
+        """
+        self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
+        self._into_bucket = into_bucket
+        self._views: dict[int, tuple[Mapping[str, torch.Tensor], list[Views]]] = {}  # by the bucket's address
+        self._names: tuple[str, ...] | None = None  # of the memory that tiles copy
+        self._table = torch.empty(0)  # the tiles, on the device
+        self._covered_bytes = 0  # of the bucket, whose digest they can take
+        self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory, and its addresses on the device
+
+    @torch.no_grad()
+    def run(
+        self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None
+    ) -> None:
+        """Copy, and add to `digests` where that touches all bytes of the pieces once, in one kernel.
+
+        Args:
+            memory: flat; contiguous from its first element on. The same object as before has to be at the same place.
+            data: the bucket's bytes, uint8.
+            digests: on the device of `data`.
+        """
+        if data.is_cuda and self._run_tiles(memory, data, digests):
+            return
+        key = data.data_ptr()
+        views = self._views.get(key)
+        if views is None or views[0] is not memory:
+            views = self._views[key] = (memory, bind(self._matches(), memory, data))
+        for in_memory, in_bucket in views[1]:
+            torch._foreach_copy_(*((in_bucket, in_memory) if self._into_bucket else (in_memory, in_bucket)))
+
+    def _matches(self) -> Iterator[Match]:
+        return find_matches(self._pieces, self._dtypes, self._copies)
+
+    def _run_tiles(self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None) -> bool:
+        """False where foreach copies have to do it."""
+        if self._names is None:
+            tiles = lay_tiles(self._matches(), memory)
+            self._names, self._table = tiles.names, torch.from_numpy(tiles.table).to(data.device)
+            if tiles.covered_bytes == sum(piece.num_bytes for piece in self._pieces):
+                self._covered_bytes = self._end - self._pieces[0].bucket_offset
+        bases = self._bases_of(self._names, memory, data.device)
+        if bases is None:
+            return False
+        from bridge.layout.copy_kernel import copy_tiles
+
+        total = digests.accumulate(self._covered_bytes) if digests is not None and self._covered_bytes else None
+        copy_tiles(self._table, bases, data, total, into_bucket=self._into_bucket)
+        return True
+
+    def _bases_of(
+        self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device
+    ) -> torch.Tensor | None:
+        """The addresses of the tiles' memory, on the device; None where words do not lie at multiples of their size."""
+        if self._bases is not None and self._bases[0] is memory:
+            return self._bases[1]
+        flats = [memory[name] for name in names]
+        addresses = [flat.data_ptr() for flat in flats]
+        if not addresses or any(flat.device != device for flat in flats) or any(each % WORD_BYTES for each in addresses):
+            return None
+        self._bases = memory, torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        return self._bases[1]
+
+
+def find_matches(
+    pieces: Sequence[Piece], dtypes: Sequence[str] | Mapping[int, str], copies: Mapping[int, Sequence[Copy] | None]
+) -> Iterator[Match]:
+    """What of each piece lies where in memory."""
+    for piece in pieces:
+        dtype: torch.dtype = getattr(torch, dtypes[piece.tensor])
+        start, size = piece.tensor_offset // dtype.itemsize, piece.num_bytes // dtype.itemsize
+        for copy in copies[piece.tensor] or () if size else ():
+            for in_piece, in_memory in cut(copy, start, start + size):
+                yield Match(piece, dtype, in_piece, copy.parameter, in_memory)
+
+
+def bind(matches: Iterator[Match], memory: Mapping[str, torch.Tensor], data: torch.Tensor) -> list[Views]:
+    """Views of memory and of a bucket's bytes `data`, pairs of which are the same elements of a tensor.
+
+    In groups that foreach copies in one kernel: of one dtype and without gaps, or else the rest.
+    """
+    groups: dict[tuple[torch.dtype, bool], Views] = {}
+    for piece, dtype, in_piece, name, in_memory in matches:
+        values = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].view(dtype)
+        is_dense = in_piece.num_rows == 1 and memory[name].dtype == dtype
+        views = groups.setdefault((dtype, is_dense), ([], []))
+        views[0].append(view(memory[name], in_memory))
+        views[1].append(view(values, in_piece))
+    return list(groups.values())
+
+
+def view(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    """The region of flat memory, [num_rows, num_columns], or [num_columns] where it is one row."""
+    start = flat.storage_offset() + region.offset
+    if region.num_rows == 1:
+        return flat.as_strided((region.num_columns,), (1,), start)
+    return flat.as_strided((region.num_rows, region.num_columns), (region.row_stride, 1), start)
+
+
+class Tiles(NamedTuple):
+    """Copies of at most TILE_WORDS words of 8 bytes, none of which crosses a multiple of TILE_WORDS in the bucket."""
+
+    names: tuple[str, ...]  # of the memory; none where the copies cannot, or should not, be made of tiles
+    table: np.ndarray  # int32 [tiles, 4]: which name, first word there, first word in the bucket, number of words
+    covered_bytes: int  # 0 where some word of the bucket is copied twice
+
+
+NO_TILES = Tiles((), np.zeros((0, 4), dtype=np.int32), 0)
+
+
+def lay_tiles(matches: Iterator[Match], memory: Mapping[str, torch.Tensor]) -> Tiles:
+    """The matches as tiles; NO_TILES where one converts or is not made of whole words, or the tiles would be small.
+
+    They take a thousandth of the weights' memory.
+    """
+    names: dict[str, int] = {}
+    runs = [np.zeros((0, 4), dtype=np.int64)]
+    for piece, dtype, in_piece, name, in_memory in matches:
+        if memory[name].dtype != dtype:
+            return NO_TILES
+        rows = np.arange(in_piece.num_rows)
+        run = np.empty((in_piece.num_rows, 4), dtype=np.int64)
+        run[:, 0] = names.setdefault(name, len(names))
+        run[:, 1] = (in_memory.offset + rows * in_memory.row_stride) * dtype.itemsize
+        run[:, 2] = piece.bucket_offset + (in_piece.offset + rows * in_piece.row_stride) * dtype.itemsize
+        run[:, 3] = in_piece.num_columns * dtype.itemsize
+        runs.append(run)
+    table = np.concatenate(runs)
+    if (table[:, 1:] % WORD_BYTES).any():
+        return NO_TILES
+    table[:, 1:] //= WORD_BYTES
+    table = table[np.argsort(table[:, 2], kind="stable")]
+    starts, ends = table[:, 2], table[:, 2] + table[:, 3]
+    overlaps = bool((starts[1:] < ends[:-1]).any())
+    num_words = int(table[:, 3].sum())
+    tiles = _cut_into_tiles(table)
+    if len(tiles) > MOST_TILES * -(-num_words // TILE_WORDS) or tiles.max(initial=0) > np.iinfo(np.int32).max:
+        return NO_TILES
+    return Tiles(tuple(names), tiles.astype(np.int32), 0 if overlaps else num_words * WORD_BYTES)
+
+
+def _cut_into_tiles(runs: np.ndarray) -> np.ndarray:
+    starts, ends = runs[:, 2], runs[:, 2] + runs[:, 3]
+    first = starts // TILE_WORDS
+    counts = -(-ends // TILE_WORDS) - first
+    which = np.repeat(np.arange(len(runs)), counts)
+    number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + first[which]
+    begins = np.maximum(starts[which], number * TILE_WORDS)
+    stops = np.minimum(ends[which], (number + 1) * TILE_WORDS)
+    return np.stack([runs[which, 0], runs[which, 1] + begins - starts[which], begins, stops - begins], axis=1)

@@ -1,0 +1,152 @@
+"""Proof that bytes arrived whole: a 64-bit digest of them, on any device, and those of the buckets of a pass.
+
+On CUDA a kernel sums (digest_kernel.py), or copies and sums (copy_kernel.py). Leaves out who compares (transport/, publish.py).
+
+    digest_tensor(torch.zeros(3)) == digest_bytes(torch.zeros(12, dtype=torch.uint8))
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+MASK = 2**64 - 1
+CHUNK_WORDS = 4096  # 32 KiB: one number a position stays in a GPU core's cache
+TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and digests at a time
+ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
+CHUNK_FACTOR = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
+LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
+FEWEST_POWERS = 1024
+
+
+@lru_cache(maxsize=4)
+def multipliers(device: torch.device) -> torch.Tensor:
+    """One odd 64-bit number a position in a chunk, the same on every machine; the low 14 bits are all different.
+
+    splitmix64 (Steele, Lea, Flood, OOPSLA 2014) in Python, so that they depend on no library's generator.
+    """
+    state, values = 0, []
+    for position in range(CHUNK_WORDS):
+        state = (state + CHUNK_FACTOR) & MASK
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        values.append(_signed((z ^ (z >> 31)) & ~0x3FFF | (2 * position + 1)))
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def powers(device: torch.device, count: int) -> torch.Tensor:
+    """CHUNK_FACTOR to the power of 0, 1 and so on, modulo 2**64, at least `count` of them: what chunks are weighted with."""
+    size = max(FEWEST_POWERS, 1 << (count - 1).bit_length())
+    return _powers(device, size)
+
+
+@lru_cache(maxsize=32)
+def _powers(device: torch.device, count: int) -> torch.Tensor:
+    values, power = [], 1
+    for _ in range(count):
+        values.append(_signed(power))
+        power = power * CHUNK_FACTOR & MASK
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def digest_bytes(data: torch.Tensor) -> int:
+    """A position-sensitive 64-bit digest of `data` [n], uint8 and contiguous, on any device.
+
+    Words x, the last filled up with zeros, are mixed to x + (x >> 32), multiplied by their position's odd number and summed
+    over a chunk of 32 KiB; the chunks' sums are weighted with powers of an odd number and added, the length as well, all
+    modulo 2**64. Any one changed byte changes it, since every step is one to one for that change; other changes, exchanged
+    words among them, escape with a chance of about 2**-64. It finds faults, it does not stop forgers.
+    """
+    return (int(_sum(data)) + data.numel() * LENGTH_FACTOR) & MASK
+
+
+class BucketDigests:
+    """The digests of the buckets of a pass, in their order. Where copies have not added a bucket's, `finish` takes it.
+
+    On CUDA all is queued on the current stream.
+    """
+
+    def __init__(self, num_buckets: int, device: torch.device) -> None:
+        """`num_buckets`: the most that a pass has."""
+        self._sums = torch.zeros(num_buckets, dtype=torch.int64, device=device)
+        self._sizes: list[int] = []
+        self._num_accumulated = 0
+        self._lengths: tuple[list[int], torch.Tensor] = ([], self._sums[:0])
+
+    def accumulate(self, num_bytes: int) -> torch.Tensor:
+        """Where to add the sum over `num_bytes` of the current bucket: int64 []. What is not copied of them is zeros."""
+        self._num_accumulated += num_bytes
+        return self._sums[len(self._sizes)]
+
+    def finish(self, data: torch.Tensor) -> None:
+        """The current bucket is over, `data` [n] uint8 are its bytes."""
+        if self._num_accumulated != data.numel():
+            self._sums[len(self._sizes)] = _sum(data)
+        self._sizes.append(data.numel())
+        self._num_accumulated = 0
+
+    def join(self) -> torch.Tensor:
+        """All since the last call, int64 [buckets] in two's complement."""
+        sizes, self._sizes = self._sizes, []
+        if self._lengths[0] != sizes:
+            values = [_signed(size * LENGTH_FACTOR & MASK) for size in sizes]
+            self._lengths = sizes, torch.tensor(values, dtype=torch.int64, device=self._sums.device)
+        digests = self._sums[: len(sizes)] + self._lengths[1]
+        self._sums.zero_()
+        return digests
+
+
+def _sum(data: torch.Tensor) -> torch.Tensor:
+    """The digest but for the length, int64 [] on the device of `data`."""
+    return _sum_on_cuda(data) if data.is_cuda else _sum_on_cpu(data)
+
+
+def _sum_on_cuda(data: torch.Tensor) -> torch.Tensor:
+    from bridge.layout.digest_kernel import add_digest
+
+    aligned = data if data.data_ptr() % 8 == 0 else data.clone()
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    num_chunks = data.numel() // (8 * CHUNK_WORDS) + 1
+    add_digest(aligned, multipliers(data.device), powers(data.device, num_chunks), total)
+    return total
+
+
+def _sum_on_cpu(data: torch.Tensor) -> torch.Tensor:
+    num_words = data.numel() // 8
+    whole = data[: num_words * 8]
+    words = (whole if data.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
+    num_chunks = num_words // CHUNK_WORDS
+    chunks = words[: num_chunks * CHUNK_WORDS].view(-1, CHUNK_WORDS)
+    last = torch.zeros(num_words % CHUNK_WORDS + 1, dtype=torch.int64)  # and the bytes after the last whole word
+    last[:-1] = words[num_chunks * CHUNK_WORDS :]
+    last[-1:].view(torch.uint8)[: data.numel() - num_words * 8] = data[num_words * 8 :]
+    sums = [_chunk_sums(chunks[start : start + ROWS]) for start in range(0, num_chunks, ROWS)]
+    joined = torch.cat([*sums, _chunk_sums(last[None])])
+    return (joined * powers(data.device, len(joined))[: len(joined)]).sum()
+
+
+def _chunk_sums(chunks: torch.Tensor) -> torch.Tensor:
+    """Of each row [rows] of chunks [rows, up to CHUNK_WORDS]."""
+    mixed = torch.bitwise_right_shift(chunks, 32)
+    mixed.add_(chunks).mul_(multipliers(chunks.device)[: chunks.shape[1]])
+    return mixed.sum(1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes [n] of a tensor, as a view where its memory allows."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def digest_tensor(tensor: torch.Tensor) -> int:
+    return digest_bytes(as_bytes(tensor))
+
+
+def digest_value(tensor: torch.Tensor) -> int:
+    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm_readback.py)."""
+    return digest_tensor(tensor + 0 if tensor.is_floating_point() else tensor)

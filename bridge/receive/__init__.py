@@ -1,0 +1,12 @@
+"""The side of a vLLM worker: buckets become parameters.
+
+receiver.py        the plug-in of vLLM's weight transfer
+unpack.py          buckets become parameters, or tensors
+plan.py            which piece of a bucket belongs where in a worker's parameters
+bake.py            a worker's plan, from its model's own loaders
+shards.py          full tensors rebuilt from what workers hold
+vllm_adapter.py    adapters in a running vLLM
+vllm_reload.py     vLLM's layer-wise reload
+vllm_experts.py    vLLM's fused experts
+vllm_readback.py   what a vLLM worker holds, in Hugging Face names
+"""

@@ -1,0 +1,211 @@
+"""The pool of vLLM replicas, as rank 0 of the trainer sees it: Ray actors that generate and take part in syncs.
+
+Leaves out how they start and end (actors.py) and what an actor does (replica.py).
+
+    pool = ReplicaPool.start(ReplicaConfig(model_path="Qwen3-0.6B"), num_replicas=2)
+    completions = pool.generate([GenerationRequest(prompt_ids=(1, 2, 3))]).result()
+    pool.close()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from bridge.replicas.actors import ReplicaActors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from bridge.config import ReplicaConfig
+    from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
+
+CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
+
+
+class Generation:
+    """Completions on their way. `result` has them in the order of the requests."""
+
+    def __init__(self, pool: ReplicaPool, refs: list[Any], num_requests: int) -> None:
+        self._pool, self._refs, self._num_requests = pool, refs, num_requests
+        self.ended_seconds = 0.0  # wall clock at which the last replica was done, once all are
+        for ref in refs:
+            ref.future().add_done_callback(self._note_end)
+
+    def _note_end(self, _: Any) -> None:
+        self.ended_seconds = max(self.ended_seconds, time.time())
+
+    def done(self) -> bool:
+        finished, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
+        return len(finished) == len(self._refs)
+
+    def result(self) -> list[list[Completion]]:
+        """Wait for all; one list of `num_samples` completions a request.
+
+        Raises:
+            RuntimeError: a replica died or is out of service.
+        """
+        parts = self._pool.gather(self._refs)
+        return [parts[i % len(parts)][i // len(parts)] for i in range(self._num_requests)]
+
+
+class ReplicaPool(ReplicaActors):
+    """Replicas that generate and are brought to new weights. Use `start`."""
+
+    def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
+        super().__init__(config, num_replicas)
+        self._num_sent = [0] * num_replicas  # generate and score calls, to each actor since its launch
+        self._manifest_digests = [""] * num_replicas  # of the manifest that each replica's workers hold
+
+    # Generation.
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
+        """Send requests off, request i to replica i modulo `num_replicas`; does not wait."""
+        shares = [list(requests[i :: self.num_replicas]) for i in range(min(self.num_replicas, len(requests)))]
+        refs = [self._send(i, self._actors[i].generate, share) for i, share in enumerate(shares)]
+        return Generation(self, refs, len(requests))
+
+    def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
+        lists = [tuple(ids) for ids in token_id_lists]
+        num_shares = min(self.num_replicas, len(lists))
+        shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
+        parts = self.gather([self._send(i, self._actors[i].score, share) for i, share in enumerate(shares)])
+        return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
+
+    def _send(self, replica: int, method: Any, share: list[Any]) -> Any:
+        """Count what a pause has to come after: calls of an actor may overtake each other."""
+        ref = method.remote(share)
+        self._num_sent[replica] += 1
+        return ref
+
+    @property
+    def versions(self) -> list[int | None]:
+        """What each replica serves; None while it has nothing that it may serve."""
+        return [version for _, version, _ in self._statuses()]
+
+    # The steps of a sync (messages.py), driven by Publisher.
+
+    @property
+    def num_readers(self) -> int:
+        return self.num_replicas * self.config.tensor_parallel
+
+    @property
+    def reader_names(self) -> list[str]:
+        width = self.config.tensor_parallel
+        return [f"replica {reader // width} worker {reader % width}" for reader in range(self.num_readers)]
+
+    def pause(self) -> None:
+        """No new requests; waits for running ones.
+
+        Raises:
+            RuntimeError: a replica is out of service; says how to restart it.
+        """
+        self._after_sent("pause")
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give device memory up; waits for running requests. `pause`, or `resume` where weights were kept, ends it."""
+        self._after_sent("sleep", keep_weights=keep_weights)
+
+    def _after_sent(self, method: str, **options: Any) -> None:
+        """Call what comes after all generation that was sent."""
+        sent = zip(self._actors, self._num_sent, strict=True)
+        self.gather([getattr(actor, method).remote(count, **options) for actor, count in sent])
+
+    def begin(self, message: BeginSync) -> list[str]:
+        """Offer the sync to all; reasons of refusal by replica, none when all accept."""
+        refusals = self.gather([actor.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
+        for replica, refused in enumerate(refusals):
+            self._manifest_digests[replica] = "" if refused else message.manifest_digest
+        if all(refused == refusals[0] for refused in refusals):
+            return list(refusals[0])
+        return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
+
+    def receive(self, version: int) -> list[Any]:
+        """Let all replicas load the stream that was begun; a Ray reference each."""
+        return [actor.receive.remote(version) for actor in self._actors]
+
+    def begin_and_receive(self, message: BeginSync) -> list[Any]:
+        """Both in one call, where the manifest was accepted before. A refusal is an error then."""
+        refs = [actor.begin_and_receive.remote(own) for actor, own in self._own(message)]
+        self._manifest_digests = [message.manifest_digest] * self.num_replicas
+        return refs
+
+    def _own(self, message: BeginSync) -> Iterator[tuple[Any, BeginSync]]:
+        """Each replica's actor and message; the manifest goes to those that do not hold it."""
+        width = self.config.tensor_parallel
+        for replica, actor in enumerate(self._actors):
+            first = replica * width
+            known = self._manifest_digests[replica] == message.manifest_digest
+            yield (
+                actor,
+                dataclasses.replace(
+                    message,
+                    replica=replica,
+                    endpoints=message.endpoints[first : first + width],
+                    first_reader=first,
+                    num_readers=self.num_readers,
+                    manifest_json=None if known else message.manifest_json,
+                ),
+            )
+
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool:
+        """Whether all references are done within `seconds`; raises the first error among those that are."""
+        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
+        if finished:
+            self.gather(finished)
+        return not waiting
+
+    def commit(self, version: int, timeout: float) -> None:
+        self._call(lambda actor: actor.commit.remote(version), timeout)
+
+    def resume(self, replicas: Sequence[int] | None = None) -> None:
+        self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas)
+
+    def abort(self, reason: str, replicas: Sequence[int] | None = None, timeout: float = CONTROL_SECONDS) -> list[int]:
+        """Leave the sync everywhere; the replicas that are out of service now. Dead ones count among them."""
+        chosen = range(self.num_replicas) if replicas is None else replicas
+        failed = []
+        for replica in chosen:
+            try:
+                (out,) = self._call(lambda actor: actor.abort.remote(reason), timeout, [replica])
+            except RuntimeError:
+                out = True
+            if out:
+                failed.append(replica)
+        return failed
+
+    def ordinary_layers(self) -> dict[str, str]:
+        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
+        (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
+        return dict(layers)
+
+    def sync_spans(self) -> list[list[StageSpan]]:
+        """What the last sync's time went to, replica by replica."""
+        return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
+
+    def read_digests(self, timeout: float) -> list[dict[str, int]]:
+        """digest.digest_value by HF name of what each replica holds."""
+        return self._call(lambda actor: actor.read_digests.remote(), timeout)
+
+    def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:
+        """Full tensors by HF name of what a replica computes with; all when `names` is None. For small models."""
+        (tensors,) = self._call(lambda actor: actor.read_back.remote(names), None, [replica])
+        return dict(tensors)
+
+    def _statuses(self) -> list[tuple[str, int | None, str]]:
+        statuses = []
+        for replica in range(self.num_replicas):
+            try:
+                statuses += self._call(lambda actor: actor.status.remote(), CONTROL_SECONDS, [replica])
+            except RuntimeError as error:
+                statuses.append(("failed", None, str(error)))
+        return statuses
+
+    def _forget(self, replica: int) -> None:
+        self._manifest_digests[replica], self._num_sent[replica] = "", 0

@@ -1,0 +1,263 @@
+"""All that depends on the vLLM version: 0.26 and 0.32; file:line notes are relative to the package of vllm(-cpu) 0.32.0.
+
+register       the entry point `vllm.general_plugins`: every vLLM process calls it
+environment    variables to set before vLLM is imported
+build_engine, stop_engine, pause, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
+submit, score_request, to_completion, to_scores   requests and outputs
+
+Leaves out loading weights (vllm_reload.py), reading them back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is
+imported inside the functions: the trainer imports this file too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
+from bridge.receive import vllm_adapter
+from bridge.receive.vllm_reload import load_stream as load_stream  # noqa: PLC0414 # for those who load by themselves
+from bridge.receive.vllm_reload import repack_tied_head as repack_tied_head  # noqa: PLC0414
+from bridge.replicas import processes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bridge.config import ReplicaConfig
+
+BACKEND = "megasync"
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
+DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
+START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
+FAILED_START_SECONDS = 20.0
+SEED_MASK = 2**63 - 1
+CPU_KV_CACHE_BYTES = 2**30
+WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
+# Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
+# the weights several times, between ones that stay, which leaves glibc's own heap full of holes.
+MALLOC_OF_CPU_REPLICAS = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
+
+
+def register() -> None:
+    """Make the receiver known to vLLM, and let a replica's child processes end with the replica. Safe to repeat."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
+        WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
+    replica = os.environ.get(REPLICA_PID)
+    if replica is not None and int(replica) != os.getpid():
+        processes.die_with(int(replica))
+
+
+def environment(*, cuda: bool) -> dict[str, str]:
+    """Environment variables of a replica's processes, to be there before vLLM and torch are imported."""
+    common = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not every host has flashinfer
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if cuda:
+        return common
+    return common | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",  # no warm-up
+        "TORCHDYNAMO_DISABLE": "1",  # its inductor asks for a C++ compiler, which not every host has
+        "OMP_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC_OF_CPU_REPLICAS),
+    }
+
+
+def prepare_process() -> None:
+    """Before a replica's engine is built: its children are to end with this process, and their sockets have a folder."""
+    forget_launcher()
+    os.environ |= {REPLICA_PID: str(os.getpid()), "VLLM_RPC_BASE_PATH": processes.make_sockets()}
+
+
+def forget_launcher() -> None:
+    """Drop what torchrun told the trainer from this process's environment, which a Ray of the trainer's has handed on.
+
+    With TORCHELASTIC_USE_AGENT_STORE torch takes any tcp:// address for that of torchrun's store, and the workers of vLLM 0.26,
+    which meet at one (v1/executor/uniproc_executor.py:73), wait for a server that nobody starts (torch's
+    distributed/rendezvous.py:188).
+    """
+    for name in [name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+
+
+def build_engine(config: ReplicaConfig) -> Any:
+    """Start an AsyncLLM; comes back when it can serve. Raises what vLLM raises."""
+    import torch
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
+    one_worker = "uni" if torch.cuda.is_available() else UniProcExecutor  # CPUs make "mp" of "uni" (platforms/cpu.py:334)
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else one_worker,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager or not torch.cuda.is_available(),  # compiling asks for a C++ compiler there
+        "seed": config.seed,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
+    }
+    if config.shares_devices and torch.cuda.is_available():
+        arguments["enable_sleep_mode"] = True
+    if config.adapter_rank:
+        arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
+
+
+@contextmanager
+def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
+    """Around build_engine: an engine core that has said that it failed and does not end is ended, so that the start fails too.
+
+    The client waits for a message of the core or for its end (v1/engine/utils.py), which a core that is held up in its exit,
+    by CUDA or by threads of its own, gives neither of.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if START_FAILURE in read_log():
+                if not over.wait(FAILED_START_SECONDS):
+                    processes.end_descendants(os.getpid())
+                return
+
+    thread = threading.Thread(target=watch, name="watch-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def stop_engine(engine: Any, timeout: float) -> None:
+    """End the engine's processes and give back what they left in /dev/shm.
+
+    Who removes shared memory that an ended process left is Python's resource tracker, a child of this process. Ray
+    kills it together with this process, so it has to have finished before.
+    """
+    from multiprocessing import resource_tracker
+
+    engine.shutdown(timeout=timeout)
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+async def pause(engine: Any, mode: str) -> None:
+    """AsyncLLM.pause_generation (v1/engine/async_llm.py:952) without its sleep of 20 ms, keeping the prefix cache."""
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+async def sleep(engine: Any, *, keep_weights: bool) -> None:
+    """Give device memory up while paused, straight from the workers (v1/worker/gpu_worker.py:294): AsyncLLM.sleep has a pause of
+    its own. Kept weights go to host memory. CPU workers only log that they cannot.
+    """
+    await engine.collective_rpc("sleep", args=(1 if keep_weights else 2,))
+
+
+async def wake(engine: Any, kinds: list[str]) -> None:
+    """Get memory of these kinds back; WEIGHTS that were not kept have any values until the next sync."""
+    await engine.collective_rpc("wake_up", args=(kinds,))
+
+
+async def finish_update(engine: Any, version: int, *, adapter: bool) -> bool:
+    """End a weight update, stamp what is generated from now on (0.26 has no stamps) and forget cached prefixes, which were
+    computed with other weights; whether that was possible. vLLM knows nothing of an update that brought an adapter.
+
+    The core takes what it is asked in this order (v1/engine/core.py:926), so that nothing waits for the answer before it.
+    """
+    calls = [] if adapter else [engine.finish_weight_update()]
+    if hasattr(engine, "update_weight_version"):
+        calls.append(engine.update_weight_version(str(version)))
+    *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache())
+    return bool(is_reset)
+
+
+def mix_seed(seed: int, sample: int) -> int:
+    """A seed for one sample that shares no noise with its neighbours' (splitmix64's finaliser)."""
+    z = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (z ^ (z >> 31)) & SEED_MASK
+
+
+async def submit(
+    engine: Any, request: GenerationRequest, sample: int, request_id: str, *, with_adapter: bool = False
+) -> Any:
+    """Hand one sample to the engine; comes back once it is on its way to the core. The queue gives the output."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_tokens=request.max_new_tokens,
+        seed=mix_seed(request.seed, sample) if request.temperature > 0 else None,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = {"prompt_token_ids": list(request.prompt_ids)}
+    return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
+
+
+async def submit_score(
+    engine: Any, token_ids: tuple[int, ...], request_id: str, *, with_adapter: bool = False
+) -> Any:
+    """Like submit, for the log-probs of given tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompt = {"prompt_token_ids": list(token_ids)}
+    return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
+
+
+def to_completion(output: Any, version: int) -> Completion:
+    """From a finished RequestOutput with one sample.
+
+    `version` is what the replica served when it took the request; vLLM 0.26, which stamps no outputs, has no other. It is
+    that of every token, since a sync begins when running requests have ended.
+    """
+    sample = output.outputs[0]
+    tokens = tuple(sample.token_ids)
+    log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
+    versions = [version] * len(tokens)
+    for span in getattr(sample, "weight_versions", None) or ():
+        label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
+        versions[span.start : span.end] = [label] * (span.end - span.start)
+    return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
+
+
+def to_scores(output: Any) -> list[float]:
+    """Log-probs of a finished scoring request's tokens from the second on; the first has none."""
+    entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [entry[token].logprob for token, entry in entries]

@@ -1,0 +1,295 @@
+"""Publisher: one sync of weights as a transaction, called on every trainer rank alike.
+
+Rank 0 talks to the replicas, one rank a pipeline stage sends, or on shared devices each to its own, the others take part in
+the collectives of the weight source. An error on any side wakes up all sides and raises the same SyncError on every rank.
+Leaves out the pass over the source (sender.py), states and messages (messages.py), the replicas (pool.py).
+
+    publisher = Publisher(source, pool if rank == 0 else None, SyncConfig())
+    report = publisher.publish(version=1)
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bridge.layout.manifest import TIED_HEAD
+from bridge.messages import BeginSync, StageSpan, SyncError, SyncReport
+from bridge.send.collectives import Ranks
+from bridge.send.connection import Connection, connect
+from bridge.send.sender import StreamResult
+from bridge.transport.segment import sweep_stale_segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch.distributed as dist
+
+    from bridge.config import SyncConfig
+    from bridge.export.adapter import AdapterSpec
+    from bridge.export.source import WeightSource
+    from bridge.replicas.pool import ReplicaPool
+
+POLL_SECONDS = 0.01
+ABORT_SECONDS = 10.0  # how long a failing sync waits for replicas to say that they stopped
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class ManifestRefusedError(RuntimeError):
+    """Replicas turned the manifest down."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+class Publisher:
+    """SPMD: construct and call it on every trainer rank; `pool` on rank 0 alone.
+
+    `group`: a process group whose backend takes CPU tensors; None is the default group, or a single process where
+    torch.distributed is not initialised. A rank that is stuck in, or lost from, a collective of the weight source is
+    only noticed by that collective's own time limit.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        pool: ReplicaPool | None,
+        config: SyncConfig,
+        group: dist.ProcessGroup | None = None,
+        adapter: AdapterSpec | None = None,
+    ) -> None:
+        if config.transport not in {"auto", "shm", "nccl", "ipc"}:
+            raise ValueError(f"sync.transport is {config.transport}; choose auto, shm, nccl or ipc")
+        _check_verify(config.verify)
+        self._source, self._pool, self._config = source, pool, config
+        self._adapter = adapter.to_dict() if adapter is not None else None
+        self._ranks = Ranks(group)
+        if (pool is not None) != (self._ranks.rank == 0):
+            raise ValueError("Publisher takes the pool on rank 0 and None on the others")
+        self._connection: Connection | None = None
+        self._spans: list[StageSpan] = []
+        sweep_stale_segments()
+
+    def publish(self, version: int, verify: str | None = None) -> SyncReport:
+        """Bring every replica to this rank's weights, as `version`.
+
+        `verify`: for this sync in the place of SyncConfig.verify; the same on every rank.
+
+        Raises:
+            ValueError: there is no such way to verify.
+            SyncError: on every rank alike; refused (replicas serve on) or failed (replicas named are out of service).
+        """
+        verify = _check_verify(verify or self._config.verify)
+        self._spans = []
+        connection = self._connect(version)
+        connection.stream.verify = verify
+        with self._span("pause"):
+            self._phase(version, self._pause)
+        start = time.time()
+        deadline = start + self._config.timeout_seconds
+        if connection.num_syncs == 0:  # later the replicas hold the manifest, and begin goes with receive
+            with self._span("begin"):
+                self._phase(version, lambda: self._begin(connection, version, deadline))
+        digests = self._stream(connection, version, deadline)
+        self._phase(version, lambda: self._commit(connection, version, deadline, digests))
+        connection.num_syncs += 1
+        resumed = [span.start for span in self._spans if span.name == "resume"]
+        return SyncReport(
+            version=version,
+            seconds=(resumed[0] if resumed else time.time()) - start,
+            num_bytes=connection.manifest.total_bytes,
+            pause_seconds=time.time() - self._spans[0].start,
+            verified=connection.stream.verify != "none",
+            num_buckets=connection.num_buckets,
+            stages=tuple(self._spans),
+            ordinary=connection.ordinary,
+        )
+
+    def close(self) -> None:
+        """Give the shared memory back."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # The phases. Each ends in an agreement of all ranks.
+
+    def _connect(self, version: int) -> Connection:
+        """Agree on manifest and endpoints: object collectives, at the first sync and after a failed one."""
+        if self._connection is None:
+            readers = self._pool.reader_names if self._pool is not None else None
+            self._connection = connect(version, self._source, self._config, self._ranks, readers)
+        return self._connection
+
+    def _pause(self) -> None:
+        if self._pool is not None:
+            self._pool.pause()
+
+    def _begin(self, connection: Connection, version: int, deadline: float) -> None:
+        if self._pool is None:
+            return
+        reasons = self._pool.begin(self._message(connection, version, deadline))
+        if reasons:
+            raise ManifestRefusedError(reasons)
+
+    def _message(self, connection: Connection, version: int, deadline: float) -> BeginSync:
+        assert self._pool is not None
+        return BeginSync(
+            version=version,
+            manifest_digest=connection.manifest.digest,
+            manifest_json=connection.manifest_json,
+            stage_sizes=connection.stage_sizes,
+            bucket_bytes=self._config.bucket_bytes,
+            endpoints=connection.routes,
+            sync_index=connection.num_syncs,
+            first_reader=0,
+            num_readers=self._pool.num_readers,
+            replica=0,
+            verify=connection.stream.verify != "none",
+            deadline=deadline,
+            adapter=self._adapter,
+        )
+
+    def _stream(self, connection: Connection, version: int, deadline: float) -> list[int]:
+        """Send and let the replicas load; digests of all tensors when they are to be read back."""
+        refs: list[Any] = []
+        if self._pool is not None and connection.num_syncs == 0:
+            refs = self._pool.receive(version)
+        elif self._pool is not None:
+            refs = self._pool.begin_and_receive(self._message(connection, version, deadline))
+        result = StreamResult()
+
+        def stream() -> None:
+            nonlocal result
+            result = connection.stream.run(deadline, self._watch(refs))
+            self._spans += result.spans
+            with self._span("load"):
+                problem = result.problem or self._wait_for_replicas(refs, deadline)
+            if problem is not None:
+                connection.abort(problem)  # other senders and the replicas may be waiting
+                raise RuntimeError(problem)
+
+        self._phase(version, stream)
+        if connection.stream.verify != "readback":
+            return []
+        return self._share_digests(connection, result.digests if self._source.is_sender else [])
+
+    def _commit(self, connection: Connection, version: int, deadline: float, digests: list[int]) -> None:
+        if self._pool is None:
+            return
+        with self._span("commit"):
+            self._pool.commit(version, max(1.0, deadline - time.time()))
+        if connection.num_syncs == 0:
+            connection.ordinary = self._pool.ordinary_layers()
+        if digests:
+            with self._span("readback"):
+                names = [spec.name for spec in connection.manifest.tensors]
+                self._compare(dict(zip(names, digests, strict=True)))
+        with self._span("resume"):
+            self._pool.resume()
+
+    def _compare(self, expected: dict[str, int]) -> None:
+        """Raises RuntimeError that names the tensors which a replica holds otherwise than they were sent."""
+        assert self._pool is not None
+        answers = self._pool.read_digests(self._config.timeout_seconds)
+        problems = []
+        for replica, held in enumerate(answers):
+            wanted = {name: digest for name, digest in expected.items() if name in held or name != TIED_HEAD}
+            if TIED_HEAD in held and TIED_HEAD not in expected:
+                wanted[TIED_HEAD] = expected[EMBEDDING]
+            wrong = [name for name, digest in wanted.items() if held.get(name) != digest]
+            if wrong:
+                problems.append(f"replica {replica} holds other values than were sent in {', '.join(wrong)}")
+        if problems:
+            raise RuntimeError("; ".join(problems))
+
+    # Waiting and agreeing.
+
+    def _watch(self, refs: list[Any]) -> Callable[[], None]:
+        """A check for the stream: raises when a replica failed. Looks every POLL_SECONDS."""
+        last = 0.0
+
+        def check() -> None:
+            nonlocal last
+            if self._pool is not None and time.monotonic() - last > POLL_SECONDS:
+                self._pool.raise_if_failed(refs)
+                last = time.monotonic()
+
+        return check
+
+    def _wait_for_replicas(self, refs: list[Any], deadline: float) -> str | None:
+        """Until all have loaded the stream; what went wrong with one of them, if anything."""
+        if self._pool is None:
+            return None
+        try:
+            while not self._pool.raise_if_failed(refs, POLL_SECONDS):
+                if time.time() > deadline:
+                    return f"deadline of {self._config.timeout_seconds:g} s passed: replicas still load"
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _phase(self, version: int, action: Callable[[], None]) -> None:
+        """Run `action`, then let all ranks know whether it went well everywhere; else undo and raise on all."""
+        problems: list[str] = []
+        refused = False
+        try:
+            action()
+        except ManifestRefusedError as error:
+            problems, refused = error.reasons, True
+        except Exception as error:  # noqa: BLE001 # whatever it is, the other ranks have to hear of it
+            problems = [str(error) or type(error).__name__]
+        if self._ranks.any(bool(problems)):
+            self._fail(version, problems, refused)
+
+    def _fail(self, version: int, problems: list[str], refused: bool) -> None:
+        """Abort on every side and raise the same SyncError on every rank."""
+        reasons = _essential([text for texts in self._ranks.gather(problems) for text in texts])
+        failed, problem = self._undo(reasons[0])
+        told = self._ranks.gather((refused, failed, problem))
+        refused, failed, _ = told[0]
+        reasons += [f"rank {rank}: on leaving the sync: {text}" for rank, (_, _, text) in enumerate(told) if text]
+        raise SyncError(version, reasons, refused=refused, failed_replicas=tuple(failed))
+
+    def _undo(self, reason: str) -> tuple[list[int], str | None]:
+        """Which replicas are out of service then, and what went wrong here: the other ranks wait to hear of it."""
+        failed: list[int] = []
+        try:
+            with ExitStack() as leave:  # calls all, whatever one of them raises, the last first
+                leave.callback(self.close)
+                if (pool := self._pool) is not None:
+                    leave.callback(lambda: failed.extend(pool.abort(reason, timeout=ABORT_SECONDS)))
+                if self._connection is not None:
+                    self._connection.abort(reason)
+        except Exception as error:  # noqa: BLE001 # whatever it is, it must not keep the ranks apart
+            return failed, f"{type(error).__name__}: {error}"
+        return failed, None
+
+    def _share_digests(self, connection: Connection, digests: list[int]) -> list[int]:
+        """All stages' digests on all ranks, by a sum of int64 in which each has one owner."""
+        shared = torch.zeros(len(connection.manifest.tensors), dtype=torch.int64)
+        signed = [digest - 2**64 if digest >= 2**63 else digest for digest in digests]
+        first = connection.first_tensor(self._source.stage)
+        shared[first : first + len(signed)] = torch.tensor(signed, dtype=torch.int64)
+        return [value % 2**64 for value in self._ranks.sum(shared).tolist()]
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        start = time.time()
+        yield
+        self._spans.append(StageSpan(name, start, time.time()))
+
+
+def _check_verify(verify: str) -> str:
+    if verify not in {"none", "digest", "readback"}:
+        raise ValueError(f"sync.verify is {verify}; choose none, digest or readback")
+    return verify
+
+
+def _essential(reasons: list[str]) -> list[str]:
+    """Each reason once, without those that only repeat another."""
+    unique = list(dict.fromkeys(reasons))
+    return [text for text in unique if not any(text != other and text in other for other in unique)]

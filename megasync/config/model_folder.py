@@ -1,0 +1,187 @@
+"""Is a Hugging Face folder a whole model that the engine can train? Reads config.json and safetensors headers only.
+
+Leaves out the weights themselves and the tokenizer. No torch in here.
+
+    shape = check_model_folder("models/Qwen2.5-0.5B")     # ConfigError, or the sizes that parallelism must divide
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasync.config.errors import ConfigError, explain, nearest_name
+
+MOE_FAMILIES = ("qwen3_moe",)  # mixtures of experts
+FAMILIES = ("llama", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json
+DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
+UNSUPPORTED_REMEDY = "take a model without it"
+HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What parallel sizes must divide; the field names are those of config.json."""
+
+    model_type: str
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    intermediate_size: int
+    hidden_size: int
+    num_experts: int = 0  # 0, and so the next two: no mixture of experts
+    moe_intermediate_size: int = 0
+    num_experts_per_tok: int = 0
+
+    @property
+    def split_size(self) -> str:
+        """Which of the sizes above tensor parallelism cuts in the layers' feed-forward part."""
+        return "moe_intermediate_size" if self.num_experts else "intermediate_size"
+
+
+SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
+
+
+def check_model_folder(folder: str | Path) -> ModelShape:
+    """ConfigError names the folder or file, what is wrong and the remedy."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
+        remedy = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
+        raise ConfigError(explain(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy))
+    fields = _read_model_config(folder / "config.json")
+    shape = _read_shape(folder / "config.json", fields)
+    _refuse_unsupported(folder / "config.json", shape.model_type, fields)
+    check_weights(folder)
+    return shape
+
+
+def _read_model_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        message = f"model.path = {path.parent}: the folder holds no config.json"
+        remedy = "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
+        raise ConfigError(explain(message, holds=_some(file.name for file in path.parent.iterdir()), remedy=remedy))
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(explain(f"{path}: not JSON: {error}", remedy=DOWNLOAD_REMEDY)) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(explain(f"{path}: holds no JSON object", remedy=DOWNLOAD_REMEDY))
+    return fields
+
+
+def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            explain(
+                f"{path}: model_type = {family!r}: the engine does not know this architecture",
+                choices=", ".join(FAMILIES),
+                nearest=nearest_name(str(family), FAMILIES),
+                remedy="set model.path to a model of one of these",
+            )
+        )
+    defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
+    fields = {name: fields.get(other) for name, other in defaults.items()} | fields
+    names = [name for name in ModelShape.__dataclass_fields__ if name != "model_type"]
+    sizes: dict[str, int] = {}
+    for name in names if family in MOE_FAMILIES else [name for name in names if name not in SIZES_OF_EXPERTS]:
+        size = fields.get(name)
+        if type(size) is not int or size < 1:
+            message = f"{path}: {name} = {size!r}: a whole number of at least 1 is expected"
+            raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
+        sizes[name] = size
+    if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
+        message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
+        raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
+    return ModelShape(model_type=family, **sizes)
+
+
+def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None:
+    """What the engine's layers would compute wrongly is refused."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    windowed = fields.get("use_sliding_window") or "sliding_attention" in (fields.get("layer_types") or ())
+    refused = {
+        f"rope scaling of type {rope_type!r}": rope_type not in ("default", "none"),
+        "sliding-window attention (use_sliding_window, layer_types)": bool(windowed),
+        f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family != "qwen2",
+        f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
+        f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
+        "a quantised checkpoint (quantization_config)": bool(fields.get("quantization_config")),
+    }
+    if family in MOE_FAMILIES:
+        step, shared = fields.get("decoder_sparse_step", 1), fields.get("shared_expert_intermediate_size")
+        refused |= {
+            "layers without experts (mlp_only_layers)": bool(fields.get("mlp_only_layers")),
+            f"layers without experts (decoder_sparse_step = {step!r}, 1 is)": step != 1,
+            "a shared expert (shared_expert_intermediate_size)": bool(shared),
+            "a load-balancing loss (output_router_logits = true)": bool(fields.get("output_router_logits")),
+        }
+    for feature, present in refused.items():
+        if present:
+            raise ConfigError(explain(f"{path}: {feature} is not supported", remedy=UNSUPPORTED_REMEDY))
+
+
+def check_weights(folder: Path) -> None:
+    """Every safetensors file is whole, and every one that the index names is there."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            message = f"{index}: not an index of safetensors files: {error!r}"
+            raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY)) from error
+        missing = sorted(shards - {file.name for file in files})
+        if missing:
+            message = f"{index}: names {len(missing)} files that are not in the folder"
+            raise ConfigError(explain(message, missing=_some(missing), remedy=DOWNLOAD_REMEDY))
+    if not files:
+        holds = _some(file.name for file in folder.iterdir())
+        message = f"model.path = {folder}: the folder holds no *.safetensors file"
+        raise ConfigError(explain(message, holds=holds, remedy="convert the weights to safetensors"))
+    for file in files:
+        _check_safetensors(file)
+
+
+def _check_safetensors(path: Path) -> None:
+    """The format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes, nothing after."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            message = f"{path}: a Git LFS pointer, not the weights"
+            raise ConfigError(explain(message, remedy="run `git lfs pull` in the model's repository"))
+        if len(start) < 8:
+            raise _truncated(path, 8, num_bytes)
+        (header_bytes,) = struct.unpack("<Q", start)
+        if header_bytes > HEADER_LIMIT_BYTES:
+            message = f"{path}: not a safetensors file: its header would have {header_bytes} bytes"
+            raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
+        if 8 + header_bytes > num_bytes:
+            raise _truncated(path, 8 + header_bytes, num_bytes)
+        raw_header = file.read(header_bytes)
+    try:
+        tensors = {name: entry for name, entry in json.loads(raw_header).items() if name != "__metadata__"}
+        data_bytes = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        message = f"{path}: not a safetensors file: its header cannot be read: {error!r}"
+        raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY)) from error
+    if 8 + header_bytes + data_bytes != num_bytes:
+        raise _truncated(path, 8 + header_bytes + data_bytes, num_bytes)
+
+
+def _truncated(path: Path, expected_bytes: int, num_bytes: int) -> ConfigError:
+    problem = "is cut off" if num_bytes < expected_bytes else "goes on after its end"
+    sizes = {"expected": f"{expected_bytes} bytes", "actual": f"{num_bytes} bytes"}
+    return ConfigError(explain(f"{path}: the file {problem}", **sizes, remedy=DOWNLOAD_REMEDY))
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "") or "nothing"

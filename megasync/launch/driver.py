@@ -1,0 +1,172 @@
+"""The job that `megasync.submit` hands to Ray: one trainer actor a rank, all running the program that torchrun runs.
+
+Holds no training code: an actor sets the variables torchrun would set and calls `main` of megasync.train. The first
+rank to fail decides the exit code; the others are ended, since they may wait for it for ever. Leaves out config checks.
+
+    python -m megasync.launch.driver --num-ranks 2 -- CONFIG.yaml [key=value ...]      # within a Ray job
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megasync.launch.ray_cluster import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROGRAM = "megasync.train:main"
+GRACE_SECONDS = 5.0  # after the first failure, for a rank's death to become known too: it is the likelier cause
+PLACEMENT_SECONDS = 300.0
+LOG_SECONDS = 1.0  # the ranks' last lines are on their way to this process
+
+
+class TrainerRank:
+    """One process of the trainer."""
+
+    def place(self) -> tuple[str, str, int]:
+        """(node id, address, a free port) of the rank's machine."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
+
+    def run(self, program: str, arguments: Sequence[str], environment: dict[str, str]) -> int:
+        """The program's exit code. An exception is the rank's own error, with its traceback."""
+        os.environ.update(environment)
+        module, _, function = program.partition(":")
+        try:
+            code = getattr(importlib.import_module(module), function)(list(arguments))
+        except SystemExit as leaving:
+            code = leaving.code
+        return code if isinstance(code, int) else int(code is not None)
+
+
+def start_ranks(num_ranks: int, gpus_per_rank: int) -> tuple[Any, list[Any]]:
+    """A placement group with one bundle a rank, and the actors in it.
+
+    Raises:
+        RuntimeError: the cluster has no room for all ranks at once.
+    """
+    bundle = {"CPU": 1.0} | ({"GPU": float(gpus_per_rank)} if gpus_per_rank else {})
+    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    if not group.wait(PLACEMENT_SECONDS):
+        remove_placement_group(group)
+        raise RuntimeError(
+            f"the cluster has no room for {num_ranks} trainer ranks of {bundle}; it has {ray.cluster_resources()}, "
+            f"of which {ray.available_resources()} are free. Start fewer ranks (--num-ranks) or add nodes."
+        )
+    actor = ray.remote(num_cpus=1, num_gpus=gpus_per_rank, max_restarts=0)(TrainerRank)
+    ranks = [
+        actor.options(
+            name=f"trainer-rank-{rank}",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
+        ).remote()
+        for rank in range(num_ranks)
+    ]
+    return group, ranks
+
+
+def rank_environments(places: Sequence[tuple[str, str, int]], gpus_per_rank: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank, from where the ranks were placed.
+
+    With GPUs Ray shows every rank its own one only, so that its local rank, which names the device, is 0.
+    """
+    _, address, port = places[0]
+    nodes = [node for node, _, _ in places]
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": "0" if gpus_per_rank else str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": "1" if gpus_per_rank else str(nodes.count(node)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def wait_for_ranks(running: dict[Any, int]) -> int:
+    """0 once all ranks ended well, else the first failure's exit code; `running` maps references to ranks."""
+    pending = list(running)
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1)
+        if outcome(ready[0]) != 0:
+            return report_failure(ready[0], pending, running)
+    return 0
+
+
+def outcome(reference: Any) -> int | RayError:
+    """A finished rank's exit code, or why it has none."""
+    try:
+        code = ray.get(reference, timeout=0)
+    except RayError as error:
+        return error
+    assert isinstance(code, int)
+    return code
+
+
+def report_failure(first: Any, pending: list[Any], running: dict[Any, int]) -> int:
+    """Print the likeliest cause: a rank whose process died, else the rank that failed first."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    failed = {first: outcome(first)}
+    while pending and (left := deadline - time.monotonic()) > 0:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+        failed |= {reference: result for reference in ready if (result := outcome(reference)) != 0}
+    died = [reference for reference, result in failed.items() if isinstance(result, ActorDiedError)]
+    cause = died[0] if died else first
+    result = failed[cause]
+    if isinstance(result, int):
+        print(f"trainer rank {running[cause]} ended with exit code {result}", file=sys.stderr)
+        return result
+    print(f"trainer rank {running[cause]} failed:\n{result}", file=sys.stderr)
+    return 1
+
+
+def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int) -> int:
+    """Run the program on all ranks; the exit code is the run's."""
+    group, ranks = start_ranks(num_ranks, gpus_per_rank)
+    try:
+        places = ray.get([rank.place.remote() for rank in ranks])
+        environments = rank_environments(places, gpus_per_rank)
+        running = {
+            rank.run.remote(program, list(arguments), environment): index
+            for index, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
+        }
+        return wait_for_ranks(running)
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+        remove_placement_group(group)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0: done; else that of the rank that failed first."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.launch.driver", description=__doc__)
+    parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
+    parser.add_argument("arguments", nargs="+")
+    options = parser.parse_args(argv)
+    ray.init(log_to_driver=True)
+    gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
+    try:
+        return drive(options.num_ranks, options.program, options.arguments, gpus_per_rank)
+    except (RuntimeError, GetTimeoutError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        time.sleep(LOG_SECONDS)
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

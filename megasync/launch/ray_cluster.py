@@ -1,0 +1,125 @@
+"""A Ray cluster on this machine, for one run: free ports, a folder and an access token of its own, gone afterwards.
+
+`ray start` and not `ray.init`: only there can the port of the agent that takes jobs be chosen, and a second Ray on the
+machine would hold the default one. Leaves out submitting. Linux only, as Ray's own process control here is.
+
+    with local_cluster(num_cpus=4) as address:
+        JobSubmissionClient(address)
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.replicas.processes import socket_folder
+from megasync.launch.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+START_SECONDS = 120.0
+STOP_SECONDS = 20.0
+HOST = "127.0.0.1"
+# By itself Ray starts a worker for each core; our actors cannot use those, since each gets an environment of its own.
+NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
+
+
+@contextmanager
+def local_cluster(num_cpus: int) -> Iterator[str]:
+    """Yields the address of the job server once it answers. Its processes end with the block, or with this process.
+
+    Ray's log files are kept where the block is left by an exception, and their folder is named.
+
+    Raises:
+        RuntimeError: the cluster did not start; the message holds what Ray said.
+    """
+    if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
+        raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
+    # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
+    folder = Path(tempfile.mkdtemp(prefix="megasync-ray-", dir=socket_folder()))
+    port = free_port()
+    log = folder / "start.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(folder, num_cpus, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(folder)},  # the dashboard's processes talk through sockets there
+            start_new_session=True,  # Ctrl-C is for this process, which stops the job first
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run yet)
+        )
+    try:
+        _wait_for_port(process, port, log)
+        yield f"http://{HOST}:{port}"
+    except BaseException:
+        print(f"Ray's own logs: {folder}", file=sys.stderr)
+        _end(process)
+        raise
+    _end(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, outside of what Linux and Ray's workers hand out by themselves.
+
+    Raises:
+        RuntimeError: none was found.
+    """
+    for port in random.SystemRandom().sample(FREE_PORTS, k=100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free TCP port between {FREE_PORTS.start} and {FREE_PORTS.stop}")
+
+
+def _command(folder: Path, num_cpus: int, dashboard_port: int) -> list[str]:
+    options = {
+        "port": "0",
+        "dashboard-host": HOST,
+        "dashboard-port": str(dashboard_port),
+        "dashboard-agent-listen-port": "0",
+        "ray-client-server-port": str(free_port()),  # not used, but a taken one would end the cluster
+        "num-cpus": str(num_cpus),
+        "temp-dir": str(folder),
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *flags]
+
+
+def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return
+        if process.poll() is not None or time.monotonic() > deadline:
+            said = log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"the local Ray cluster did not start (exit code {process.poll()}):\n{said}")
+        time.sleep(0.2)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

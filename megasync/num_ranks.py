@@ -1,0 +1,78 @@
+"""How many trainer ranks a run gets on this machine when nobody says. No torch in here.
+
+python -m megasync.num_ranks CONFIG.yaml [key=value ...]      # prints the number
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.load import load_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megasync.config.schema import Config
+
+NUM_CPU_RANKS = 2
+
+
+def num_gpus() -> int:
+    """GPUs that a process started from here sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(gpu_names())
+
+
+def gpu_names() -> list[str]:
+    """What nvidia-smi calls the GPUs of this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
+
+
+def num_replica_gpus(config: Config) -> int:
+    """GPUs that the config's vLLM replicas need beside the trainer's."""
+    return config.rollout.replicas * config.rollout.tensor_parallel if config.algorithm.name != "sft" else 0
+
+
+def default_num_ranks(config: Config, gpus: int) -> int:
+    """2 ranks without GPUs, else all of `gpus` but those of the replicas.
+
+    Raises:
+        ConfigError: the replicas leave no GPU for the trainer.
+    """
+    if gpus == 0:
+        return NUM_CPU_RANKS
+    left = gpus - num_replica_gpus(config)
+    if left < 1:
+        raise ConfigError(
+            explain(
+                f"rollout.replicas = {config.rollout.replicas}: the replicas leave no GPU for the trainer",
+                GPUs=str(gpus),
+                remedy="lower rollout.replicas or rollout.tensor_parallel, or use a machine with more GPUs",
+            )
+        )
+    return left
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the number for a config."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    with main_errors():
+        print(default_num_ranks(load_config(arguments[0], arguments[1:]), num_gpus()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,196 @@
+"""What a run writes down: config.yaml, metrics.jsonl and evaluations.jsonl, TensorBoard events, summary.json.
+
+Leaves out how spans of time are kept (timeline.py), live progress (progress.py) and plots (report.py). torch is
+imported only when TensorBoard events are written.
+
+    log = RunLog(config, first_step=0, write=rank == 0)
+    log.evaluation(0, accuracy=0.3)
+    log.step(0, {"reward/mean": 0.4, "loss/policy": 0.1})
+    log.summary({"accuracy_before": 0.3, "accuracy_after": 0.8})
+    log.close()
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from megasync.config.errors import explain
+from megasync.config.load import save_config
+from megasync.files import write_atomically
+from megasync.reporting.progress import figures, make_progress
+from megasync.reporting.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from megasync.config.schema import Config
+
+Scalar = float | int | bool | str | None
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+SUMMARY_FILE = "summary.json"
+TIMELINE_FILE = "timeline.json"
+
+
+class RunLog:
+    """All that a run writes down. The rank with `write` does; the others take the same calls and write nothing."""
+
+    def __init__(self, config: Config, *, first_step: int, write: bool) -> None:
+        folder = config.run.folder
+        self._folder = folder
+        self._metrics: Metrics | None = None
+        self.timeline = Timeline(folder / TIMELINE_FILE if write else None, resume=first_step > 0)
+        if write:
+            save_config(config, folder / CONFIG_FILE)
+            self._metrics = Metrics(
+                folder, num_steps=config.run.steps, first_step=first_step, progress=config.run.progress
+            )
+
+    def step(self, step: int, values: Mapping[str, Scalar]) -> None:
+        """Write step `step` down, counted from 0."""
+        if self._metrics is not None:
+            self._metrics.log(step, values)
+
+    def evaluation(self, step: int, accuracy: float) -> None:
+        """Write down the held-out accuracy after `step` steps."""
+        if self._metrics is not None:
+            self._metrics.log_evaluation(step, {"eval/accuracy": accuracy})
+
+    def note(self, text: str) -> None:
+        """One line to the person watching, above the progress display; it is in no file."""
+        if self._metrics is not None:
+            self._metrics.note(text)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            write_summary(self._folder, values)
+
+    def close(self) -> None:
+        """Write the timeline and end the display."""
+        self.timeline.write()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+class Metrics:
+    """Appends one line a step, flushed, so that a run that dies leaves every finished step. Steps count from 0.
+
+    `first_step` is the first step that this process will log: lines of it and of later ones, left by a run that went
+    further than its last checkpoint, are dropped, and so are a cut-off last line and everything when it is 0.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        num_steps: int,
+        first_step: int = 0,
+        progress: str = "auto",
+        tensorboard: bool = True,
+    ) -> None:
+        self._steps = _open_from(run_folder / METRICS_FILE, first_step)
+        self._evaluations = _open_from(run_folder / EVALUATIONS_FILE, first_step)
+        self._writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(run_folder), purge_step=first_step)
+        self._progress = make_progress(progress, num_steps, first_step)
+
+    def log(self, step: int, values: Mapping[str, Scalar]) -> None:
+        """Writes step `step` down; numbers that are not finite become null, which plots leave out."""
+        self._append(self._steps, step, values)
+        self._progress.update(step, values)
+
+    def log_evaluation(self, step: int, values: Mapping[str, Scalar]) -> None:
+        """Writes down what the weights are worth before step `step`, that is after `step` steps."""
+        self._append(self._evaluations, step, values)
+        self._progress.note(f"after {step} steps: {figures(values)}")
+
+    def _append(self, file: TextIO, step: int, values: Mapping[str, Scalar]) -> None:
+        file.write(_json({"step": step, **values}) + "\n")
+        file.flush()
+        if self._writer is not None:
+            for key, value in values.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(key, value, step)
+            self._writer.flush()
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._steps.close()
+        self._evaluations.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last one that was cut off is left out. ValueError names any other broken line."""
+    path = run_folder / METRICS_FILE
+    if not path.is_file():
+        remedy = "name the folder of a run, such as runs/quickstart/rl"
+        raise ValueError(explain(f"{path}: there is no such file", remedy=remedy))
+    return _read_lines(path)
+
+
+def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
+    """The lines of evaluations.jsonl, as `read_metrics` does; none where there is no such file."""
+    path = run_folder / EVALUATIONS_FILE
+    return _read_lines(path) if path.is_file() else []
+
+
+def _open_from(path: Path, first_step: int) -> TextIO:
+    """The file open for appending, with only the lines of steps before `first_step`."""
+    kept = [line for line in _read_lines(path) if line["step"] < first_step] if path.is_file() and first_step else []
+    write_atomically(path, "".join(_json(line) + "\n" for line in kept))
+    return path.open("a", encoding="utf-8")
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    raw_lines = path.read_bytes().split(b"\n")
+    lines: list[dict[str, Any]] = []
+    for number, raw in enumerate(raw_lines, start=1):
+        try:
+            if raw:
+                line = json.loads(raw)
+                line["step"] = int(line["step"])
+                lines.append(line)
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(raw_lines):
+                break  # no line feed after it: it was cut off
+            remedy = f"take line {number} out"
+            raise ValueError(explain(f"{path}:{number}: not a line of metrics: {error!r}", remedy=remedy)) from error
+    return lines
+
+
+def write_summary(run_folder: Path, values: Mapping[str, Any]) -> None:
+    """Writes summary.json; numbers that are not finite become null."""
+    write_atomically(run_folder / SUMMARY_FILE, _json(values, indent=2) + "\n")
+
+
+def read_summary(run_folder: Path) -> dict[str, Any]:
+    """What `write_summary` wrote; empty where there is none yet."""
+    path = run_folder / SUMMARY_FILE
+    if not path.is_file():
+        return {}
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
+def _json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON proper: NaN and infinities, which it does not have, become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(finite, allow_nan=False, indent=indent)

@@ -1,0 +1,123 @@
+"""Rewards by name: what one response is worth. `rollout.reward` names one of these, or a function of your own.
+
+Leaves out advantages, which the loss makes of the rewards of a group. No torch in here.
+
+    reward = resolve_reward("exact_match")               # or "my_package.my_module:my_reward"
+    reward(RewardInput(prompt="12+34=", response="46", answer="46", num_tokens=3, max_tokens=4))   # 1.0
+
+A function of your own takes one RewardInput and returns a finite number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megasync.config.errors import explain, nearest_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """One finished response, as text, and what is known of its prompt."""
+
+    prompt: str
+    response: str  # without the end-of-sequence token
+    answer: str
+    num_tokens: int  # of the response, the end-of-sequence token included
+    max_tokens: int  # rollout.max_new_tokens
+
+
+RewardFunction = Callable[[RewardInput], float]
+
+
+def exact_match(sample: RewardInput) -> float:
+    """1 where response and answer are equal but for white space around them, else 0."""
+    return float(sample.response.strip() == sample.answer.strip())
+
+
+def token_count(sample: RewardInput) -> float:
+    """The share of the allowed tokens that the response used: something to learn with random weights."""
+    return sample.num_tokens / sample.max_tokens
+
+
+def math_verify(sample: RewardInput) -> float:
+    """1 where the package math-verify finds the response's expression equal to the answer's, else 0.
+
+    Whatever the parser stumbles over is worth 0, its reason logged. Its time limits use signals: outside of the main
+    thread there are none.
+    """
+    import math_verify as package  # type: ignore[import-untyped]
+    from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
+
+    timeout_seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    try:
+        gold, found = (
+            package.parse(text, parsing_timeout=timeout_seconds, raise_on_error=True)
+            for text in (sample.answer, sample.response)
+        )
+        return float(package.verify(gold, found, timeout_seconds=timeout_seconds, raise_on_error=True))
+    except (Exception, TimeoutException) as error:  # noqa: BLE001 - sympy raises anything on a model's output
+        logger.warning("math_verify: 0 for %.80r: %s: %s", sample.response, type(error).__name__, error)
+        return 0.0
+
+
+REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "token_count": token_count,
+}
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
+
+
+def check_reward_name(name: str) -> None:
+    """ValueError unless `name` is in the registry or has the form of an import path. Imports nothing."""
+    if name in REWARDS or IMPORT_PATH.fullmatch(name):
+        return
+    message = f"rollout.reward = {name!r}: there is no such reward"
+    choices = ", ".join([*REWARDS, "package.module:function"])
+    raise ValueError(explain(message, choices=choices, nearest=nearest_name(name, REWARDS), remedy=PATH_REMEDY))
+
+
+def resolve_reward(name: str) -> RewardFunction:
+    """The function of that name, imported if need be; it raises ValueError where its result is no finite number."""
+    check_reward_name(name)
+    function = REWARDS[name] if name in REWARDS else _import_function(name)
+
+    def checked(sample: RewardInput) -> float:
+        value = function(sample)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            message = f"the reward {name} returned {value!r}, a finite number is expected"
+            raise ValueError(explain(message, prompt=f"{sample.prompt:.80}", response=f"{sample.response:.80}"))
+        return number
+
+    return checked
+
+
+def _import_function(path: str) -> RewardFunction:
+    module_name, _, function_name = path.partition(":")
+    headline = f"rollout.reward = {path!r}"
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        remedy = "start where the module can be imported, or set PYTHONPATH"
+        raise ValueError(explain(f"{headline}: cannot be imported: {error}", remedy=remedy)) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        problem = "is no function" if hasattr(module, function_name) else f"is not in {module.__file__}"
+        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        near = nearest_name(function_name, functions)
+        message = f"{headline}: {function_name} {problem}"
+        raise ValueError(explain(message, nearest=near, remedy="name a function that takes a RewardInput"))  # noqa: TRY004
+    return function  # type: ignore[no-any-return]
