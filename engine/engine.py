@@ -261,7 +261,7 @@ def _reporting_norm(config: EngineConfig) -> EngineConfig:
     """megatron-core reports no gradient norm without clipping: a bound of infinity gives the norm and clips nothing."""
     if config.optimizer.clip_grad_norm > 0:
         return config
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad_norm=math.inf))
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad_norm": math.inf})})
 
 
 _ = mpu

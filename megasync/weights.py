@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +178,7 @@ def replica_config(config: Config) -> ReplicaConfig:
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
     """Of whole weights, with adapters merged, or of the adapters alone."""
-    sync = replace(config.sync, transport=transport(config))
+    sync = config.sync.model_copy(update={"transport": transport(config)})
     if isinstance(source, AdapterSource):
         return Publisher(source, pool, source.sync_config(sync), adapter=source.spec)
     return Publisher(source, pool, sync)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
     config = load_config(
         runnable, ["engine.parallel.tensor=2", "engine.parallel.sequence=true", f"data.eval={runnable}"]
     )
-    config = replace(config, data=replace(config.data, eval=config.data.train))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"eval": config.data.train})})
     check_config(config, 2)
     check_config(config, 8)
     assert list(config.run.folder.iterdir()) == []
@@ -103,15 +102,16 @@ def test_transports_that_cannot_be(runnable: Path) -> None:
 
 def test_placements_that_cannot_be(runnable: Path) -> None:
     colocated = "rollout.placement=colocated"
-    check_config(load_config(runnable, [colocated, "sync.transport=ipc", "rollout.replicas=2", "engine.offload=[optimizer]"]), 2)
+    good = [colocated, "sync.transport=ipc", "rollout.replicas=2", "rollout.offload_trainer=[optimizer]"]
+    check_config(load_config(runnable, good), 2)
     for override, words in {
         "sync.transport=nccl": "sync.transport = nccl: trainer and replicas share GPUs",
         "rollout.max_staleness=1": "write rollout.max_staleness=0",
         "rollout.replicas=3": "write rollout.replicas=2 or start 3 ranks",
     }.items():
         assert words in cannot_run(runnable, colocated, override)
-    with pytest.raises(ConfigError, match=r"engine.offload[\s\S]*parameters, gradients, optimizer"):
-        load_config(runnable, ["engine.offload=[weights]"])
+    with pytest.raises(ConfigError, match=r"rollout.offload_trainer[\s\S]*parameters, gradients, optimizer"):
+        load_config(runnable, ["rollout.offload_trainer=[weights]"])
 
 
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
@@ -185,7 +185,7 @@ def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    names = ["config_check", "log", "model_folder", "report", "reward", "train"]
+    names = ["config.check", "reporting.log", "config.model_folder", "report", "rollouts.reward", "train"]
     code = f"import sys, {', '.join('megasync.' + name for name in names)}; assert 'torch' not in sys.modules"
     done = command("-c", code)
     assert done.returncode == 0, done.stderr

@@ -20,10 +20,10 @@ FORBIDDEN = {
 }
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
-    *("config.schema", "config.load", "config.check", "bench.config"),
+    *("config.schema", "config.load", "config.check", "config.json_schema", "bench.config"),
     *("num_ranks", "submit", "quickstart", "train", "assets", "report"),
 ]
-COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver"]
+COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver", "config.check", "config.json_schema"]
 # A room imports from itself and from those before it.
 ROOMS = {"bridge": ["config", "messages", "layout", "export", "transport", "send", "receive", "replicas"]}
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
@@ -108,6 +108,12 @@ def test_rooms_import_one_way(package: str) -> None:
             if room and parts[0] == package and len(parts) > 1 and rooms.index(parts[1]) > rooms.index(room[0]):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+def test_the_product_does_not_know_the_bench() -> None:
+    bench = ROOT / "megasync" / "bench"
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if not file.is_relative_to(bench)]
+    assert not [file for file in files if any(name.startswith("megasync.bench") for name in imported_modules(file))]
 
 
 def test_no_file_imports_itself_through_others() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from bridge.export.source import WeightSource
     from engine.config import EngineConfig
-    from megasync.config.schema import Config
+    from megasync.bench.config import BenchRoot
 
 SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
 Measured = dict[str, Any]
@@ -36,7 +36,7 @@ Measured = dict[str, Any]
 class BenchRank(ABC):
     """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BenchRoot) -> None:
         self.config = config
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0

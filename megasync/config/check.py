@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from engine.ddp_fields import ddp_fields
@@ -109,9 +108,8 @@ def _check_engine_divides(config: Config, shape: ModelShape) -> None:
 def _check_lora(config: Config, shape: ModelShape) -> None:
     lora = config.engine.lora
     if lora.rank == 0:
-        given = [field.name for field in fields(lora) if getattr(lora, field.name) != field.default]
-        if given:
-            message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{given[0]} could be for"
+        if given := lora.model_dump(exclude_defaults=True):
+            message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{next(iter(given))} could be for"
             raise ConfigError(explain(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out"))
         return
     _check_lora_of_experts(config, shape)
