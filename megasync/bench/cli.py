@@ -31,7 +31,7 @@ from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config, save_config
 from megasync.config.model_folder import check_model_folder
 from megasync.files import write_atomically
-from megasync.launch.processes import run_to_end
+from megasync.launch.processes import run_to_end, torchrun
 from megasync.num_ranks import gpu_names, num_gpus
 
 if TYPE_CHECKING:
@@ -109,10 +109,8 @@ def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
     config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
     save_config(config, config_path)
     results_path.unlink(missing_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    ranks = ["--nproc-per-node", str(config.bench.num_ranks), "-m", "megasync.bench.worker"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code = run_to_end([*torchrun, *ranks, verb, str(config_path), str(results_path)])
+    code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, str(config_path), str(results_path)))
     if not results_path.exists():
         return code or 1, None
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.config.load import save_config
 from megasync.files import write_atomically
-from megasync.launch.processes import end_with_parent
+from megasync.launch.processes import end_with_parent, torchrun
 from megasync.model_shapes import SHAPES
 from megasync.num_ranks import num_gpus
 
@@ -55,12 +55,10 @@ class Ranks:
         self.results, self.log, self.turn = (folder / f"{variant}.{kind}" for kind in ("json", "log", "go"))
         for path in (self.results, self.turn):
             path.unlink(missing_ok=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        ranks = ["--nproc-per-node", str(config.bench_train.num_ranks), "-m", "megasync.bench.train_rank"]
         arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*torchrun, *ranks, *arguments],
+                torchrun(config.bench_train.num_ranks, "megasync.bench.train_rank", *arguments),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
