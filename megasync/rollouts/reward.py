@@ -55,7 +55,7 @@ ARITHMETIC = re.compile(r"[-+*/=.%$\d\s]*")
 
 
 def _delimited(text: str) -> str:
-    """The final answer in `text`, in \\boxed where it is LaTeX without delimiters, in which math-verify finds the last number only.
+    r"""The final answer in `text`; LaTeX without delimiters, in which math-verify finds a number at best, is put into \boxed.
 
     Where the last line begins with ####, as in GSM8K, it is what follows. Prose and plain numbers stay as they are.
     """
