@@ -23,8 +23,8 @@ from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import build_optimizer, build_schedule
 from engine.sample import Sample
-from engine.unshard import NamedTensors
-from engine.wrap import whole_parameters, wrap_chunks
+from engine.weights import WeightItem
+from engine.wrap import WrappedModel
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -72,7 +72,8 @@ class Engine:
             if adapter := adapter_path or engine.lora.adapter_path:
                 peft.load_adapter(chunks, Path(adapter), engine.lora, self.hf_bridge, Path(model.path))
         self.model_config: Any = gpt_model(chunks[0]).config
-        self.chunks = wrap_chunks(engine, self.model_config, chunks)
+        self.wrapped = WrappedModel(engine, self.model_config, chunks)
+        self.chunks = self.wrapped.modules
         optimizer = _reporting_norm(engine).optimizer
         self.optimizer = build_optimizer(optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
@@ -132,13 +133,13 @@ class Engine:
         local = [(micro, values) for micro, values in self._evaluate(minibatch, self._greedy_values)]
         return [bool(values.all()) for values in self._collect(samples, local)]
 
-    def whole_parameters(self) -> Iterator[NamedTensors]:
-        """This stage's parameters, unit by unit: see wrap.whole_parameters. Every rank must walk all of it."""
-        return whole_parameters(self.config, self.chunks)
+    def whole_parameters(self) -> Iterator[list[WeightItem]]:
+        """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
+        return self.wrapped.whole_parameters()
 
     def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(PEFT name, tensor) of this stage's adapters, on its sender. Every rank must walk all of it."""
-        return peft.adapter_tensors(whole_parameters(self.config, self.chunks, True), self.hf_bridge, self.layout)
+        return peft.adapter_tensors(self.wrapped.whole_adapters(), self.hf_bridge, self.layout)
 
     # ------------------------------------------------------------------------------------------------ one step
 

@@ -182,7 +182,7 @@ def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
     set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
     if linear.sequence_parallel:
         whole.sequence_parallel = True
-    linear.lora_scale = linear.lora_a.lora_scale = config.scale
+    linear.lora_scale = config.scale
     linear.lora_dropout = config.dropout
 
 

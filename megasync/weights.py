@@ -200,7 +200,7 @@ def build_exporter(engine: Engine, *, everywhere: bool = False) -> Exporter:
         stage=engine.layout.pipeline_rank,
         num_stages=engine.layout.pipeline_size,
         data_rank=engine.layout.data_rank,
-        stays=engine.config.wrap == "ddp",
+        stays=engine.wrapped.is_in_place,
     )
     exporter.everywhere = everywhere
     return exporter
@@ -215,5 +215,5 @@ def build_adapter_source(engine: Engine) -> AdapterSource:
         stage=layout.pipeline_rank,
         num_stages=layout.pipeline_size,
         is_sender=layout.is_sender,
-        stays=engine.config.wrap == "ddp" and layout.tensor_size == 1,
+        stays=engine.wrapped.is_in_place and layout.tensor_size == 1,
     )

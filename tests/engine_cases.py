@@ -93,7 +93,7 @@ def exporter(built: Engine) -> Exporter:
         num_stages=built.layout.pipeline_size,
         data_rank=built.layout.data_rank,
         gather_bytes=100_000,  # several gathers a unit
-        stays=built.config.wrap == "ddp",
+        stays=built.wrapped.is_in_place,
     )
 
 

@@ -144,8 +144,7 @@ def repeated_exports(cases: list[dict[str, Any]], times: int) -> list[dict[str, 
             source = exporter(built)
 
             def base(built: Engine = built) -> dict[str, torch.Tensor]:
-                units = (unit for unit in built.whole_parameters())
-                return {name: p.detach().clone() for unit in units for name, p in unit if "lora" not in name}
+                return {item.name: item.tensor.detach().clone() for items in built.whole_parameters() for item in items}
 
             base_before, first = base(), {name: tensor.clone() for name, tensor in source}
             changed: set[str] = set()
@@ -205,9 +204,10 @@ def trained_state(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
         case = dict(case)
         with engine(case.pop("path"), name="sft", **case) as built:
             built.update(built.prepare(random_samples(8, seed=0)))
+            items = [item for unit in built.whole_parameters() for item in unit]
             counts = {
-                "trained": sum(p.numel() for unit in built.whole_parameters() for n, p in unit if "lora" in n),
-                "frozen": sum(p.numel() for unit in built.whole_parameters() for n, p in unit if "lora" not in n),
+                "trained": sum(a.numel() + b.numel() for item in items if item.adapter for a, b, _ in [item.adapter]),
+                "frozen": sum(item.tensor.numel() for item in items),
                 "gradients": _gradient_elements(built),
                 "main": 0,
                 "state": 0,

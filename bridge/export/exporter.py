@@ -9,13 +9,14 @@ nothing broadcast over pipeline stages. Leaves out buckets and the wire (publish
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bridge.export.gather import Fill, Gatherer, Unit, members_of
+from bridge.export.gather import Fill, Gatherer, WeightItem
 from bridge.export.source import Part
 from bridge.export.trace import Place, trace
 from bridge.layout.manifest import Manifest, TensorSpec
@@ -31,7 +32,7 @@ class Exporter:
 
     def __init__(
         self,
-        units: Callable[[], Iterator[Unit]],
+        units: Callable[[], Iterator[Sequence[WeightItem]]],
         hf_bridge: Any,
         *,
         tensor_group: Any = None,
@@ -69,10 +70,10 @@ class Exporter:
         """This stage's tensors in order. The first call walks the units once, without converting or sending anything."""
         if self._manifest is None:
             specs = []
-            for member in (member for unit in self.units() for member in members_of(unit)):
-                specs += self._specs(member.name, member.parameter)
-                places = [("", 0)] * self._gatherer.num_shards(member.parameter)
-                self._only_copies &= self._trace(member.name, member.parameter, places) is not None
+            for item in (item for unit in self.units() for item in unit):
+                specs += self._specs(item)
+                places = [("", 0)] * self._gatherer.num_shards(item)
+                self._only_copies &= self._trace(item, places) is not None
             self._manifest = Manifest(tuple(specs))
         return self._manifest
 
@@ -80,7 +81,7 @@ class Exporter:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for fill in self._walk():
             for shards in fill.shards:
-                yield from self._convert(shards.member.name, shards.member.parameter, shards.tensors(fill.memory))
+                yield from self._convert(shards.member, shards.tensors(fill.memory))
 
     def parts(self) -> Iterator[Part] | None:
         """The same as iterating, as memory and what is to be copied out of it. None where conversions do more than to copy.
@@ -94,15 +95,15 @@ class Exporter:
     def _parts(self) -> Iterator[Part]:
         for number, fill in enumerate(self._walk()):
             if number == len(self._copies):
-                traced = (self._trace(each.member.name, each.member.parameter, each.places) for each in fill.shards)
+                traced = (self._trace(each.member, each.places) for each in fill.shards)
                 self._copies.append([copies for each in traced for copies in each or ()])
             yield Part(self._copies[number], fill.memory)
 
-    def _trace(self, name: str, parameter: torch.Tensor, places: list[Place]) -> list[tuple[Copy, ...]] | None:
+    def _trace(self, item: WeightItem, places: list[Place]) -> list[tuple[Copy, ...]] | None:
         def convert(shards: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [tensor for _, tensor in self._convert(name, parameter, shards)]
+            return [tensor for _, tensor in self._convert(item, shards)]
 
-        return trace(convert, parameter.shape, parameter.dtype, places)
+        return trace(convert, item.tensor.shape, item.tensor.dtype, places)
 
     def merge_error(self) -> float:
         """|round(W + D) - (W + D)| / |D| over the whole model at the last pass, D the adapters' update; 0 without one.
@@ -115,19 +116,20 @@ class Exporter:
         lost, moved = sums.tolist()
         return math.sqrt(lost / moved) if moved else 0.0
 
-    def _specs(self, name: str, parameter: torch.Tensor) -> list[TensorSpec]:
-        shadow = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        converted = self._convert(name, parameter, [shadow] * self._gatherer.num_shards(parameter))
+    def _specs(self, item: WeightItem) -> list[TensorSpec]:
+        shadow = torch.empty(item.tensor.shape, dtype=item.tensor.dtype, device="meta")
+        converted = self._convert(item, [shadow] * self._gatherer.num_shards(item))
         return [
             TensorSpec(hf_name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for hf_name, t in converted
         ]
 
-    def _convert(
-        self, name: str, parameter: torch.Tensor, shards: list[torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _convert(self, item: WeightItem, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         # mbridge 0.15.1 bridge.py:_weight_merge_across_tp, :_weight_to_hf_format; both only cat, chunk and view
-        whole = self.hf_bridge._weight_merge_across_tp(name, shards, parameter) if len(shards) > 1 else shards[0]
-        names, tensors = self.hf_bridge._weight_to_hf_format(name, whole)
+        whole = shards[0]
+        if len(shards) > 1:  # of the parameter mbridge reads these two attributes of megatron-core's
+            parameter = SimpleNamespace(tensor_model_parallel=True, partition_dim=item.shard_dim)
+            whole = self.hf_bridge._weight_merge_across_tp(item.name, shards, parameter)
+        names, tensors = self.hf_bridge._weight_to_hf_format(item.name, whole)
         return zip(names, tensors, strict=True)
 
     def _walk(self) -> Iterator[Fill]:
@@ -144,9 +146,9 @@ class Exporter:
             yield from self._lasting
             return
         former, self._lasting = iter(self._lasting), []
-        units = (members_of(unit) for unit in self.units())
+        units = self.units()
         for members in [[member for unit in units for member in unit]] if self._stays else units:
-            self._gatherer.merge_sums = self._gatherer.merge_sums.to(members[0].parameter.device)
+            self._gatherer.merge_sums = self._gatherer.merge_sums.to(members[0].tensor.device)
             for part in self._gatherer.cut(members) if self.data_rank == 0 or self.everywhere else ():
                 fill = next(former, None)
                 if fill is None or not fill.is_current(part):

@@ -7,7 +7,7 @@ parts share. Leaves out what the values become (export.py) and the merge itself 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,52 +15,51 @@ import torch.distributed as dist
 from bridge.export.merge import merge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from bridge.export.trace import Place
 
-Unit = list[tuple[str, torch.Tensor]]
+class Adapter(Protocol):
+    """A low-rank update of a weight: W + scale * B @ A."""
+
+    @property
+    def a(self) -> torch.Tensor: ...
+    @property
+    def b(self) -> torch.Tensor: ...
+    @property
+    def scale(self) -> float: ...
 
 
-class Member(NamedTuple):
-    """A parameter of a unit, and the A and B that are to be merged into it."""
+class WeightItem(Protocol):
+    """A parameter as the engine hands it out, whole over data parallelism and local to the tensor-parallel rank.
 
-    name: str
-    parameter: torch.Tensor
-    adapter: tuple[torch.Tensor, torch.Tensor] | None
+    `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated.
+    """
 
-
-def members_of(unit: Unit) -> list[Member]:
-    """The unit's parameters without the adapters', which go to their weights."""
-    adapters = {name: parameter for name, parameter in unit if name.endswith((".lora_a", ".lora_b"))}
-    members = []
-    for name, parameter in unit:
-        linear = name.removesuffix(".weight")
-        if name not in adapters:
-            is_adapted = linear != name and f"{linear}.lora_a" in adapters
-            adapter = (adapters[f"{linear}.lora_a"], adapters[f"{linear}.lora_b"]) if is_adapted else None
-            members.append(Member(name, parameter, adapter))
-    return members
+    @property
+    def name(self) -> str: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def shard_dim(self) -> int | None: ...
+    @property
+    def adapter(self) -> Adapter | None: ...
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether the tensor is a tensor-parallel shard, by megatron-core's attribute."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def _tensors(part: list[Member]) -> list[torch.Tensor]:
-    return [tensor for member in part for tensor in (member.parameter, *(member.adapter or ()))]
+def _tensors(part: Sequence[WeightItem]) -> list[torch.Tensor]:
+    adapters = ((item.adapter.a, item.adapter.b) if item.adapter else () for item in part)
+    return [tensor for item, factors in zip(part, adapters, strict=True) for tensor in (item.tensor, *factors)]
 
 
 class Shards(NamedTuple):
     """Where a parameter's value lies once its part is there: for each tensor-parallel rank which memory, from where on."""
 
-    member: Member
+    member: WeightItem
     places: list[Place]
 
     def tensors(self, memory: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Each rank's, as views."""
-        size, shape = self.member.parameter.numel(), self.member.parameter.shape
+        size, shape = self.member.tensor.numel(), self.member.tensor.shape
         return [memory[name][start : start + size].view(shape) for name, start in self.places]
 
 
@@ -72,19 +71,19 @@ class Gatherer:
         self.merge_sums = torch.zeros(2, dtype=torch.float64)  # lost and moved, squared: see merge.squared_error
         self._slots: dict[str, torch.Tensor] = {}
 
-    def num_shards(self, parameter: torch.Tensor) -> int:
-        return self.tensor_group.size() if self.tensor_group is not None and is_sharded(parameter) else 1
+    def num_shards(self, item: WeightItem) -> int:
+        return self.tensor_group.size() if self.tensor_group is not None and item.shard_dim is not None else 1
 
-    def moves(self, member: Member) -> bool:
+    def moves(self, member: WeightItem) -> bool:
         """Whether its value has to be written somewhere, to be gathered or merged."""
-        return member.adapter is not None or self.num_shards(member.parameter) > 1
+        return member.adapter is not None or self.num_shards(member) > 1
 
-    def cut(self, members: Iterable[Member]) -> Iterator[list[Member]]:
+    def cut(self, members: Iterable[WeightItem]) -> Iterator[list[WeightItem]]:
         """The members in runs for which `gather_bytes` of memory are enough, or which need it for one parameter."""
-        part: list[Member] = []
+        part: list[WeightItem] = []
         num_bytes = 0
         for member in members:
-            more = member.parameter.nbytes * self.num_shards(member.parameter) if self.moves(member) else 0
+            more = member.tensor.nbytes * self.num_shards(member) if self.moves(member) else 0
             if part and num_bytes + more > self.gather_bytes:
                 yield part
                 part, num_bytes = [], 0
@@ -104,49 +103,49 @@ class Gatherer:
 class Fill:
     """How a part comes together. Good for the same parameters as long as they are where they were."""
 
-    def __init__(self, part: list[Member], gatherer: Gatherer) -> None:
+    def __init__(self, part: list[WeightItem], gatherer: Gatherer) -> None:
         self._gatherer = gatherer
         still = [member for member in part if not gatherer.moves(member)]
-        self.memory = {member.name: member.parameter.detach().reshape(-1) for member in still}
+        self.memory = {member.name: member.tensor.detach().reshape(-1) for member in still}
         self._part = part
         self._views = [each.detach() for each in _tensors(part)]
         self._addresses = [view.data_ptr() for view in self._views]
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._merges: list[tuple[torch.Tensor, Member]] = []
+        self._merges: list[tuple[torch.Tensor, WeightItem]] = []
         self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []  # all ranks' values, this rank's
         places: dict[str, list[Place]] = {member.name: [(member.name, 0)] for member in still}
         moving = [member for member in part if gatherer.moves(member)]
-        for dtype in sorted({member.parameter.dtype for member in moving}, key=str):
-            members = [member for member in moving if member.parameter.dtype == dtype]
-            starts = [0, *itertools.accumulate(member.parameter.numel() for member in members)]
+        for dtype in sorted({member.tensor.dtype for member in moving}, key=str):
+            members = [member for member in moving if member.tensor.dtype == dtype]
+            starts = [0, *itertools.accumulate(member.tensor.numel() for member in members)]
             self.memory[str(dtype)] = self._prepare(members, starts)
             for member, start in zip(members, starts, strict=False):
-                ranks = range(gatherer.num_shards(member.parameter))
+                ranks = range(gatherer.num_shards(member))
                 places[member.name] = [(str(dtype), rank * starts[-1] + start) for rank in ranks]
         self.shards = [Shards(member, places[member.name]) for member in part]
 
-    def _prepare(self, members: list[Member], starts: list[int]) -> torch.Tensor:
+    def _prepare(self, members: list[WeightItem], starts: list[int]) -> torch.Tensor:
         """Where the values of members of one dtype will be; one alone is gathered from where it lies."""
         gatherer, first = self._gatherer, members[0]
         if len(members) == 1 and first.adapter is None:
-            flat = first.parameter.detach().reshape(-1)
+            flat = first.tensor.detach().reshape(-1)
         else:
-            flat = gatherer.slot(f"own {first.parameter.dtype}", starts[-1], first.parameter)
+            flat = gatherer.slot(f"own {first.tensor.dtype}", starts[-1], first.tensor)
             for member, start, end in zip(members, starts, starts[1:], strict=False):
-                out = flat[start:end].view(member.parameter.shape)
+                out = flat[start:end].view(member.tensor.shape)
                 if member.adapter is None:
                     self._copies[0].append(out)
-                    self._copies[1].append(member.parameter.detach())
+                    self._copies[1].append(member.tensor.detach())
                 else:
                     self._merges.append((out, member))
         if gatherer.tensor_group is None:
             return flat
         size = gatherer.tensor_group.size() * starts[-1]
-        everything = gatherer.slot(f"gathered {first.parameter.dtype}", size, first.parameter)
+        everything = gatherer.slot(f"gathered {first.tensor.dtype}", size, first.tensor)
         self._gathers.append((everything, flat))
         return everything
 
-    def is_current(self, part: list[Member] | None = None) -> bool:
+    def is_current(self, part: list[WeightItem] | None = None) -> bool:
         """Whether the parameters, which are those of `part` where it is given, are still where they were."""
         mine, theirs = _tensors(self._part), _tensors(part or self._part)
         return len(mine) == len(theirs) and all(
@@ -161,9 +160,8 @@ class Fill:
         errors = []
         for out, member in self._merges:
             assert member.adapter is not None
-            weight, a, b = (tensor.detach() for tensor in (member.parameter, *member.adapter))
-            scale: float = member.adapter[0].lora_scale  # type: ignore[attr-defined]
-            errors.append(merge(out, weight, a, b, scale))
+            weight, a, b = (tensor.detach() for tensor in (member.tensor, member.adapter.a, member.adapter.b))
+            errors.append(merge(out, weight, a, b, member.adapter.scale))
         if errors:
             self._gatherer.merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
         for everything, flat in self._gathers:
