@@ -43,7 +43,7 @@ class OptimizerConfig:
     clip_grad_norm: float = 1.0  # 0 switches clipping off
     warmup_steps: int = 0
     decay: str = "constant"  # constant | linear | cosine
-    decay_steps: int | None = None  # None: run.steps
+    decay_steps: int | None = None  # optimizer steps until the rate is at its minimum; None: all of the run
 
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -55,7 +55,7 @@ class LoraConfig:
 
     rank: int = 0
     alpha: float = 32.0
-    dropout: float = 0.0  # of what goes into the adapters, in training passes only
+    dropout: float = 0.0  # of what goes into the adapters, in training and for the old log-probs (with the same masks)
     targets: tuple[str, ...] = LORA_TARGETS  # linears of megatron-core's layers
     rslora: bool = False  # rank-stabilised, arXiv:2312.03732: alpha / sqrt(rank) in place of alpha / rank
     sync: str = "merged"  # merged: whole weights, W + scale B A, travel to the replicas | adapter: A and B alone
@@ -92,9 +92,12 @@ class AlgorithmConfig:
     name: str = "grpo"  # grpo | sft
     clip_low: float = 0.2
     clip_high: float = 0.28
-    kl_coefficient: float = 0.0  # above 0: k3 estimate of the KL to the start model, added to the loss
+    kl_coefficient: float = 0.0  # above 0: k3 estimate of the KL to the start model (with lora.adapter_path) is added to the loss
     importance_correction: str = "tis"  # none | tis: truncated importance sampling, trainer over rollout
     importance_cap: float = 2.0
     loss_aggregation: str = "token_mean"  # token_mean | sequence_mean
     normalize_advantage_by_std: bool = True
     num_minibatches: int = 1  # optimizer steps a batch
+    # auto: with one optimizer step a batch its own forward pass gives them | separate: a forward pass before the first step
+    old_log_probs: str = "auto"
+    non_finite: str = "stop"  # stop: a loss or gradient that is not finite ends the run | skip: its optimizer step is left out

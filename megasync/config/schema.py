@@ -112,6 +112,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.name": ("grpo", "sft"),
     "algorithm.importance_correction": ("none", "tis"),
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
+    "algorithm.old_log_probs": ("auto", "separate"),
+    "algorithm.non_finite": ("stop", "skip"),
     "checkpoint.resume": ("auto", "never"),
     "bench.ways": ("all", *WAYS),
     "bench.update": ("step", "negate"),
