@@ -131,7 +131,7 @@ class AlgorithmConfig(Section):
     clip_high: NonNegativeFloat = 0.28
     """The ratio of new to old probabilities counts up to 1 + clip_high."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Above 0: the k3 estimate of the KL divergence from the start model (with lora.adapter_path), times this, is added to the loss."""
+    """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
     importance_correction: Literal["none", "tis"] = "tis"
     """tis: truncated importance sampling, the trainer's probabilities over those of the rollout."""
     importance_cap: PositiveFloat = 2.0
