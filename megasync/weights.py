@@ -22,7 +22,7 @@ from bridge.send.publish import Publisher
 from engine import checkpoint
 from megasync.launch.ray_cluster import NO_IDLE_WORKERS
 from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
-from megasync.rank_zero import on_rank_zero
+from megasync.rank_zero import control_group, on_rank_zero
 
 if TYPE_CHECKING:
     from bridge.export.source import WeightSource
@@ -180,8 +180,8 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
     """Of whole weights, with adapters merged, or of the adapters alone."""
     sync = config.sync.model_copy(update={"transport": transport(config)})
     if isinstance(source, AdapterSource):
-        return Publisher(source, pool, source.sync_config(sync), adapter=source.spec)
-    return Publisher(source, pool, sync)
+        return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
+    return Publisher(source, pool, sync, control_group())
 
 
 def transport(config: Config) -> str:

@@ -20,6 +20,7 @@ from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.model_shapes import SHAPES
 from megasync.placement import replica_devices
+from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class BenchRank(ABC):
     def from_all(self, value: Any) -> list[Any]:
         """Each rank's value, on every rank."""
         values: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=control_group())
         return values
 
     def close(self) -> None:
