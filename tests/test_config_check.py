@@ -212,6 +212,10 @@ def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
     kept = load_data(load_config(runnable, data))
     assert (len(kept.train), len(kept.held_out)) == (5, 5)
     assert "the model's max_position_embeddings = 32" in kept.notes[0]
+    tokenizer = runnable.parent / "model" / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 16}))
+    kept = load_data(load_config(runnable, data))
+    assert "the tokenizer's model_max_length = 16" in kept.notes[0] and len(kept.held_out) == 4
 
 
 def test_lengths_are_those_of_the_samples(runnable: Path) -> None:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, SyncConfig
@@ -67,8 +67,8 @@ class RolloutConfig(Section):
     """Samples a prompt."""
     max_new_tokens: PositiveInt = 1024
     """Of one sample, its end included."""
-    temperature: PositiveFloat = 1.0
-    """Of training rollouts; evaluations are greedy."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Of training rollouts, from 0.01 on, to which vLLM raises what is lower; evaluations are greedy."""
     top_p: Share = 1.0
     """Sample from the likeliest tokens that have this share of the probability together."""
     max_model_len: PositiveInt | None = None

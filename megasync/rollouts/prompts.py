@@ -153,7 +153,7 @@ def read_files(config: Config) -> dict[str, list[Example]]:
 def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
     is_sft, policy = config.algorithm.name == "sft", config.data.too_long
     response = 0 if is_sft else config.rollout.max_new_tokens
-    name, limit = _shortest_limit(config, is_trained_on=is_sft or key == "data.train")
+    name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or key == "data.train")
     lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
     fitting = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
     num_dropped = len(examples) - len(fitting)
@@ -178,11 +178,13 @@ def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompt
     )
 
 
-def _shortest_limit(config: Config, *, is_trained_on: bool) -> tuple[str, int]:
+def _shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
     """What bounds a sequence most, and to how many tokens."""
     limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch} if is_trained_on else {}
     if positions := model_shape(config.model.path).max_position_embeddings:
         limits["the model's max_position_embeddings"] = positions
-    if config.algorithm.name != "sft" and config.rollout.max_model_len is not None:
+    if config.algorithm.name == "grpo" and config.rollout.max_model_len is not None:
         limits["rollout.max_model_len"] = config.rollout.max_model_len
+    elif config.algorithm.name == "grpo":  # vllm/config/model.py:2552 takes the smaller of positions and this one
+        limits["the tokenizer's model_max_length"] = prompts.tokenizer.model_max_length
     return min(limits.items(), key=lambda item: item[1], default=("", sys.maxsize))
