@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megasync.assets import build_tokenizer
 from megasync.bench.config import BenchRoot
 from megasync.config.check import check_config
 from megasync.config.keys import all_keys, bounds, choices
@@ -59,6 +60,7 @@ def write_model(folder: Path, **changes: object) -> Path:
 def write_runnable(folder: Path) -> Path:
     """A config that can run, with the model and the data that it names."""
     model = write_model(folder / "model")
+    build_tokenizer().save_pretrained(model)
     data = write(folder / "train.jsonl", '{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer": 3}\n')
     text = f"run: {{dir: {folder}/runs}}\nmodel: {{path: {model}}}\ndata: {{train: {data}, batch_size: 4}}\n"
     return write(folder / "run.yaml", text)

@@ -140,7 +140,7 @@ def test_ranges(empty: Path, key: str) -> None:
     [
         "sync.bucket_bytes=0", "sync.bucket_bytes=4095", "sync.bucket_bytes=1KiB", "run.steps=0", "rollout.top_p=0",
         "rollout.top_p=1.01", "engine.optimizer.beta1=1", "engine.optimizer.learning_rate=.nan",
-        "rollout.temperature=0",
+        "rollout.temperature=0", "rollout.temperature=0.009",
         "engine.optimizer.learning_rate=.inf", "engine.parallel.tensor=0", "data.batch_size=0",
         "sync.timeout_seconds=0",
     ],

@@ -1,7 +1,7 @@
 """Writes the JSON schema of a config, with which editors complete and check its YAML. No torch in here.
 
-    python -m megasync.config.json_schema --to docs/config.schema.json
-    python -m megasync.config.json_schema --root megasync.bench.config:BenchRoot --to docs/bench.schema.json
+python -m megasync.config.json_schema --to docs/config.schema.json
+python -m megasync.config.json_schema --root megasync.bench.config:BenchRoot --to docs/bench.schema.json
 """
 
 from __future__ import annotations

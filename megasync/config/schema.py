@@ -5,15 +5,26 @@ Leaves out reading YAML and overrides (load.py) and what needs the model and the
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, SyncConfig
 from engine.config import OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig, OffloadKind, OneOrMore, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
+RAY_ADDRESS = re.compile(r"local|auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
+
+
+def _ray_address(value: str) -> str:
+    match = RAY_ADDRESS.fullmatch(value)
+    if not match or (match[3] and not 0 < int(match[3]) < 2**16):
+        choices = "local, auto, HOST:PORT, ray://HOST:PORT"
+        raise PydanticCustomError("ray_address", "the address of a Ray is expected", {"choices": choices, "example": "auto"})
+    return value
 
 
 class RunConfig(Section):
@@ -56,8 +67,8 @@ class RolloutConfig(Section):
     """Samples a prompt."""
     max_new_tokens: PositiveInt = 1024
     """Of one sample, its end included."""
-    temperature: PositiveFloat = 1.0
-    """Of training rollouts; evaluations are greedy."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Of training rollouts, from 0.01 on, to which vLLM raises what is lower; evaluations are greedy."""
     top_p: Share = 1.0
     """Sample from the likeliest tokens that have this share of the probability together."""
     max_model_len: PositiveInt | None = None
@@ -74,7 +85,7 @@ class RolloutConfig(Section):
     """exact_match, math_verify, token_count, or a function of your own as package.module:function."""
     evaluate_every_steps: NonNegativeInt = 0
     """0: only before the first and after the last step, when data.eval is set."""
-    ray_address: str = "local"
+    ray_address: Annotated[str, AfterValidator(_ray_address)] = "local"
     """local: a Ray of the run's own; auto, HOST:PORT or ray://HOST:PORT: one that runs."""
 
     @property
@@ -95,6 +106,8 @@ class DataConfig(Section):
     """Prompts a step; sft: examples a step."""
     shuffle: bool = True
     """Another order in each epoch; false: the file's."""
+    too_long: Literal["drop", "refuse"] = "drop"
+    """What happens to examples that have more tokens than model, vLLM or a micro-batch take."""
     chat_template: bool = False
     """Wrap the prompt as one user turn of the tokenizer's chat template."""
 
