@@ -152,8 +152,8 @@ def restore(folder: Path, engine: Engine) -> None:
     if differing:
         told = "; ".join(f"{key} is {now}, the checkpoint has {then}" for key, (now, then) in differing.items())
         raise ValueError(
-            f"{folder}: cannot resume with another layout: {told}. Start with the checkpoint's layout, or begin anew from "
-            f"its weights: {_begin_anew(folder)} checkpoint.resume=never"
+            f"{folder}: cannot resume with another layout: {told}. Start with the checkpoint's layout, or begin another "
+            f"run from its weights: {_from_weights(folder)}"
         )
     state = _read_state(folder, engine)
     for optimizer, entries in zip(inner_optimizers(engine.optimizer), state["optimizers"], strict=True):
@@ -169,15 +169,15 @@ def _read_state(folder: Path, engine: Engine) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: holds objects that no checkpoint of this version has, none of which was loaded: it is damaged, of another "
-            f"version or not to be trusted. Begin anew from its weights: {_begin_anew(folder)} checkpoint.resume=never"
+            f"version or not to be trusted. Begin another run from its weights: {_from_weights(folder)}"
         ) from error
     return state
 
 
-def _begin_anew(folder: Path) -> str:
-    """The keys that start a run from the checkpoint's weights."""
+def _from_weights(folder: Path) -> str:
+    """The keys that start another run from the checkpoint's weights."""
     ((name, path),) = start(folder).items()
-    return f"{'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"
+    return f"run.name=NAME {'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"
 
 
 def _layout(engine: Engine) -> dict[str, Any]:
