@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+TRANSPORTS = ("auto", "shm", "nccl", "ipc")
+VERIFY = ("none", "digest", "readback")
+
 
 @dataclass(frozen=True)
 class SyncConfig:

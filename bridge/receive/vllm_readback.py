@@ -125,7 +125,7 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
 
 
 def pack_shards(slices: Iterable[Slice], names: frozenset[str] | None) -> list[tuple[Any, ...]]:
-    """The fields of a verify.Shard for each slice of these names, or of all; plain types, which is what vLLM's RPC can carry."""
+    """The fields of a shards.Shard for each slice of these names, or of all; plain types, which is what vLLM's RPC can carry."""
     return [
         (name, list(offsets), list(tensor.shape), str(tensor.dtype).removeprefix("torch."), _raw(tensor))
         for name, offsets, tensor in slices
@@ -146,7 +146,7 @@ def tensor_group() -> Any:
 
 
 def digest_whole(slices: Iterable[Slice], group: Any) -> dict[str, int]:
-    """digest_value of every full tensor, put together of what the workers of `group` hold; nothing on the others than the first.
+    """digest_value of every full tensor, put together of what the workers of `group` hold; {} except on rank 0.
 
     Collective: all workers have slices of the same tensors in the same order. Tensors stay on their device.
 

@@ -126,13 +126,9 @@ class ReplicaPool(ReplicaActors):
             return list(refusals[0])
         return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
 
-    def receive(self, version: int) -> list[Any]:
-        """Let all replicas load the stream that was begun; a Ray reference each."""
-        return [actor.receive.remote(version) for actor in self._actors]
-
-    def begin_and_receive(self, message: BeginSync) -> list[Any]:
-        """Both in one call, where the manifest was accepted before. A refusal is an error then."""
-        refs = [actor.begin_and_receive.remote(own) for actor, own in self._own(message)]
+    def receive(self, message: BeginSync) -> list[Any]:
+        """Let all replicas load the stream of a manifest that they have accepted; a Ray reference each."""
+        refs = [actor.receive.remote(own) for actor, own in self._own(message)]
         self._manifest_digests = [message.manifest_digest] * self.num_replicas
         return refs
 
@@ -180,9 +176,9 @@ class ReplicaPool(ReplicaActors):
                 failed.append(replica)
         return failed
 
-    def ordinary_layers(self) -> dict[str, str]:
-        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
-        (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
+    def loader_fallback(self) -> dict[str, str]:
+        """See SyncReport."""
+        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, [0])
         return dict(layers)
 
     def sync_spans(self) -> list[list[StageSpan]]:
