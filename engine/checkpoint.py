@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine import peft
@@ -115,12 +116,12 @@ def save_weights(folder: Path, stage: int, weights: Iterable[tuple[str, torch.Te
 def finish_folder(folder: Path, model_path: Path) -> None:
     """Index the shards and add config, tokenizer and what else stands beside the start model's weights."""
     shards = sorted(folder.glob("model-*.safetensors"))
-    headers = {shard: _header(shard) for shard in shards}
+    sizes = {shard: _tensor_bytes(shard) for shard in shards}
     if len(shards) == 1:
         shards[0].rename(folder / "model.safetensors")
     else:
-        weight_map = {name: shard.name for shard in shards for name in headers[shard]}
-        total = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for h in headers.values() for entry in h.values())
+        weight_map = {name: shard.name for shard in shards for name in sizes[shard]}
+        total = sum(sum(each.values()) for each in sizes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for path in model_path.iterdir():
@@ -239,11 +240,10 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    return header
+def _tensor_bytes(path: Path) -> dict[str, int]:
+    """The size of each tensor of a safetensors file, which is mapped and not read."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).nbytes for name in file.offset_keys()}
 
 
 def _flush(path: Path) -> None:
