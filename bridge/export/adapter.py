@@ -60,8 +60,9 @@ class AdapterSource:
         self.has_tensors = is_sender
         self._factors, self._is_in_place = factors, is_in_place
         self._manifest: Manifest | None = None
+        self._copies: list[tuple[Copy, ...]] = []
         self._part: Part | None = None
-        self._unscaled: list[torch.Tensor] = []  # in place: each B, and the memory for its product with the scale
+        self._unscaled: list[torch.Tensor] = []  # each B, and its product with the scale
         self._scaled: list[torch.Tensor] = []
 
     def sync_config(self, config: SyncConfig) -> SyncConfig:
@@ -89,24 +90,18 @@ class AdapterSource:
             yield self._part
 
     def _take(self) -> Part:
-        """The factors of now. An A that is in place is sent from there; the others, and B's products, from own memory."""
-        memory = self._part.memory if self._part is not None else {}
+        """The factors of now: each A where it is, if it stays there, and new memory for the others."""
+        memory: dict[str, torch.Tensor] = {}
         self._unscaled, self._scaled = [], []
         for name, tensor, is_b in self._each_once():
-            if self._is_in_place and not is_b:
-                memory[name] = tensor.view(-1)
-                continue
-            if name not in memory:
-                memory[name] = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            own = memory[name].view(tensor.shape)
-            torch.mul(tensor, self.spec.scale, out=own) if is_b else own.copy_(tensor)
+            sent = tensor if self._is_in_place and not is_b else tensor.clone(memory_format=torch.contiguous_format)
+            memory[name] = sent.view(-1)
             if is_b:
                 self._unscaled.append(tensor)
-                self._scaled.append(own)
-        if self._part is not None:
-            return self._part
-        regions = {name: whole(flat.numel()) for name, flat in memory.items()}
-        return Part([(Copy(region, name, region),) for name, region in regions.items()], memory)
+                self._scaled.append(sent.mul_(self.spec.scale))
+        if not self._copies:
+            self._copies = [(Copy(whole(flat.numel()), name, whole(flat.numel())),) for name, flat in memory.items()]
+        return Part(self._copies, memory)
 
     def _each_once(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(PEFT name, factor, whether it is a B)."""

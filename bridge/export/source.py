@@ -73,17 +73,10 @@ class WeightSource(Protocol):
     One rank a stage is its sender. `has_tensors`: whether this rank's parts hold the tensors; always true on the sender.
     """
 
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def num_stages(self) -> int: ...
-
-    @property
-    def is_sender(self) -> bool: ...
-
-    @property
-    def has_tensors(self) -> bool: ...
+    stage: int
+    num_stages: int
+    is_sender: bool
+    has_tensors: bool
 
     def manifest(self) -> Manifest:
         """This stage's tensors in order. Collective over the stage's ranks at the first call."""

@@ -28,11 +28,13 @@ NUM_BUFFERS = 2
 class GroupWriter:
     """The sending side of one stage."""
 
+    digests: BucketDigests | None
+
     def __init__(self, stage: StagePlan, num_readers: int, device: torch.device) -> None:
         self._stage = stage
         self._channel, self.endpoint = Channel.listen(1 + num_readers, device)
         self.buffers = [torch.zeros(stage.buffer_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        self.digests = BucketDigests(len(stage.buckets), device)
+        self.digests = self._digests = BucketDigests(len(stage.buckets), device)
         self._sent: list[Any] = [None] * NUM_BUFFERS
         self._count, self._verify, self._deadline = 0, False, 0.0
 
@@ -54,7 +56,7 @@ class GroupWriter:
         packed = self._channel.mark()
         self._sent[slot] = self._channel.broadcast(data, self._deadline, packed)
         if verify:  # beside the broadcast
-            self.digests.finish(data)
+            self._digests.finish(data)
         self._verify = verify
         self._count += 1
 
@@ -62,7 +64,7 @@ class GroupWriter:
         """Send the digests and wait until all is sent."""
         last: list[Any] = list(self._sent)
         if self._verify:
-            last.append(self._channel.broadcast(self.digests.join().view(torch.uint8), deadline, self._channel.mark()))
+            last.append(self._channel.broadcast(self._digests.join().view(torch.uint8), deadline, self._channel.mark()))
         for done in last:
             self._channel.wait(done, deadline, self._waits(self._count), check)
 

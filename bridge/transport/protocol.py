@@ -22,15 +22,8 @@ class Writer(Protocol):
     `check` is called while waiting and may raise. Deadlines are wall clock, seconds since the epoch.
     """
 
-    @property
-    def endpoint(self) -> str:
-        """Where readers find it; its scheme says which transport it is."""
-        ...
-
-    @property
-    def digests(self) -> BucketDigests | None:
-        """To which copies into a bucket may add its digest; None where `publish` takes it in any case."""
-        ...
+    endpoint: str  # where readers find it; its scheme says which transport it is
+    digests: BucketDigests | None  # to which copies into a bucket may add its digest; None: `publish` takes it in any case
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
         """Before a pass; the first one waits for all readers where the transport needs them."""
@@ -58,13 +51,8 @@ class Writer(Protocol):
 class Reader(Protocol):
     """One vLLM worker's side of all stages, an endpoint a stage."""
 
-    @property
-    def endpoints(self) -> tuple[str, ...]: ...
-
-    @property
-    def lends_memory(self) -> bool:
-        """Whether a bucket lies in host memory on which the worker computes: tensors may be views of it meanwhile."""
-        ...
+    endpoints: tuple[str, ...]
+    lends_memory: bool  # buckets lie in host memory, where the worker computes: tensors may be views of them meanwhile
 
     def buckets(
         self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool

@@ -58,22 +58,8 @@ class Switch:
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
-
-    @property
-    def stage(self) -> int:
-        return self.source.stage
-
-    @property
-    def num_stages(self) -> int:
-        return self.source.num_stages
-
-    @property
-    def is_sender(self) -> bool:
-        return self.source.is_sender
-
-    @property
-    def has_tensors(self) -> bool:
-        return self.source.has_tensors
+        self.stage, self.num_stages = source.stage, source.num_stages
+        self.is_sender, self.has_tensors = source.is_sender, source.has_tensors
 
     def manifest(self) -> Manifest:
         return self.source.manifest()
