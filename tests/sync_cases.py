@@ -13,28 +13,28 @@ import torch.distributed as dist
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.export.source import Part, whole_tensors
 from bridge.messages import SyncError
-from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
 from megasync.weights import start_ray
+from tests.replicas import OpenPool
 from tests.engine_cases import engine, exporter, random_samples
 
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
-_replicas: dict[str, ReplicaPool] = {}  # rank 0's, by their config
+_replicas: dict[str, OpenPool] = {}  # rank 0's, by their config
 
 
 def is_rank_zero() -> bool:
     return int(os.environ["RANK"]) == 0
 
 
-def replica(path: str, **fields: Any) -> ReplicaPool:
+def replica(path: str, **fields: Any) -> OpenPool:
     """A pool of one replica, for rank 0. It stays for the calls that follow, until `close_replicas` or the process's end."""
     if start_ray("local", 0):
         atexit.register(close_replicas)
     config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26, **fields)
     if str(config) not in _replicas:
-        _replicas[str(config)] = ReplicaPool.start(config, 1)
+        _replicas[str(config)] = OpenPool.start(config, 1)
     return _replicas[str(config)]
 
 
@@ -66,7 +66,7 @@ def publish_and_compare(
 
 
 def follow(
-    built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int, config: SyncConfig
+    built: Engine, pool: OpenPool | None, num_steps: int, first_version: int, config: SyncConfig
 ) -> dict[str, Any]:
     """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps."""
     source, sent = exporter(built), exporter(built, on_all_ranks=config.transport == "ipc")

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 from bridge.send import sender
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.messages import GenerationRequest, SyncError
-from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.processes import shared_memory_below, socket_folder
 from bridge.send.publish import Publisher
 from bridge.transport import segment
 from bridge.layout.digest import digest_value
 from megasync.weights import start_ray
+from tests.replicas import OpenPool
 from tests.sources import DictSource
 from tests.tiny_models import write_tiny_model
 
@@ -54,16 +54,16 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return in_layer_order(load_file(folder / "model.safetensors"))
 
 
-def start(folder: Path, replicas: int = 1, **config) -> ReplicaPool:
+def start(folder: Path, replicas: int = 1, **config) -> OpenPool:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 32, "kv_cache_bytes": 2**26} | config
-    return ReplicaPool.start(ReplicaConfig(str(folder), **fields), replicas)
+    return OpenPool.start(ReplicaConfig(str(folder), **fields), replicas)
 
 
 def differing(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in sent if not torch.equal(held[name], sent[name])]
 
 
-def tokens(pool: ReplicaPool, requests=GREEDY) -> list[tuple[int, ...]]:
+def tokens(pool: OpenPool, requests=GREEDY) -> list[tuple[int, ...]]:
     return [c.token_ids for completions in pool.generate(requests).result() for c in completions]
 
 

@@ -187,16 +187,11 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             vllm_reload.finish_reload(self._fallback_layers, self.model, self.model_config)
         self._sync = None
 
-    def read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
-        """vllm_readback.pack_shards of what is held here."""
-        wanted = None if names is None else frozenset(names)
-        return vllm_readback.pack_shards(self._held_slices(wanted), wanted)
-
     def read_digests(self) -> dict[str, int]:
         """vllm_readback.digest_whole of what the workers hold. Collective over them."""
-        return vllm_readback.digest_whole(self._held_slices(None), vllm_readback.tensor_group())
+        return vllm_readback.digest_whole(self.held_slices(None), vllm_readback.tensor_group())
 
-    def _held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
+    def held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
         """Of the adapter where one is served, all; else of the weights, those of these names at least."""
         if self.lora_manager is None:
             return vllm_readback.hf_slices(self.model, lambda name: names is None or name in names)
@@ -247,9 +242,6 @@ class WorkerExtension:
 
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()
-
-    def megasync_read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
-        return self.weight_transfer_engine.read_shards(names)
 
     def megasync_read_digests(self) -> dict[str, int]:
         return self.weight_transfer_engine.read_digests()
