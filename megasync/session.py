@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bridge.export.source import whole_tensors
 from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
@@ -120,8 +121,9 @@ class Session:
         if every and (step % every == 0 or step == self.config.run.steps):
             begin = time.time()
             model, keep = Path(self.config.model.path), self.config.checkpoint.keep
+            tensors = whole_tensors(self.weights.exporter)
             with self.weights.turns.trainer():
-                self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, self.weights.exporter, model, keep)
+                self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, tensors, model, keep)
             self.log.timeline.add("checkpoint", "trainer", begin, time.time(), {"step": step})
 
     # ------------------------------------------------------------------------------------------------ held-out accuracy

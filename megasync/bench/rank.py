@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bridge.export.source import whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.send.publish import Publisher
 from engine import parallel
@@ -97,7 +98,7 @@ class BenchRank(ABC):
         Raises:
             RuntimeError: it does not; names tensors that differ.
         """
-        own = {tensor: digest_value(value) for tensor, value in source}
+        own = {tensor: digest_value(value) for tensor, value in whole_tensors(source)}
         digests = {key: digest for part in self.from_all(own) for key, digest in part.items()}
         for held in pool.read_digests(600.0) if pool is not None else []:
             wrong = [key for key, digest in digests.items() if held.get(key) != digest]
