@@ -16,10 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
-
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_config import TransformerConfig
+from engine import fused
+from engine.megatron import PackedSeqParams, TransformerConfig
 
 
 @dataclass

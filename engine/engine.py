@@ -20,17 +20,13 @@ import torch.distributed as dist
 from engine import device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
 from engine.wrap import WrappedModel
-
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
@@ -272,6 +268,3 @@ class Engine:
     def _reports(self) -> bool:
         """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == 0
-
-
-_ = mpu

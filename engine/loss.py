@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
+from engine import fused
 from engine.batch import MicroBatch
 from engine.config import AlgorithmConfig
-
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
+from engine.megatron import parallel_state as mpu
+from engine.megatron import tensor_parallel
 
 MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
 MAX_KL = 10.0

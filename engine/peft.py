@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import LoraConfig
 from engine.lora import adapted_linears
+from engine.megatron import ColumnParallelLinear
 from engine.parallel import Layout
 from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint
 from engine.weights import AdapterItem
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
 
