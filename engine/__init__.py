@@ -17,7 +17,8 @@ optimizer.py   Adam, clipping and the learning-rate schedule
 batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 metrics.py     what a step reports
-engine.py      Engine: prepare, update, log_probs, whole_parameters
+engine.py      Engine: prepare, update, whole_parameters
+random_state.py  the states of all random generators, and going back to them
 checkpoint.py  save and resume, cut-off safe
 memory.py      the setting of torch's allocator, and how much memory is in use
 offload.py     parameters, gradients and optimizer state to host memory and back
