@@ -143,8 +143,8 @@ class Engine:
         """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
         return self.wrapped.whole_parameters()
 
-    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(PEFT name, tensor) of this stage's adapters, on its sender. Every rank must walk all of it."""
+    def adapter_tensors(self) -> Iterator[peft.PeftFactors]:
+        """This stage's adapters in PEFT's names, on its sender. Every rank must walk all of it."""
         return peft.adapter_tensors(self.wrapped.whole_adapters(), self.hf_bridge, self.layout)
 
     # ------------------------------------------------------------------------------------------------ one step

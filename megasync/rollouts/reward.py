@@ -11,12 +11,14 @@ A function of your own takes one RewardInput and returns a finite number.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import math
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megasync.config.errors import explain, nearest_name
 
@@ -95,19 +97,13 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
 
 
-def check_reward_name(name: str) -> None:
-    """ValueError unless `name` is in the registry or has the form of an import path. Imports nothing."""
-    if name in REWARDS or IMPORT_PATH.fullmatch(name):
-        return
-    message = f"rollout.reward = {name!r}: there is no such reward"
-    choices = ", ".join([*REWARDS, "package.module:function"])
-    raise ValueError(explain(message, choices=choices, nearest=nearest_name(name, REWARDS), remedy=PATH_REMEDY))
-
-
 def resolve_reward(name: str) -> RewardFunction:
-    """The function of that name, imported if need be; it raises ValueError where its result is no finite number."""
-    check_reward_name(name)
-    function = REWARDS[name] if name in REWARDS else _import_function(name)
+    """The function of that name, imported if need be; it raises ValueError where its result is no finite number.
+
+    Raises:
+        ValueError: there is no such function, or it does not take one RewardInput.
+    """
+    function = REWARDS.get(name) or _import_function(name)
 
     def checked(sample: RewardInput) -> float:
         value = function(sample)
@@ -124,18 +120,36 @@ def resolve_reward(name: str) -> RewardFunction:
 
 
 def _import_function(path: str) -> RewardFunction:
-    module_name, _, function_name = path.partition(":")
     headline = f"rollout.reward = {path!r}"
+    if not IMPORT_PATH.fullmatch(path):
+        choices = ", ".join([*REWARDS, "package.module:function"])
+        near = nearest_name(path, REWARDS)
+        raise ValueError(explain(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY))
+    module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ValueError(explain(f"{headline}: cannot be imported: {error}", remedy=remedy)) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        problem = "is no function" if hasattr(module, function_name) else f"is not in {module.__file__}"
-        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = nearest_name(function_name, functions)
-        message = f"{headline}: {function_name} {problem}"
-        raise ValueError(explain(message, nearest=near, remedy="name a function that takes a RewardInput"))  # noqa: TRY004
+        raise ValueError(explain(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy)) from error
+    function: Any = getattr(module, function_name, None)
+    if function is None:
+        problem = f"is not in {module.__file__}"
+    elif not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        problem = "is no ordinary function"
+    else:
+        problem = _wrong_arguments(function)
+    if problem:
+        near = nearest_name(function_name, [name for name, value in vars(module).items() if inspect.isfunction(value)])
+        remedy = "name a function that takes one RewardInput and returns a number"
+        raise ValueError(explain(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy))
     return function  # type: ignore[no-any-return]
+
+
+def _wrong_arguments(function: RewardFunction) -> str:
+    try:
+        inspect.signature(function).bind("a RewardInput")
+    except TypeError as error:
+        return f"cannot be called with one argument: {error}"
+    except ValueError:  # a function of C that does not tell
+        return ""
+    return ""
