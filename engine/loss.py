@@ -92,8 +92,7 @@ def grpo_loss(
     compute_policy_loss and kl_penalty; trainer/ppo/rollout_corr_helper.py, SAFETY_BOUND), so that no token alone makes the loss
     infinite.
     """
-    mask = batch.mask
-    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    mask, old = batch.mask, log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     # where masked, differences are set to 0 before exp: filling must not give inf * 0
     ratio = _bounded((log_probs - old) * mask).exp()
     surrogate = torch.minimum(
