@@ -60,7 +60,7 @@ class Engine:
         self.layout = parallel.layout()
         self.device = device.compute_device()
         self.hf_bridge = build_bridge(model, engine)
-        self.use_fused = fused.chosen(engine.fusions)
+        self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
         chunks = self._start_chunks(weights_path or model.path)

@@ -85,7 +85,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     hf_config.rope_theta = upstream.rope_theta(hf_config)
     experts.check(hf_config, engine)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
-    use_fused = fused.chosen(engine.fusions)
+    use_fused = fused.is_enabled(engine.fusions)
     recompute: dict[str, Any] = {}
     if engine.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

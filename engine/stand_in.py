@@ -1,4 +1,4 @@
-"""A stand-in for the module `torch`, given to megatron-core, megatron-fsdp and mbridge on machines without CUDA.
+"""A stand-in for the module `torch` in megatron-core, megatron-fsdp and mbridge on machines without CUDA.
 
 megatron-core names the device "cuda" in some fifty places (rotary embedding, schedules, optimizer, FSDP buffers). An import
 hook gives the modules of those three packages, and no others, a module in which those names mean the CPU. torch itself stays as
@@ -101,7 +101,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Done:
-    """The handle of a collective that is over."""
+    """The handle of a finished collective."""
 
     def wait(self) -> bool:
         return True
@@ -110,8 +110,8 @@ class _Done:
         return True
 
 
-def _at_once(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, done when it returns, also with `async_op`."""
+def _synchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective without asynchrony: with `async_op` it returns a handle that is done."""
 
     @functools.wraps(collective)
     def wrapped(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def _not_coalescing(*_: Any, **__: Any) -> Iterator[_Done]:
 
 
 COLLECTIVES: dict[str, Any] = {
-    name: _at_once(getattr(torch.distributed, name))
+    name: _synchronous(getattr(torch.distributed, name))
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "broadcast")
 }
 
