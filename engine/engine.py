@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import device, fused, lora, loss, metrics, parallel, peft
+from engine import device, fused, lora, loss, metrics, parallel, peft, upstream
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
@@ -28,7 +28,6 @@ from engine.wrap import WrappedModel
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -80,7 +79,7 @@ class Engine:
         self.reference: list[torch.nn.Module] | None = None
         if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:  # experts copy model_config, so before it has functions
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
-        self.model_config.finalize_model_grads_func = finalize_model_grads
+        self.model_config.finalize_model_grads_func = upstream.finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
