@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
+from engine import fused
 from engine.batch import MicroBatch
 from engine.config import AlgorithmConfig
+from engine.megatron import parallel_state as mpu
+from engine.megatron import tensor_parallel
 
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-
+MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
+MAX_KL = 10.0
 Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
 
 
@@ -25,7 +26,7 @@ def token_log_probs(
     """Natural log-prob of each label under softmax(logits / temperature).
 
     Args:
-        logits: [1, T, vocabulary / tensor size], this tensor-parallel rank's part of the vocabulary; not changed.
+        logits: [1, T, vocabulary / tensor size], this tensor-parallel rank's shard of the vocabulary; not changed.
         labels: int64 [1, T].
         use_fused: see fused.token_log_probs; else megatron-core's cross entropy on float32 logits.
 
@@ -67,13 +68,13 @@ def aggregation_weights(batch: MicroBatch, num_tokens: int, num_samples: int, ag
     """
     if aggregation == "token_mean":
         return batch.mask / max(num_tokens, 1)
-    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # asking `segment` would wait for the device
+    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # segment.max() would synchronise
     counts.index_add_(0, batch.segment, batch.mask)
     return batch.mask / counts.clamp(min=1)[batch.segment] / max(num_samples, 1)
 
 
 def sft_loss(log_probs: torch.Tensor, batch: MicroBatch, weights: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Negative log-likelihood of the responses. Returns this micro-batch's part of the mini-batch loss, and sums."""
+    """Negative log-likelihood of the responses. Returns this micro-batch's share of the mini-batch loss, and sums."""
     loss = -(log_probs * weights).sum()
     return loss, {"loss": loss.detach().double(), "tokens": batch.mask.sum().double()}
 
@@ -84,23 +85,25 @@ def grpo_loss(
     """Clipped policy gradient with truncated importance sampling and an optional k3 KL term.
 
     PPO's clip with separate bounds (DAPO, arXiv:2503.14476); `tis` multiplies by min(old / rollout, cap), no gradient
-    through it; KL as k3 = exp(d) - d - 1 with d = reference - current (Schulman 2020).
+    through it; KL as k3 = exp(d) - d - 1 with d = reference - current (Schulman 2020). Without `old_log_probs` the current
+    ones are the old ones: no optimizer step lies between.
+
+    Every exponent is clamped to +-20 and each token's KL to 10, as in verl (verl/trainer/ppo/core_algos.py,
+    compute_policy_loss and kl_penalty; trainer/ppo/rollout_corr_helper.py, SAFETY_BOUND), so that no token alone makes the loss
+    infinite.
     """
-    assert batch.old_log_probs is not None
-    mask = batch.mask
-    # where masked, differences are set to 0 before exp: filling must not give inf * 0
-    ratio = torch.exp((log_probs - batch.old_log_probs) * mask)
+    mask, old = batch.mask, log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    # masked differences are 0 before exp: padding must not give inf * 0
+    ratio = _bounded((log_probs - old) * mask).exp()
     surrogate = torch.minimum(
         ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
     )
-    gap = (batch.old_log_probs - batch.rollout_log_probs) * mask
-    correction = gap.exp().clamp(max=config.importance_cap) if config.importance_correction == "tis" else mask
+    gap = (old - batch.rollout_log_probs) * mask
+    correction = _bounded(gap).exp().clamp(max=config.importance_cap) if config.importance_correction == "tis" else mask
     token_loss = -surrogate * correction
     sums: Sums = {}
     if config.kl_coefficient > 0:
-        assert batch.reference_log_probs is not None
-        difference = (batch.reference_log_probs - log_probs) * mask
-        kl = difference.exp() - difference - 1
+        kl = _kl(log_probs, batch)
         token_loss = token_loss + config.kl_coefficient * kl
         sums["kl"] = (kl * mask).sum().detach().double()
     loss = (token_loss * weights).sum()
@@ -116,3 +119,14 @@ def grpo_loss(
             "importance": (correction * mask).sum().double(),
         }
     return loss, sums
+
+
+def _kl(log_probs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Each token's estimate k3 of the KL to the reference, from 0 to MAX_KL."""
+    assert batch.reference_log_probs is not None
+    difference = _bounded((batch.reference_log_probs - log_probs) * batch.mask)
+    return (difference.exp() - difference - 1).clamp(max=MAX_KL)
+
+
+def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 from engine import device, memory
-
-device.install()
-
-from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
-
-from engine.config import ParallelConfig  # noqa: E402
+from engine.config import ParallelConfig
+from engine.megatron import parallel_state as mpu
+from engine.megatron import tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not is_mapped:
-        memory.let_blocks_grow()
+        memory.enable_expandable_segments()
     if not dist.is_initialized():
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,21 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import LoraConfig
 from engine.lora import adapted_linears
+from engine.megatron import ColumnParallelLinear
 from engine.parallel import Layout
 from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint
 from engine.weights import AdapterItem
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
+
+
+class PeftFactors(NamedTuple):
+    """The whole adapter of one Hugging Face linear."""
+
+    name: str  # the linear's, as PEFT has it
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [*, rank]; flattening * gives its rows
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,10 @@ class Heads:
 
 
 def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
-    """For each Hugging Face linear that is fused into `linear` its rows of `whole` [rows, n], tensor-parallel shards end to end.
+    """The rows of `whole` [rows, n] that belong to each Hugging Face linear fused into `linear`.
 
-    Views [..., n]; what is before n are the rows, in order. Invariant: together they hold each row once.
+    `whole` is the concatenation of the tensor-parallel shards. Returns views [*, n]; flattening * gives a linear's rows in order.
+    Invariant: together they hold each row once.
     """
     if linear.endswith("linear_qkv"):
         queries = heads.num_heads // heads.num_groups
@@ -60,17 +69,14 @@ def hf_linears(hf_bridge: Any, linear: str) -> list[str]:
     return [name.removesuffix(".weight") for name in names]
 
 
-# ---------------------------------------------------------------------------------------------------------------- out
+# -------------------------------------------------------------------------------------------------------------- write
 
 
 @torch.no_grad()
-def adapter_tensors(
-    units: Iterable[list[AdapterItem]], hf_bridge: Any, layout: Layout
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT name, tensor) of this stage's adapters in layer order; only the stage's sender gets any.
+def adapter_tensors(units: Iterable[list[AdapterItem]], hf_bridge: Any, layout: Layout) -> Iterator[PeftFactors]:
+    """This stage's adapters in layer order; only the stage's sender gets any. Every rank iterates to the end.
 
-    A is [rank, in]; B is [..., rank], its rows in order in what is before rank. Views of parameters where nothing is gathered.
-    Every rank iterates to the end.
+    Views of parameters where nothing is gathered. Linears that are fused into one share its A: the same object.
     """
     heads, group = Heads.of(hf_bridge.hf_config), hf_bridge.mpu.tp_group
     for items in units:
@@ -78,10 +84,9 @@ def adapter_tensors(
             continue
         factors = _gather(items, group) if layout.tensor_size > 1 else [(each.adapter.a, each.adapter.b) for each in items]
         for item, (a, b) in zip(items, factors if layout.is_sender else [], strict=False):
-            parts = split_rows(item.linear, b.detach(), heads, layout.tensor_size)
+            whole_a, parts = a.detach(), split_rows(item.linear, b.detach(), heads, layout.tensor_size)
             for name, part in zip(hf_linears(hf_bridge, item.linear), parts, strict=True):
-                yield f"{PREFIX}{name}.lora_A.weight", a.detach()
-                yield f"{PREFIX}{name}.lora_B.weight", part
+                yield PeftFactors(f"{PREFIX}{name}", whole_a, part)
 
 
 def _gather(items: list[AdapterItem], group: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,9 +103,13 @@ def _gather(items: list[AdapterItem], group: Any) -> list[tuple[torch.Tensor, to
     return factors
 
 
-def save_stage(folder: Path, stage: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def save_stage(folder: Path, stage: int, adapters: Iterable[PeftFactors]) -> None:
     """One stage's part of a folder. Every rank calls; `finish_folder` follows on rank 0, after a barrier."""
-    mine = {name: tensor.flatten(0, -2).to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    mine = {
+        f"{each.name}.lora_{kind}.weight": factor.flatten(0, -2).to("cpu", copy=True).contiguous()
+        for each in adapters
+        for kind, factor in (("A", each.a), ("B", each.b))
+    }
     if mine:
         save_file(mine, folder / f"stage-{stage:03d}.safetensors")
 
@@ -130,7 +139,7 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1))
 
 
-# ----------------------------------------------------------------------------------------------------------------- in
+# --------------------------------------------------------------------------------------------------------------- read
 
 
 @torch.no_grad()

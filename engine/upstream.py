@@ -56,8 +56,9 @@ def finalize_model_grads(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
     finalize_model_grads.py:250 sums the first and the last stage's gradient in place, in the DTensor's local shard, and :257 then
     puts that shard where the DTensor was.
     """
-    from megatron.core.distributed import finalize_model_grads as finalize
     from torch.distributed.tensor import DTensor
+
+    from engine.megatron import finalize_model_grads as finalize
 
     finalize(chunks, *args, **kwargs)
     for buffer in (chunk.param_and_grad_buffer for chunk in chunks if hasattr(chunk, "param_and_grad_buffer")):

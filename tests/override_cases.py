@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.engine_cases import engine, random_samples
+from tests.engine_cases import engine, log_probs, random_samples
 
 
 def trained(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -17,12 +17,12 @@ def trained(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         with engine(path, name="sft", optimizer={"clip_grad_norm": 0.0, "warmup_steps": 0}, **case) as built:
-            losses, log_probs = [], []
+            losses, values = [], []
             for step in range(2):
                 losses.append(built.update(built.prepare(random_samples(8, seed=step)))["loss/sft"])
                 if step == 0:
-                    log_probs = [values.clone() for values in built.log_probs(random_samples(4, seed=9))]
+                    values += log_probs(built, random_samples(4, seed=9))
             weights = {item.name: item.tensor.detach().clone() for items in built.whole_parameters() for item in items}
-            log_probs += built.log_probs(random_samples(4, seed=9))
-        results.append({"losses": losses, "log_probs": torch.cat(log_probs), "weights": weights})
+            values += log_probs(built, random_samples(4, seed=9))
+        results.append({"losses": losses, "log_probs": torch.cat(values), "weights": weights})
     return results
