@@ -1,4 +1,4 @@
-"""Whole runs on GPUs, by the commands that users type: Megatron's weights reach vLLM over NCCL, or CUDA IPC where GPUs are shared.
+"""Whole runs on GPUs by the commands that users type: Megatron's weights reach vLLM over NCCL, or CUDA IPC where GPUs are shared.
 
 After every sync what the replica holds is read back and compared with what was sent (`sync.verify=readback`). The log-probs tell
 that this is what was trained: one step moves them by far more than bfloat16 rounds.
