@@ -5,14 +5,12 @@ python -m megasync.num_ranks CONFIG.yaml [key=value ...]      # prints the numbe
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.devices import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,30 +20,15 @@ if TYPE_CHECKING:
 NUM_CPU_RANKS = 2
 
 
-def num_gpus() -> int:
-    """GPUs that a process started from here sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(gpu_names())
-
-
-def gpu_names() -> list[str]:
-    """What nvidia-smi calls the GPUs of this machine."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
-
-
 def num_replica_gpus(config: Config) -> int:
     """GPUs that the config's vLLM replicas need beside the trainer's."""
-    return config.rollout.replicas * config.rollout.tensor_parallel if config.algorithm.name != "sft" else 0
+    if config.algorithm.name == "sft" or config.rollout.is_colocated:
+        return 0
+    return config.rollout.replicas * config.rollout.tensor_parallel
 
 
 def default_num_ranks(config: Config, gpus: int) -> int:
-    """2 ranks without GPUs, else all of `gpus` but those of the replicas.
+    """2 ranks without GPUs, else all of `gpus` but those that the replicas have for themselves.
 
     Raises:
         ConfigError: the replicas leave no GPU for the trainer.
@@ -70,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0 if arguments else 2
     with main_errors():
-        print(default_num_ranks(load_config(arguments[0], arguments[1:]), num_gpus()))
+        print(default_num_ranks(load_config(arguments[0], arguments[1:]), len(visible_devices())))
     return 0
 
 

@@ -22,7 +22,7 @@ from megasync.config.check import check_config
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.launch.processes import run_to_end
+from megasync.launch.processes import run_to_end, torchrun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,9 +54,7 @@ class Phase:
 
     def run(self, num_ranks: int) -> int:
         """The exit code of all ranks."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        program = ["--nproc-per-node", str(num_ranks), "-m", "megasync.train", str(self.config_file)]
-        return run_to_end([*torchrun, *program, *self.overrides])
+        return run_to_end(torchrun(num_ranks, "megasync.train", str(self.config_file), *self.overrides))
 
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:

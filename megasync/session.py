@@ -19,7 +19,7 @@ from megasync.config.schema import Config
 from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
-from megasync.rollouts.data import PromptOrder, load_examples
+from megasync.rollouts.data import Example, PromptOrder, load_examples
 from megasync.rollouts.prompts import Prompts
 from megasync.rollouts.reward import resolve_reward
 from megasync.rollouts.rollout import RolloutBatch, Rollouts
@@ -50,9 +50,9 @@ class Session:
         if self.last_checkpoint:
             checkpoint.restore(self.last_checkpoint, self.engine)
         self.prompts = Prompts(config.model.path, config.data.chat_template)
-        self.examples = load_examples(config.data.train, config.data.prompt_key, config.data.answer_key)
-        held_out = config.data.eval
-        self.held_out = load_examples(held_out, config.data.prompt_key, config.data.answer_key) if held_out else []
+        has_data = self.layout.rank == 0 or config.algorithm.name == "sft"  # with GRPO rank 0 hands samples out
+        self.examples = self._load(config.data.train) if has_data else []
+        self.held_out = self._load(config.data.eval) if has_data else []
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
         self.weights = Weights(config, self.engine, self.log)
         self.rollouts: Rollouts | None = None
@@ -70,9 +70,8 @@ class Session:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time a part of the step for timeline.json. Not collective."""
-        begin = time.time()
-        yield
-        self.log.timeline.add(name, "trainer", begin, time.time(), {"step": self.step})
+        with self.log.timeline.span(name, "trainer", step=self.step):
+            yield
 
     def log_step(self, metrics: dict[str, float]) -> None:
         """Write the step's line. Not collective; rank 0 writes."""
@@ -104,7 +103,7 @@ class Session:
     def take_rollout(self, step: int) -> RolloutBatch:
         """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
         batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step))
-        self.weights.turns.to_trainer()
+        self.weights.devices.acquire_for_training()
         return batch
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -113,17 +112,15 @@ class Session:
         """Write a checkpoint after every `checkpoint.every_steps` steps, and after the last one."""
         every = self.config.checkpoint.every_steps
         if every and (step % every == 0 or step == self.config.run.steps):
-            begin = time.time()
             model, keep = Path(self.config.model.path), self.config.checkpoint.keep
-            with self.weights.turns.trainer():
+            with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
                 self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, self.weights.exporter, model, keep)
-            self.log.timeline.add("checkpoint", "trainer", begin, time.time(), {"step": step})
 
     # ------------------------------------------------------------------------------------------------ held-out accuracy
 
     def evaluate(self, step: int) -> float | None:
         """Greedy accuracy on the held-out file after `step` steps, None without one."""
-        if not self.held_out:
+        if not self.config.data.eval:
             return None
         if self.config.algorithm.name == "sft":
             samples = [self.prompts.supervised(example) for example in self.held_out]
@@ -172,6 +169,9 @@ class Session:
         """Take replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
         self.weights.close()
         self.log.close()
+
+    def _load(self, path: str) -> list[Example]:
+        return load_examples(path, self.config.data.prompt_key, self.config.data.answer_key) if path else []
 
     @property
     def _rollouts(self) -> Rollouts:

@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from bridge.replicas.actors import ReplicaActors
+from bridge.replicas.actors import ReplicaActor, ReplicaActors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
-    from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
@@ -40,10 +37,6 @@ class Generation:
     def _note_end(self, _: Any) -> None:
         self.ended_seconds = max(self.ended_seconds, time.time())
 
-    def done(self) -> bool:
-        finished, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
-        return len(finished) == len(self._refs)
-
     def result(self) -> list[list[Completion]]:
         """Wait for all; one list of `num_samples` completions a request.
 
@@ -57,37 +50,14 @@ class Generation:
 class ReplicaPool(ReplicaActors):
     """Replicas that generate and are brought to new weights. Use `start`."""
 
-    def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
-        super().__init__(config, num_replicas)
-        self._num_sent = [0] * num_replicas  # generate and score calls, to each actor since its launch
-        self._manifest_digests = [""] * num_replicas  # of the manifest that each replica's workers hold
-
-    # Generation.
-
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
         """Send requests off, request i to replica i modulo `num_replicas`; does not wait."""
         shares = [list(requests[i :: self.num_replicas]) for i in range(min(self.num_replicas, len(requests)))]
-        refs = [self._send(i, self._actors[i].generate, share) for i, share in enumerate(shares)]
+        refs = []
+        for actor, share in zip(self._chosen(), shares, strict=False):
+            refs.append(actor.handle.generate.remote(share))
+            actor.num_sent += 1  # a pause comes after: calls of an actor may overtake each other
         return Generation(self, refs, len(requests))
-
-    def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
-        lists = [tuple(ids) for ids in token_id_lists]
-        num_shares = min(self.num_replicas, len(lists))
-        shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
-        parts = self.gather([self._send(i, self._actors[i].score, share) for i, share in enumerate(shares)])
-        return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
-
-    def _send(self, replica: int, method: Any, share: list[Any]) -> Any:
-        """Count what a pause has to come after: calls of an actor may overtake each other."""
-        ref = method.remote(share)
-        self._num_sent[replica] += 1
-        return ref
-
-    @property
-    def versions(self) -> list[int | None]:
-        """What each replica serves; None while it has nothing that it may serve."""
-        return [version for _, version, _ in self._statuses()]
 
     # The steps of a sync (messages.py), driven by Publisher.
 
@@ -114,34 +84,34 @@ class ReplicaPool(ReplicaActors):
 
     def _after_sent(self, method: str, **options: Any) -> None:
         """Call what comes after all generation that was sent."""
-        sent = zip(self._actors, self._num_sent, strict=True)
-        self.gather([getattr(actor, method).remote(count, **options) for actor, count in sent])
+        self.gather([getattr(actor.handle, method).remote(actor.num_sent, **options) for actor in self._chosen()])
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
-        refusals = self.gather([actor.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
-        for replica, refused in enumerate(refusals):
-            self._manifest_digests[replica] = "" if refused else message.manifest_digest
+        refusals = self.gather([actor.handle.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
+        for actor, refused in zip(self._chosen(), refusals, strict=True):
+            actor.manifest_digest = "" if refused else message.manifest_digest
         if all(refused == refusals[0] for refused in refusals):
             return list(refusals[0])
         return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
 
     def receive(self, version: int) -> list[Any]:
         """Let all replicas load the stream that was begun; a Ray reference each."""
-        return [actor.receive.remote(version) for actor in self._actors]
+        return [actor.handle.receive.remote(version) for actor in self._chosen()]
 
     def begin_and_receive(self, message: BeginSync) -> list[Any]:
         """Both in one call, where the manifest was accepted before. A refusal is an error then."""
-        refs = [actor.begin_and_receive.remote(own) for actor, own in self._own(message)]
-        self._manifest_digests = [message.manifest_digest] * self.num_replicas
+        refs = [actor.handle.begin_and_receive.remote(own) for actor, own in self._own(message)]
+        for actor in self._chosen():
+            actor.manifest_digest = message.manifest_digest
         return refs
 
-    def _own(self, message: BeginSync) -> Iterator[tuple[Any, BeginSync]]:
+    def _own(self, message: BeginSync) -> Iterator[tuple[ReplicaActor, BeginSync]]:
         """Each replica's actor and message; the manifest goes to those that do not hold it."""
         width = self.config.tensor_parallel
-        for replica, actor in enumerate(self._actors):
+        for replica, actor in enumerate(self._chosen()):
             first = replica * width
-            known = self._manifest_digests[replica] == message.manifest_digest
+            known = actor.manifest_digest == message.manifest_digest
             yield (
                 actor,
                 dataclasses.replace(
@@ -192,20 +162,3 @@ class ReplicaPool(ReplicaActors):
     def read_digests(self, timeout: float) -> list[dict[str, int]]:
         """digest.digest_value by HF name of what each replica holds."""
         return self._call(lambda actor: actor.read_digests.remote(), timeout)
-
-    def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:
-        """Full tensors by HF name of what a replica computes with; all when `names` is None. For small models."""
-        (tensors,) = self._call(lambda actor: actor.read_back.remote(names), None, [replica])
-        return dict(tensors)
-
-    def _statuses(self) -> list[tuple[str, int | None, str]]:
-        statuses = []
-        for replica in range(self.num_replicas):
-            try:
-                statuses += self._call(lambda actor: actor.status.remote(), CONTROL_SECONDS, [replica])
-            except RuntimeError as error:
-                statuses.append(("failed", None, str(error)))
-        return statuses
-
-    def _forget(self, replica: int) -> None:
-        self._manifest_digests[replica], self._num_sent[replica] = "", 0

@@ -20,8 +20,6 @@ from bridge.replicas.output import Output
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    import torch
-
     from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest
 
@@ -40,7 +38,7 @@ class Replica:
         self._in_sync = False  # the lock is held for a sync, or asleep
         self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
         self._spans: list[StageSpan] = []
-        self._num_calls = 0  # to generate and score, all
+        self._num_calls = 0  # to generate, all
         self._num_running = 0  # those whose requests are in the engine
         self._ids = itertools.count()
         self._output = Output()
@@ -82,16 +80,6 @@ class Replica:
 
         outputs = iter(await self._run(submit))
         return [[vllm_api.to_completion(next(outputs), version) for _ in range(r.num_samples)] for r in requests]
-
-    async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
-        """Log-probs of given tokens, from the second of each list on."""
-
-        async def submit(queues: list[Any]) -> None:
-            for ids in token_id_lists:
-                queue = await vllm_api.submit_score(self._engine, ids, self._new_id(), with_adapter=self._has_adapter)
-                queues.append(queue)
-
-        return [vllm_api.to_scores(output) for output in await self._run(submit)]
 
     async def _run(self, submit: Callable[[list[Any]], Awaitable[None]]) -> list[Any]:
         """Hand requests in as one batch and wait for their outputs; `submit` appends a queue for each.
@@ -135,7 +123,7 @@ class Replica:
     async def pause(self, num_calls: int) -> None:
         """Take on no new requests, and wait until the running ones are done; asleep, get memory for weights.
 
-        `num_calls`: how many calls to generate or score come before; they may still be on their way.
+        `num_calls`: how many calls to generate come before; they may still be on their way.
         """
         if self._state is ReplicaState.ASLEEP:
             await self._wake([vllm_api.WEIGHTS])
@@ -237,11 +225,6 @@ class Replica:
             self._leave_sync()
         return self._state is ReplicaState.FAILED
 
-    async def status(self) -> tuple[str, int | None, str]:
-        """State, version (None: none that it could serve) and why it failed."""
-        self._notice_death()
-        return self._state.value, self.version, self._failure
-
     async def sync_spans(self) -> list[StageSpan]:
         """What the last sync's time went to in here, for the timeline."""
         return self._spans
@@ -250,14 +233,6 @@ class Replica:
         """Layers of the first worker that take vLLM's own loader in a sync, and why."""
         answers = await self._engine.collective_rpc("megasync_ordinary")
         return dict(answers[0])
-
-    async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
-        """Full tensors by HF name, rebuilt from what all workers hold."""
-        from bridge.receive.shards import assemble
-        from bridge.receive.vllm_readback import to_shard
-
-        answers = await self._engine.collective_rpc("megasync_read_shards", args=(names,))
-        return assemble(to_shard(fields) for answer in answers for fields in answer)
 
     async def read_digests(self) -> dict[str, int]:
         """digest.digest_value of every tensor that the replica holds."""

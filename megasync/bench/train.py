@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -21,18 +19,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.bench.machine import describe_machine
 from megasync.config.load import config_to_dict, save_config
+from megasync.devices import visible_devices
 from megasync.files import write_atomically
-from megasync.launch.processes import end_with_parent
+from megasync.launch.processes import end_with_parent, torchrun
 from megasync.model_shapes import SHAPES
-from megasync.num_ranks import num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megasync.config.schema import Config
 
-PACKAGES = ("torch", "triton", "megatron-core", "megatron-fsdp", "mbridge", "transformers")
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
 TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")
 
@@ -56,12 +54,10 @@ class Ranks:
         self.results, self.log, self.turn = (folder / f"{variant}.{kind}" for kind in ("json", "log", "go"))
         for path in (self.results, self.turn):
             path.unlink(missing_ok=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        ranks = ["--nproc-per-node", str(config.bench_train.num_ranks), "-m", "megasync.bench.train_rank"]
-        arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
+        arguments = (str(folder / "config.yaml"), variant, str(self.results), str(self.turn))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*torchrun, *ranks, *arguments],
+                torchrun(config.bench_train.num_ranks, "megasync.bench.train_rank", *arguments),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -102,9 +98,9 @@ def measure_train(config: Config, paths: Sequence[Path]) -> dict[str, Any]:
     """
     bench = config.bench_train
     save_config(config, config.run.folder / "config.yaml")
-    results = {"bench": "train", **_environment(), "config": config_to_dict(config), "variants": {}}
+    results = {"bench": "train", **describe_machine(), "config": config_to_dict(config), "variants": {}}
     waiting: list[Ranks] = []
-    ahead = 1 if num_gpus() else 0
+    ahead = 1 if len(visible_devices()) else 0
     try:
         for index, variant in enumerate(bench.variants):
             started = index + len(waiting)
@@ -118,14 +114,6 @@ def measure_train(config: Config, paths: Sequence[Path]) -> dict[str, Any]:
         for ranks in waiting:
             ranks.end()
     return results
-
-
-def _environment() -> dict[str, Any]:
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {"versions": versions, "python": platform.python_version(), "machine": platform.machine(), "gpus": num_gpus()}
 
 
 def _line(variant: str, measured: dict[str, Any]) -> str:
