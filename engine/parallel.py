@@ -61,7 +61,7 @@ def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not is_mapped:
-        memory.let_blocks_grow()
+        memory.enable_expandable_segments()
     if not dist.is_initialized():
         backend, timeout = device.communication_backend(), timedelta(seconds=timeout_seconds)
         if "MASTER_ADDR" in os.environ:

@@ -25,14 +25,14 @@ PARAMETERS = "parameters"
 class DeviceSharing:
     """Every method is collective, and does nothing unless the placement is colocated.
 
-    While the replicas are awake they have all of their memory, and the trainer only what `engine.offload` leaves on the device;
-    during a sync also its parameters. While they sleep the trainer has all of its own.
+    While the replicas are awake they have all of their memory, and the trainer only what `rollout.offload_trainer` leaves on the
+    device; during a sync also its parameters. While they sleep the trainer has all of its own.
     """
 
     def __init__(self, config: Config, engine: Engine, timeline: Timeline) -> None:
         self.is_shared = config.rollout.is_colocated
         self.keeps_weights = config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"  # the base is never sent
-        self.kinds, self.timeline = config.engine.offload, timeline
+        self.kinds, self.timeline = config.rollout.offload_trainer, timeline
         self.offload = Offload(engine)
         self.trainer_has_devices = True
         self.pool: ReplicaPool | None = None  # rank 0's

@@ -12,15 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bridge.export.source import whole_tensors
 from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
+from megasync.files import CHECKPOINTS, set_aside
 from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
-from megasync.rollouts.data import Example, PromptOrder, load_examples
-from megasync.rollouts.prompts import Prompts
+from megasync.rollouts.data import PromptOrder
+from megasync.rollouts.prompts import RunData
 from megasync.rollouts.reward import resolve_reward
 from megasync.rollouts.rollout import RolloutBatch, Rollouts
 from megasync.weights import Weights
@@ -29,15 +31,16 @@ from megasync.weights import Weights
 class Session:
     """What a run holds on one rank. Built by train.py; `close` in any case."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
         self.begin_seconds = time.time()
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
-        self.checkpoints = config.run.folder / "checkpoints"
+        self.checkpoints = config.run.folder / CHECKPOINTS
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
         self.first_step = checkpoint.step_of(self.last_checkpoint) if self.last_checkpoint else 0
         self.step = self.first_step
+        former = None if self.last_checkpoint else on_rank_zero(lambda: set_aside(config.run.folder))
         self.engine = Engine(
             config.model,
             config.engine,
@@ -49,11 +52,12 @@ class Session:
         )
         if self.last_checkpoint:
             checkpoint.restore(self.last_checkpoint, self.engine)
-        self.prompts = Prompts(config.model.path, config.data.chat_template)
-        has_data = self.layout.rank == 0 or config.algorithm.name == "sft"  # with GRPO rank 0 hands samples out
-        self.examples = self._load(config.data.train) if has_data else []
-        self.held_out = self._load(config.data.eval) if has_data else []
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
+        self._data_of_rank = data
+        if former:
+            self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
+        for note in data.notes if data is not None else ():
+            self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
         self.rollouts: Rollouts | None = None
         self.accuracies: dict[int, float] = {}
@@ -78,15 +82,15 @@ class Session:
         seconds = time.time() - self.step_begin_seconds
         tokens = metrics.get("train/response_tokens", 0.0)
         times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
-        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.in_use()})
+        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
 
     # ------------------------------------------------------------------------------------------------ data
 
     def supervised_batch(self, step: int) -> list[Sample]:
         """The supervised examples of a step, the same on every rank. Not collective."""
         data = self.config.data
-        order = PromptOrder(len(self.examples), data.batch_size, self.config.run.seed, data.shuffle)
-        return [self.prompts.supervised(self.examples[index]) for index in order.indices(step)]
+        order = PromptOrder(len(self._data.train), data.batch_size, self.config.run.seed, data.shuffle)
+        return [self._data.prompts.supervised(self._data.train[index]) for index in order.indices(step)]
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
@@ -94,7 +98,9 @@ class Session:
         self.weights.start_replicas()
         pool = self.weights.pool
         if pool is not None:
-            self.rollouts = Rollouts(self.config, pool, self.prompts, self.examples, reward, self.log.timeline, self.first_step)
+            self.rollouts = Rollouts(
+                self.config, pool, self._data.prompts, self._data.train, reward, self.log.timeline, self.first_step
+            )
 
     def start_rollouts(self, until: int) -> None:
         """Let the batches up to that of step `until` begin to generate."""
@@ -113,8 +119,9 @@ class Session:
         every = self.config.checkpoint.every_steps
         if every and (step % every == 0 or step == self.config.run.steps):
             model, keep = Path(self.config.model.path), self.config.checkpoint.keep
+            tensors = whole_tensors(self.weights.exporter)
             with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
-                self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, self.weights.exporter, model, keep)
+                self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, tensors, model, keep)
 
     # ------------------------------------------------------------------------------------------------ held-out accuracy
 
@@ -123,10 +130,10 @@ class Session:
         if not self.config.data.eval:
             return None
         if self.config.algorithm.name == "sft":
-            samples = [self.prompts.supervised(example) for example in self.held_out]
+            samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
             self.accuracies[step] = statistics.fmean(self.engine.greedy_matches(samples))
         else:
-            self.accuracies[step] = on_rank_zero(lambda: self._rollouts.evaluate(self.held_out))
+            self.accuracies[step] = on_rank_zero(lambda: self._rollouts.evaluate(self._data.held_out))
         self.log.evaluation(step, self.accuracies[step])
         return self.accuracies[step]
 
@@ -170,8 +177,10 @@ class Session:
         self.weights.close()
         self.log.close()
 
-    def _load(self, path: str) -> list[Example]:
-        return load_examples(path, self.config.data.prompt_key, self.config.data.answer_key) if path else []
+    @property
+    def _data(self) -> RunData:
+        assert self._data_of_rank is not None
+        return self._data_of_rank
 
     @property
     def _rollouts(self) -> Rollouts:

@@ -23,43 +23,20 @@ from transformers import AutoModelForCausalLM
 
 from bridge.send import sender
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
-from tests.pools import OpenPool
 from bridge.replicas.pool import Generation
 from bridge.replicas.processes import shared_memory_below, socket_folder
 from bridge.send.publish import Publisher
 from bridge.transport import segment
 from bridge.layout.digest import digest_value
 from megasync.launch.ray_cluster import start_ray
+from tests.replicas import OpenPool
+from tests.sources import DictSource
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
 GREEDY = [GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0), GenerationRequest((40,), 1, 12, 0.0)]
 SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, seed=i) for i in range(5)]
-
-
-class DictSource:
-    """One stage's tensors from a dict, which a test may exchange between syncs; `fail_at` raises before that tensor."""
-
-    is_sender = gives = True
-
-    def __init__(self, tensors: dict[str, torch.Tensor], stage: int = 0, num_stages: int = 1) -> None:
-        self.tensors, self.stage, self.num_stages, self.fail_at = tensors, stage, num_stages, ""
-
-    def manifest(self) -> Manifest:
-        return Manifest(
-            tuple(TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items())
-        )
-
-    def __iter__(self):
-        for name, tensor in self.tensors.items():
-            if name == self.fail_at:
-                raise RuntimeError("out of trainer memory")
-            yield name, tensor
-
-    def parts(self) -> None:
-        return None
 
 
 def in_layer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -298,9 +275,9 @@ def test_restarted_replicas_serve_after_the_next_publish(tied_pool, tied_folders
     with pytest.raises(RuntimeError, match="waits for a publish"):
         tied_pool.generate(GREEDY).result()
     tied_source.tensors = load(tied_folders[2])
-    report = Publisher(tied_source, tied_pool, SyncConfig("nccl", verify="readback")).publish(15)
-    assert set(report.ordinary.values()) == {"oneDNN packs its weight after loading"}
-    assert not [name for name in report.ordinary if "norm" in name or "embed" in name or name == "lm_head"]
+    report = Publisher(tied_source, tied_pool, SyncConfig(transport="nccl", verify="readback")).publish(15)
+    assert set(report.loader_fallback.values()) == {"oneDNN packs its weight after loading"}
+    assert not [name for name in report.loader_fallback if "norm" in name or "embed" in name or name == "lm_head"]
     assert tied_pool.versions == [15, 15]
     assert all(differing(tied_pool.read_back(replica=r), tied_source.tensors) == [] for r in range(2))
     assert tokens(tied_pool)
@@ -335,7 +312,7 @@ def split_pool(split_folders, cluster):
 def test_two_workers_hold_what_was_sent(split_pool, split_folders) -> None:
     source = DictSource(load(split_folders[0]))
     for transport in ("shm", "nccl"):
-        publisher = Publisher(source, split_pool, SyncConfig(transport, bucket_bytes=100_000, verify="readback"))
+        publisher = Publisher(source, split_pool, SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback"))
         for version, folder in enumerate([split_folders[2], split_folders[1]]):
             source.tensors = load(folder)
             publisher.publish(version)
@@ -356,7 +333,7 @@ def publish_second_stage(store: str, folders: list[Path], results: multiprocessi
     """Rank 1 of the trainer, in a process of its own: sends stage 1; its last sync fails in the source."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
     source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
-    publisher = Publisher(source, None, SyncConfig("nccl", bucket_bytes=50_000, verify="readback"))
+    publisher = Publisher(source, None, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
     for version, folder in enumerate([folders[0], folders[2], folders[1]]):
         source.tensors = halves(folder)[1]
         source.fail_at = "model.layers.2.mlp.up_proj.weight" if version == 2 else ""
@@ -377,7 +354,7 @@ def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
     try:
         source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
-        publisher = Publisher(source, split_pool, SyncConfig("nccl", bucket_bytes=50_000, verify="readback"))
+        publisher = Publisher(source, split_pool, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
         for version, folder in enumerate([split_folders[0], split_folders[2]]):
             source.tensors = halves(folder)[0]
             report = publisher.publish(version)

@@ -197,8 +197,8 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     from safetensors.torch import load_file
 
     from bridge.config import ReplicaConfig, SyncConfig
-    from tests.pools import OpenPool
     from bridge.send.publish import Publisher
+    from tests.replicas import OpenPool
     from tests.test_sync_vllm import DictSource, differing, in_layer_order
     from tests.tiny_models import write_tiny_model
 
@@ -214,8 +214,9 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
             for version, folder in enumerate(folders[1:]):
                 tensors = in_layer_order(load_file(folder / "model.safetensors"))
                 source.tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
-                publisher = publisher or Publisher(source, pool, SyncConfig(transport, 100_000, verify="readback"))
-                assert publisher.publish(version).ordinary == {}
+                sync = SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback")
+                publisher = publisher or Publisher(source, pool, sync)
+                assert publisher.publish(version).loader_fallback == {}
                 assert differing(pool.read_back(), tensors) == []
             publisher.close()
     finally:

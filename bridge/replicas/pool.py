@@ -95,13 +95,9 @@ class ReplicaPool(ReplicaActors):
             return list(refusals[0])
         return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
 
-    def receive(self, version: int) -> list[Any]:
-        """Let all replicas load the stream that was begun; a Ray reference each."""
-        return [actor.handle.receive.remote(version) for actor in self._chosen()]
-
-    def begin_and_receive(self, message: BeginSync) -> list[Any]:
-        """Both in one call, where the manifest was accepted before. A refusal is an error then."""
-        refs = [actor.handle.begin_and_receive.remote(own) for actor, own in self._own(message)]
+    def receive(self, message: BeginSync) -> list[Any]:
+        """Let all replicas load the stream of a manifest that they have accepted; a Ray reference each."""
+        refs = [actor.handle.receive.remote(own) for actor, own in self._own(message)]
         for actor in self._chosen():
             actor.manifest_digest = message.manifest_digest
         return refs
@@ -150,9 +146,9 @@ class ReplicaPool(ReplicaActors):
                 failed.append(replica)
         return failed
 
-    def ordinary_layers(self) -> dict[str, str]:
-        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
-        (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
+    def loader_fallback(self) -> dict[str, str]:
+        """See SyncReport."""
+        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, [0])
         return dict(layers)
 
     def sync_spans(self) -> list[list[StageSpan]]:

@@ -3,7 +3,7 @@
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
 build_engine, stop_engine, pause, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
-submit, to_completion   requests and outputs
+submit, to_completion    requests and outputs
 
 Leaves out loading weights (vllm_reload.py), reading them back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is
 imported inside the functions: the trainer imports this file too.
@@ -17,6 +17,9 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from bridge.layout.splitmix import GAMMA, mix64
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 from bridge.receive import vllm_adapter
 from bridge.replicas import processes
@@ -191,11 +194,9 @@ async def finish_update(engine: Any, version: int, *, adapter: bool) -> bool:
 
 
 def mix_seed(seed: int, sample: int) -> int:
-    """A seed for one sample that shares no noise with its neighbours' (splitmix64's finaliser)."""
-    z = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (z ^ (z >> 31)) & SEED_MASK
+    """A seed for one sample that shares no noise with its neighbours'."""
+    state = (seed * GAMMA + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
+    return int(mix64(np.array([state], np.uint64))[0]) & SEED_MASK
 
 
 async def submit(

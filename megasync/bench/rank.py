@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bridge.export.source import whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.send.publish import Publisher
 from engine import parallel
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from bridge.export.source import WeightSource
     from engine.config import EngineConfig
-    from megasync.config.schema import Config
+    from megasync.bench.config import BenchRoot
 
 SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
 Measured = dict[str, Any]
@@ -38,7 +39,7 @@ Measured = dict[str, Any]
 class BenchRank(ABC):
     """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BenchRoot) -> None:
         self.config = config
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
@@ -102,7 +103,7 @@ class BenchRank(ABC):
         Raises:
             RuntimeError: it does not; names tensors that differ.
         """
-        own = {tensor: digest_value(value) for tensor, value in source}
+        own = {tensor: digest_value(value) for tensor, value in whole_tensors(source)}
         digests = {key: digest for part in self.from_all(own) for key, digest in part.items()}
         for held in pool.read_digests(600.0) if pool is not None else []:
             wrong = [key for key, digest in digests.items() if held.get(key) != digest]

@@ -9,7 +9,6 @@ Model FLOP/s count 6 for each token and each parameter that it meets, attention 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench.machine import describe_machine
-from megasync.config.load import config_to_dict, save_config
+from megasync.config.load import save_config
 from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
@@ -29,13 +28,13 @@ from megasync.model_shapes import SHAPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megasync.config.schema import Config
+    from megasync.bench.config import BenchRoot
 
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
 TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")
 
 
-def prepare(config: Config) -> Config:
+def prepare(config: BenchRoot) -> BenchRoot:
     """The config with a model folder: one with only a config.json is written where model.path is empty."""
     if config.model.path:
         return config
@@ -43,18 +42,18 @@ def prepare(config: Config) -> Config:
     bench = config.bench_train
     hf_config = {**SHAPES[bench.shapes].hf_config(bench.sequence_length), "torch_dtype": config.model.dtype}
     write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
 class Ranks:
     """The processes of one variant. They import everything, then wait for `go`."""
 
-    def __init__(self, config: Config, variant: str) -> None:
+    def __init__(self, config: BenchRoot, variant: str) -> None:
         folder = config.run.folder
         self.results, self.log, self.turn = (folder / f"{variant}.{kind}" for kind in ("json", "log", "go"))
         for path in (self.results, self.turn):
             path.unlink(missing_ok=True)
-        arguments = (str(folder / "config.yaml"), variant, str(self.results), str(self.turn))
+        arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 torchrun(config.bench_train.num_ranks, "megasync.bench.train_rank", *arguments),
@@ -91,14 +90,14 @@ class Ranks:
         self.process.wait()
 
 
-def measure_train(config: Config, paths: Sequence[Path]) -> dict[str, Any]:
+def measure_train(config: BenchRoot, paths: Sequence[Path]) -> dict[str, Any]:
     """All variants, one after another; what is known so far is written to `paths` after each.
 
     With GPUs the next variant's ranks import their libraries while one is measured, which needs only the CPU.
     """
     bench = config.bench_train
     save_config(config, config.run.folder / "config.yaml")
-    results = {"bench": "train", **describe_machine(), "config": config_to_dict(config), "variants": {}}
+    results = {"bench": "train", **describe_machine(), "config": config.model_dump(), "variants": {}}
     waiting: list[Ranks] = []
     ahead = 1 if len(visible_devices()) else 0
     try:
@@ -152,7 +151,7 @@ def show(results: dict[str, Any]) -> None:
     console.print(table)
 
 
-def run(config: Config, json_path: Path | None) -> int:
+def run(config: BenchRoot, json_path: Path | None) -> int:
     """Measure by a prepared config and show it. Exit code 0: all measured; 1: a variant failed, the others are there."""
     results = measure_train(config, [config.run.folder / "bench_train.json", *([json_path] if json_path is not None else [])])
     show(results)

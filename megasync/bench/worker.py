@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine import parallel
+from megasync.bench.config import BenchRoot
 from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.rollout import RolloutBench
 from megasync.bench.sync import SyncBench
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
     bench = None
     try:
-        bench = BENCHES[verb](load_config(config_path))
+        bench = BENCHES[verb](load_config(config_path, root=BenchRoot))
         bench.keep = functools.partial(write, is_complete=False)
         results = bench.run()
         if bench.layout.rank == 0:

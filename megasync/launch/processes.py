@@ -1,6 +1,6 @@
 """Child processes that do not outlive this one. Linux only: the kernel tells the child that its parent died.
 
-code = run_to_end(torchrun(2, "megasync.train", "CONFIG.yaml"))
+code = run_to_end(torchrun(2, "megasync.train", "configs/quickstart.yaml"))
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bridge.replicas.processes import LONGEST_FOLDER, MEMORY_FOLDER, shared_memory_below
+from bridge.replicas.processes import LONGEST_FOLDER, shared_memory_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,8 +57,8 @@ def listen_on_loopback() -> None:
 def run_scope() -> Iterator[None]:
     """A folder for temporary files, TMPDIR, for this process and its descendants; with the block's end all of them are gone.
 
-    Descendants whose parents are gone become children of this process, so that none is lost. Files that crashed processes have
-    left in /dev/shm go too. torch's cache of compiled kernels stays where it is.
+    Descendants whose parents are gone become children of this process, so that none is lost. torch's cache of compiled kernels
+    stays where it is.
     """
     former = tempfile.gettempdir()
     # sockets below have paths of up to 107 characters
@@ -89,10 +89,6 @@ def end_descendants() -> None:
         alive = [each for each in psutil.Process().children(recursive=True) if each not in alive]
     for path in segments:
         Path(path).unlink(missing_ok=True)
-    if any(MEMORY_FOLDER.glob("megasync-*")):
-        from bridge.transport.segment import sweep_stale_segments  # with torch
-
-        sweep_stale_segments()
 
 
 @contextmanager
