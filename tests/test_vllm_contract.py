@@ -189,7 +189,7 @@ def test_adapters_can_be_made_of_tensors() -> None:
     assert vllm_adapter._renames(mapper)._map_name("a.c") == "b.c"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False)])
 def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: str, tied: bool) -> None:
     """Needs 2 devices. The trainer's is the first; the replica gets the second."""
