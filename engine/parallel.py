@@ -59,9 +59,12 @@ def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.
     if not is_mapped:
         memory.enable_expandable_segments()
     if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(name, value)
-        dist.init_process_group(device.communication_backend(), timeout=timedelta(seconds=timeout_seconds))
+        backend, timeout = device.communication_backend(), timedelta(seconds=timeout_seconds)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # one rank, which no launcher has started, meets no other: its store needs no socket
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,

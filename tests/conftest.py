@@ -56,10 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _cannot_run(item: pytest.Item) -> str:
     """Why a test has no place on this machine; empty where it has."""
-    from megasync.num_ranks import num_gpus
+    from megasync.devices import visible_devices
 
     if marker := item.get_closest_marker("gpu"):
-        needed, there = (*marker.args, 1)[0], num_gpus()
+        needed, there = (*marker.args, 1)[0], len(visible_devices())
         return f"needs {needed} GPUs, {there} are visible" if there < needed else ""
     starts_vllm = item.path.stem in VLLM_ON_CPU
     return "starts vLLM on the CPU, and the one here is built for GPUs" if starts_vllm and not _is_cpu_vllm() else ""
