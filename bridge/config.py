@@ -12,6 +12,9 @@ from pydantic_core import PydanticCustomError
 
 BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
+Transport = Literal["auto", "shm", "nccl", "ipc"]
+Verify = Literal["none", "digest", "readback"]
+
 
 def _num_bytes(value: object) -> object:
     """`512MiB` as a whole number; what is no text stays as it is."""
@@ -33,12 +36,12 @@ class SyncConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    transport: Literal["auto", "shm", "nccl", "ipc"] = "auto"
+    transport: Transport = "auto"
     """shm: shared memory, on one host; nccl: process groups, over NCCL between GPUs and gloo between CPUs; ipc: memory of GPUs
     that trainer and replicas share; auto: shm without CUDA, with it ipc where the placement is colocated, else nccl."""
     bucket_bytes: Annotated[ByteSize, Field(ge=4096)] = 512 * 2**20
     """Size of the two buffers that weights are streamed through, such as 512MiB."""
-    verify: Literal["none", "digest", "readback"] = "digest"
+    verify: Verify = "digest"
     """digest: of every bucket, before it is loaded; readback: besides, every tensor is read back and compared once
     the sync is done."""
     timeout_seconds: PositiveFloat = 60.0

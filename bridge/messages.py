@@ -1,21 +1,26 @@
 """The protocol of a sync: its states, its typed messages, and what comes of each message in each state.
 
-    SERVING --pause--> PAUSED --begin--> READY --receive--> RECEIVING --received--> RECEIVED --commit--> COMMITTED
-       ^                                                                                                     |
-       +---------------------------------------------- resume -----------------------------------------------+
+    SERVING --pause--> PAUSED --receive--> RECEIVING --received--> RECEIVED --commit--> COMMITTED
+       ^                                                                                     |
+       +-------------------------------------- resume ---------------------------------------+
 
 A replica that shares its devices with the trainer goes from SERVING to ASLEEP, its memory given up, and on to PAUSED by the
-next pause, or back by resume where it kept its weights. Begin checks the manifest and changes no weight: when it is refused,
-the replica stays PAUSED, and resume serves the former version, if it still has one. An abort up to READY does the same; from
-RECEIVING on it leads to FAILED, where nothing generates, and which only a new replica leaves (ReplicaPool.restart). Leaves
-out who sends what when: publish.py drives, replica.py obeys. No torch in here.
+next pause, or back by resume where it kept its weights. A manifest is offered to a replica that is PAUSED before the first
+receive: begin changes no weight, whether it is accepted or refused, and resume serves the former version, if there still is
+one. An abort in PAUSED does the same; from RECEIVING on it leads to FAILED, where nothing generates, and which only a new
+replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py obeys. No torch in here.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FOLDER_VERSION = -1  # weights as loaded from the model folder, before any sync
 
@@ -26,7 +31,6 @@ class ReplicaState(Enum):
     SERVING = "serving"
     ASLEEP = "asleep"
     PAUSED = "paused"
-    READY = "ready"
     RECEIVING = "receiving"
     RECEIVED = "received"
     COMMITTED = "committed"
@@ -51,8 +55,8 @@ TRANSITIONS: dict[tuple[ReplicaState, Event], ReplicaState] = {
     (ReplicaState.SERVING, Event.SLEEP): ReplicaState.ASLEEP,
     (ReplicaState.SERVING, Event.PAUSE): ReplicaState.PAUSED,
     (ReplicaState.ASLEEP, Event.PAUSE): ReplicaState.PAUSED,
-    (ReplicaState.PAUSED, Event.BEGIN): ReplicaState.READY,
-    (ReplicaState.READY, Event.RECEIVE): ReplicaState.RECEIVING,
+    (ReplicaState.PAUSED, Event.BEGIN): ReplicaState.PAUSED,
+    (ReplicaState.PAUSED, Event.RECEIVE): ReplicaState.RECEIVING,
     (ReplicaState.RECEIVING, Event.RECEIVED): ReplicaState.RECEIVED,
     (ReplicaState.RECEIVED, Event.COMMIT): ReplicaState.COMMITTED,
     (ReplicaState.ASLEEP, Event.RESUME): ReplicaState.SERVING,
@@ -61,7 +65,6 @@ TRANSITIONS: dict[tuple[ReplicaState, Event], ReplicaState] = {
     (ReplicaState.SERVING, Event.ABORT): ReplicaState.SERVING,
     (ReplicaState.ASLEEP, Event.ABORT): ReplicaState.ASLEEP,
     (ReplicaState.PAUSED, Event.ABORT): ReplicaState.SERVING,
-    (ReplicaState.READY, Event.ABORT): ReplicaState.SERVING,
     (ReplicaState.RECEIVING, Event.ABORT): ReplicaState.FAILED,
     (ReplicaState.RECEIVED, Event.ABORT): ReplicaState.FAILED,
     (ReplicaState.COMMITTED, Event.ABORT): ReplicaState.FAILED,
@@ -111,12 +114,11 @@ def _rebuild_sync_error(version: int, reasons: list[str], refused: bool, failed_
 
 @dataclass(frozen=True)
 class BeginSync:
-    """Opens a sync. The bucket plan is not in it: both sides make it from manifest, stages and bucket size.
+    """Opens a sync. The plan is not in it: both sides make it from manifest, stages and bucket size (layout/bucket.py).
 
     `manifest_json` is None when the replica already holds the manifest of that digest. `stage_sizes` are numbers of
-    tensors. `endpoints` has for each reader one a stage: a segment's path (transport/segment.py), or where its sender
-    listens (transport/nccl.py); a replica gets those of its workers. `sync_index` counts the syncs of these endpoints, so
-    that bucket k of a stage with n has the sequence number sync_index * n + k. `first_reader` is the index of the replica's
+    tensors. `endpoints` has for each reader one a stage (transport/open.py); a replica gets those of its workers.
+    `sync_index` counts the syncs of these endpoints. `first_reader` is the index of the replica's
     first worker among all `num_readers` workers of all replicas.
     """
 
@@ -179,16 +181,54 @@ class StageSpan:
     end: float
 
 
+@dataclass
+class Spans:
+    """Collects stretches."""
+
+    taken: list[StageSpan] = field(default_factory=list)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start = time.time()
+        yield
+        self.taken.append(StageSpan(name, start, time.time()))
+
+
+class Replicas(Protocol):
+    """What a Publisher asks of the replicas: ReplicaPool's side of the protocol. Methods raise RuntimeError."""
+
+    @property
+    def reader_names(self) -> list[str]: ...
+
+    def pause(self) -> None: ...
+
+    def begin(self, message: BeginSync) -> list[str]: ...
+
+    def receive(self, message: BeginSync) -> list[Any]: ...
+
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool: ...
+
+    def commit(self, version: int, timeout: float) -> None: ...
+
+    def loader_fallback(self) -> dict[str, str]: ...
+
+    def read_digests(self, timeout: float) -> list[dict[str, int]]: ...
+
+    def resume(self) -> None: ...
+
+    def abort(self, reason: str, *, timeout: float) -> list[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """One sync in figures, as seen by this rank. All sizes count all pipeline stages.
 
     `seconds`: from begin to the end of commit and verification. `pause_seconds`: how long no replica took on new
-    requests; the wait for running ones is in it. `stages`: pause, begin (in the first sync; later it goes with the load),
-    then gather, pack and wait for each bucket that this rank sends (gather alone where it sends none; their lengths are
-    measured, within a bucket they are laid end to end), load, commit, readback, resume. With CUDA gather and pack are the
-    time to queue work, which runs while the rank waits. `ordinary`: vLLM layers that take vLLM's own loader instead of the
-    baked plan (plan.py), in the first worker of the first replica, each with the reason; known on rank 0.
+    requests; the wait for running ones is in it. `stages`: pause, begin (in the first sync), then gather, pack and wait for
+    each bucket that this rank sends (gather alone where it sends none; their lengths are measured, within a bucket they are
+    laid end to end), load, commit, readback, resume. With CUDA gather and pack are the time to queue work, which runs while
+    the rank waits. `loader_fallback`: vLLM layers that are loaded by vLLM's own loader
+    instead of the baked plan (bake.py), in the first worker of the first replica, each with the reason; known on rank 0.
     """
 
     version: int
@@ -198,7 +238,7 @@ class SyncReport:
     verified: bool
     num_buckets: int
     stages: tuple[StageSpan, ...]
-    ordinary: dict[str, str]
+    loader_fallback: dict[str, str]
 
     @property
     def gb_per_second(self) -> float:

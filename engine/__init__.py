@@ -10,12 +10,13 @@ fused.py       rotary embedding and log-probs in one kernel each, with CUDA
 lora.py        low-rank adapters on the frozen linears
 peft.py        adapters to and from PEFT's folders; peft_folder.py says what a folder may be, without torch
 wrap.py        the wrap table: `ddp` and `megatron_fsdp`; ddp_fields.py has the names of `overrides`, without torch
-unshard.py     Megatron-FSDP's units made whole for a while
+unshard.py     all-gathers Megatron-FSDP's shards, a transformer layer at a time
+weights.py     typed weight items: what an export gets of a parameter
 optimizer.py   Adam, clipping and the learning-rate schedule
 batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 metrics.py     what a step reports
-engine.py      Engine: log_probs, train, whole_parameters
+engine.py      Engine: prepare, update, log_probs, whole_parameters
 checkpoint.py  save and resume, cut-off safe
 memory.py      how a GPU's memory is handed out, and how much is in use
 offload.py     parameters, gradients and optimizer state to host memory and back

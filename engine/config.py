@@ -68,7 +68,7 @@ class OptimizerConfig(Section):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after the warm-up."""
     decay_steps: PositiveInt | None = None
-    """The step at which the decay ends; null: run.steps."""
+    """Optimizer steps until the rate is at its minimum; null: all of the run."""
 
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -83,7 +83,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """The adapters' product is scaled by alpha / rank."""
     dropout: FractionBelowOne = 0.0
-    """Of the adapters' inputs, in training passes only."""
+    """Of the adapters' inputs, in training and for the old log-probs, with the same masks."""
     targets: Annotated[tuple[LoraTarget, ...], *OneOrMore] = LORA_TARGETS
     """Linears of megatron-core's layers."""
     rslora: bool = False
@@ -131,7 +131,7 @@ class AlgorithmConfig(Section):
     clip_high: NonNegativeFloat = 0.28
     """The ratio of new to old probabilities counts up to 1 + clip_high."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Above 0: the k3 estimate of the KL divergence from the start model, times this, is added to the loss."""
+    """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
     importance_correction: Literal["none", "tis"] = "tis"
     """tis: truncated importance sampling, the trainer's probabilities over those of the rollout."""
     importance_cap: PositiveFloat = 2.0

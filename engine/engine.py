@@ -1,4 +1,4 @@
-"""Engine: a wrapped model that gives log-probs, takes optimizer steps and hands out whole parameters. SPMD: every rank calls.
+"""Engine: a wrapped model that takes optimizer steps and hands out whole parameters. SPMD: every rank calls.
 
 Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/test_engine.py.
 """
@@ -21,10 +21,11 @@ from engine import device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
-from engine.optimizer import build_optimizer, build_schedule
+from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
+from engine.random_state import unchanged_random_state
 from engine.sample import Sample
-from engine.unshard import NamedTensors
-from engine.wrap import whole_parameters, wrap_chunks
+from engine.weights import WeightItem
+from engine.wrap import WrappedModel
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -67,17 +68,17 @@ class Engine:
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
         chunks = self._start_chunks(weights_path or model.path)
+        has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
             lora.add_adapters(chunks, engine.lora, seed)
-            if adapter := adapter_path or engine.lora.adapter_path:
-                peft.load_adapter(chunks, Path(adapter), engine.lora, self.hf_bridge, Path(model.path))
+            self._load_adapters(chunks, Path(model.path), adapter_path, has_reference)
         self.model_config: Any = gpt_model(chunks[0]).config
-        self.chunks = wrap_chunks(engine, self.model_config, chunks)
-        optimizer = _reporting_norm(engine).optimizer
-        self.optimizer = build_optimizer(optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
+        self.wrapped = WrappedModel(engine, self.model_config, chunks)
+        self.chunks = self.wrapped.modules
+        self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
         self.reference: list[torch.nn.Module] | None = None
-        if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:  # experts copy model_config, so before it has functions
+        if has_reference:  # experts copy model_config, so before it has functions
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
@@ -87,6 +88,18 @@ class Engine:
     def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
         return build_chunks(self.hf_bridge, path)
 
+    def _load_adapters(
+        self, chunks: list[torch.nn.Module], model_path: Path, resumed: str | Path | None, has_reference: bool
+    ) -> None:
+        """Those of `lora.adapter_path`, also for the KL's reference; in the policy the ones of `resumed` replace them."""
+        start = self.config.lora.adapter_path
+        if start and (has_reference or not resumed):
+            peft.load_adapter(chunks, Path(start), self.config.lora, self.hf_bridge, model_path)
+            if has_reference:
+                lora.keep_start(chunks)
+        if resumed:
+            peft.load_adapter(chunks, Path(resumed), self.config.lora, self.hf_bridge, model_path)
+
     def prepare(self, samples: Sequence[Sample]) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs."""
         if self.algorithm.name == "grpo":
@@ -95,50 +108,48 @@ class Engine:
             samples = [dataclasses.replace(s, advantage=value) for s, value in zip(samples, values, strict=True)]
         parts = split_evenly(len(samples), self.algorithm.num_minibatches)
         minibatches = [self._minibatch([samples[i] for i in part]) for part in parts if len(part)]
-        if self.algorithm.name == "grpo":
-            microbatches = [micro for mini in minibatches for micro in mini.microbatches]
-            for micro, values_ in zip(microbatches, self._log_probs(microbatches, self.chunks), strict=True):
+        microbatches = [micro for mini in minibatches for micro in mini.microbatches]
+        if self._needs_old_log_probs:
+            with lora.training(self.chunks), unchanged_random_state():  # the training pass draws the same dropout masks
+                old = self._log_probs(microbatches, self.chunks)
+            for micro, values_ in zip(microbatches, old, strict=True):
                 micro.old_log_probs = values_
-            if self.reference is not None:
-                with lora.disabled(self.reference):
-                    reference = self._log_probs(microbatches, self.reference)
-                for micro, values_ in zip(microbatches, reference, strict=True):
-                    micro.reference_log_probs = values_
+        if self.reference is not None:
+            with lora.reference(self.reference):
+                reference = self._log_probs(microbatches, self.reference)
+            for micro, values_ in zip(microbatches, reference, strict=True):
+                micro.reference_log_probs = values_
         return minibatches
+
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """Whether the loss cannot take them from its own forward pass, because a step lies between or by configuration."""
+        algorithm = self.algorithm
+        return algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
 
     def update(self, minibatches: Sequence[MiniBatch]) -> dict[str, float]:
         """One optimizer step a mini-batch. Returns metrics, the same on every rank.
 
         Raises:
-            metrics.NonFiniteError: a loss or a gradient norm is not finite.
+            metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
+                those before the step.
         """
-        return metrics.of_steps([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
-
-    def log_probs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probs of the response tokens of each sample, float32 on the CPU, on every rank.
-
-        The same code as for training: packed, data-parallel, at the positions that predict the tokens.
-        """
-        minibatch = self._minibatch(samples)
-        local = [(micro, values) for micro, values in self._evaluate(minibatch, self._log_prob_values)]
-        return self._collect(samples, local)
+        return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
 
     def greedy_matches(self, samples: Sequence[Sample]) -> list[bool]:
         """Whether greedy decoding of each prompt gives exactly the response.
 
         One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
         """
-        minibatch = self._minibatch(samples)
-        local = [(micro, values) for micro, values in self._evaluate(minibatch, self._greedy_values)]
-        return [bool(values.all()) for values in self._collect(samples, local)]
+        return [bool(values.all()) for values in self._response_values(samples, self._greedy_values)]
 
-    def whole_parameters(self) -> Iterator[NamedTensors]:
-        """This stage's parameters, unit by unit: see wrap.whole_parameters. Every rank must walk all of it."""
-        return whole_parameters(self.config, self.chunks)
+    def whole_parameters(self) -> Iterator[list[WeightItem]]:
+        """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
+        return self.wrapped.whole_parameters()
 
-    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(PEFT name, tensor) of this stage's adapters, on its sender. Every rank must walk all of it."""
-        return peft.adapter_tensors(whole_parameters(self.config, self.chunks, True), self.hf_bridge, self.layout)
+    def adapter_tensors(self) -> Iterator[peft.PeftFactors]:
+        """This stage's adapters in PEFT's names, on its sender. Every rank must walk all of it."""
+        return peft.adapter_tensors(self.wrapped.whole_adapters(), self.hf_bridge, self.layout)
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -153,18 +164,27 @@ class Engine:
         )
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
+        self._zero_gradients()
+        with lora.training(self.chunks):
+            outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
+        norm = gradient_norm(self.optimizer)
+        sums = metrics.reduce(outputs if self._reports else [], self.algorithm.name, self.device)
+        skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
+        if not skipped:
+            self.schedule.step(increment=1)
+            apply_gradients(self.optimizer, norm)
+        elif self.algorithm.non_finite == "stop":
+            raise metrics.non_finite_error(sums["loss"], norm, self.chunks, self.device)
+        else:
+            self._zero_gradients()
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
+
+    def _zero_gradients(self) -> None:
         chunk: Any
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with lora.training(self.chunks):
-            outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
-        self.schedule.step(increment=1)
-        _, grad_norm, _ = self.optimizer.step()
-        reported = outputs if self._reports else []
-        sums = metrics.reduce(reported, self.algorithm.name, self.device)  # after the step: it waits for the device
-        metrics.require_finite(sums, float(grad_norm), self.chunks, self.device)
-        return {**sums, "grad_norm": float(grad_norm), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
         log_probs = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
@@ -225,28 +245,25 @@ class Engine:
     def _log_probs(
         self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]
     ) -> list[torch.Tensor] | list[None]:
+        """float32 [T] of each micro-batch on the last stage; no gradients."""
         with torch.no_grad():
             values = self._run(microbatches, chunks, self._log_prob_values, forward_only=True)
         return values or [None] * len(microbatches)
 
-    def _evaluate(self, minibatch: MiniBatch, values: LossFunction) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+    def _response_values(self, samples: Sequence[Sample], values: LossFunction) -> list[torch.Tensor]:
+        """What `values` gives at the positions that predict each sample's response tokens, float32 on the CPU, on every rank."""
+        microbatches = self._minibatch(samples).microbatches
         with torch.no_grad():
-            outputs = self._run(minibatch.microbatches, self.chunks, values, forward_only=True)
-        return zip(minibatch.microbatches, outputs, strict=False)
-
-    def _collect(
-        self, samples: Sequence[Sample], local: list[tuple[MicroBatch, torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """Bring per-token values of the response tokens to every rank, in the order of `samples`."""
+            outputs = self._run(microbatches, self.chunks, values, forward_only=True)
         offsets = [0]
         for sample in samples:
             offsets.append(offsets[-1] + len(sample.response_ids))
         flat = torch.zeros(offsets[-1], device=self.device)
-        for micro, values in local if self._reports else []:
+        for micro, output in zip(microbatches, outputs, strict=True) if self._reports else []:
             position = 0
             for index in micro.samples:
                 prompt, answer = len(samples[index].prompt_ids), len(samples[index].response_ids)
-                flat[offsets[index] : offsets[index + 1]] = values[position + prompt - 1 : position + prompt + answer - 1]
+                flat[offsets[index] : offsets[index + 1]] = output[position + prompt - 1 : position + prompt + answer - 1]
                 position += prompt + answer
         dist.all_reduce(flat)
         return [part.cpu() for part in torch.split(flat, [len(sample.response_ids) for sample in samples])]
@@ -255,13 +272,6 @@ class Engine:
     def _reports(self) -> bool:
         """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == 0
-
-
-def _reporting_norm(config: EngineConfig) -> EngineConfig:
-    """megatron-core reports no gradient norm without clipping: a bound of infinity gives the norm and clips nothing."""
-    if config.optimizer.clip_grad_norm > 0:
-        return config
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad_norm": math.inf})})
 
 
 _ = mpu

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,19 @@ from engine.config import LoraConfig
 from engine.lora import adapted_linears
 from engine.parallel import Layout
 from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint
+from engine.weights import AdapterItem
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-Unit = list[tuple[str, torch.Tensor]]
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
+
+
+class PeftFactors(NamedTuple):
+    """The whole adapter of one Hugging Face linear."""
+
+    name: str  # the linear's, as PEFT has it
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [*, rank]; flattening * gives its rows
 
 
 @dataclass(frozen=True)
@@ -64,46 +72,43 @@ def hf_linears(hf_bridge: Any, linear: str) -> list[str]:
 
 
 @torch.no_grad()
-def adapter_tensors(units: Iterable[Unit], hf_bridge: Any, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT name, tensor) of this stage's adapters in layer order; only the stage's sender gets any.
+def adapter_tensors(units: Iterable[list[AdapterItem]], hf_bridge: Any, layout: Layout) -> Iterator[PeftFactors]:
+    """This stage's adapters in layer order; only the stage's sender gets any. Every rank iterates to the end.
 
-    A is [rank, in]; B is [..., rank], its rows in order in what is before rank. Views of parameters where nothing is gathered.
-    `units`: the adapters' parameters, whole over data parallelism. Every rank iterates to the end.
+    Views of parameters where nothing is gathered. Linears that are fused into one share its A: the same object.
     """
     heads, group = Heads.of(hf_bridge.hf_config), hf_bridge.mpu.tp_group
-    for unit in units:
+    for items in units:
         if layout.data_rank:
             continue
-        whole = _gather(unit, group if layout.tensor_size > 1 else None)
-        for linear in [name.removesuffix(".lora_a") for name in whole if name.endswith(".lora_a")]:
-            if not layout.is_sender:
-                break
-            a, b = whole[f"{linear}.lora_a"], whole[f"{linear}.lora_b"]
-            parts = split_rows(linear, b, heads, layout.tensor_size)
-            for name, part in zip(hf_linears(hf_bridge, linear), parts, strict=True):
-                yield f"{PREFIX}{name}.lora_A.weight", a
-                yield f"{PREFIX}{name}.lora_B.weight", part
+        factors = _gather(items, group) if layout.tensor_size > 1 else [(each.adapter.a, each.adapter.b) for each in items]
+        for item, (a, b) in zip(items, factors if layout.is_sender else [], strict=False):
+            whole_a, parts = a.detach(), split_rows(item.linear, b.detach(), heads, layout.tensor_size)
+            for name, part in zip(hf_linears(hf_bridge, item.linear), parts, strict=True):
+                yield PeftFactors(f"{PREFIX}{name}", whole_a, part)
 
 
-def _gather(unit: Unit, group: Any) -> dict[str, torch.Tensor]:
-    """Each parameter of the unit, its tensor-parallel shards laid end to end; one collective."""
-    whole = {name: parameter.detach() for name, parameter in unit}
-    sharded = [(name, p) for name, p in unit if group is not None and getattr(p, "tensor_model_parallel", False)]
-    if not sharded:
-        return whole
-    flat = torch.cat([p.detach().reshape(-1) for _, p in sharded])
-    everything = flat.new_empty(group.size() * flat.numel())
-    dist.all_gather_into_tensor(everything, flat, group=group)
-    shards = torch.split(everything.view(group.size(), -1), [p.numel() for _, p in sharded], dim=1)
-    for (name, p), shard in zip(sharded, shards, strict=True):
-        dim: int = p.partition_dim  # type: ignore[attr-defined]
-        whole[name] = torch.cat([part.view(p.shape) for part in shard], dim=dim)
-    return whole
+def _gather(items: list[AdapterItem], group: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of each item whole over the tensor-parallel `group`; one collective."""
+    sharded = [item.adapter.b if item.shard_dim == 0 else item.adapter.a for item in items]
+    flat = torch.cat([tensor.reshape(-1) for tensor in sharded])
+    gathered = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    shards = torch.split(gathered.view(group.size(), -1), [tensor.numel() for tensor in sharded], dim=1)
+    factors = []
+    for item, tensor, shard in zip(items, sharded, shards, strict=True):
+        whole = torch.cat([part.view(tensor.shape) for part in shard], dim=item.shard_dim or 0)
+        factors.append((item.adapter.a, whole) if item.shard_dim == 0 else (whole, item.adapter.b))
+    return factors
 
 
-def save_stage(folder: Path, stage: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def save_stage(folder: Path, stage: int, adapters: Iterable[PeftFactors]) -> None:
     """One stage's part of a folder. Every rank calls; `finish_folder` follows on rank 0, after a barrier."""
-    mine = {name: tensor.flatten(0, -2).to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    mine = {
+        f"{each.name}.lora_{kind}.weight": factor.flatten(0, -2).to("cpu", copy=True).contiguous()
+        for each in adapters
+        for kind, factor in (("A", each.a), ("B", each.b))
+    }
     if mine:
         save_file(mine, folder / f"stage-{stage:03d}.safetensors")
 

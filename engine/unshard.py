@@ -15,11 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+from engine.weights import NamedTensors
 
 NUM_MEMORIES = 2
 ALIGNMENT_BYTES = 512  # as CUDA's allocator
-ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "lora_scale")  # of parameters, that exports look at
 
 
 @dataclass
@@ -117,10 +116,6 @@ class Unsharder:
             for parameter, item in weights.param_idx.items():
                 first = weights.item_index_map[item].global_data_index - weights.bucket_index.global_data_index
                 views[parameter] = whole[first : first + parameter.numel()].view(parameter.shape)
-        for _, parameter in unit.tensors:
-            for name in ATTRIBUTES:
-                if hasattr(parameter, name):
-                    setattr(views[parameter], name, getattr(parameter, name))
         unit.tensors = [(name, views[parameter]) for name, parameter in unit.tensors]
 
     def _start(self, unit: _Unit | None) -> list[Any]:

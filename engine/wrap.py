@@ -7,80 +7,74 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from engine import device, upstream
 from engine.config import EngineConfig
-from engine.model import global_name, is_tied_copy
-from engine.unshard import NamedTensors, Unsharder
+from engine.unshard import Unsharder
+from engine.weights import AdapterItem, ChunkWeights, NamedTensors, WeightItem
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-_unsharders: WeakKeyDictionary[torch.nn.Module, dict[bool, Unsharder]] = WeakKeyDictionary()
-# of each chunk's parameters; None for those that another stage exports
-_global_names: WeakKeyDictionary[torch.nn.Module, dict[str, str | None]] = WeakKeyDictionary()
+
+class DdpChunk:
+    """A chunk in megatron-core's DDP, whose parameters are whole and in their place all the time."""
+
+    is_in_place = True
+
+    def __init__(self, config: Any, ddp_config: DistributedDataParallelConfig, chunk: torch.nn.Module) -> None:
+        self.module: Any = DistributedDataParallel(config, ddp_config, chunk)
+
+    def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
+        """(local name, tensor) of the parameters, a transformer layer at a time; what is outside of the layers stands alone."""
+        named = self.module.module.named_parameters()
+        kept = ((name, tensor) for name, tensor in named if tensor.requires_grad or not only_trained)
+        for _, unit in itertools.groupby(kept, lambda pair: _layer_of(pair[0])):
+            yield list(unit)
 
 
-@dataclass(frozen=True)
-class Wrap:
-    """One entry of the table: DDP-config fields, the wrapper, and the way to whole (tensor-parallel local) parameters."""
+class FsdpChunk:
+    """A chunk in Megatron-FSDP, whose parameters are shards between passes."""
 
-    fields: dict[str, Any]
-    wrap: Callable[[Any, DistributedDataParallelConfig, torch.nn.Module], torch.nn.Module]
-    units: Callable[[torch.nn.Module, bool], Iterator[NamedTensors]]
+    is_in_place = False
 
+    def __init__(self, config: Any, ddp_config: DistributedDataParallelConfig, chunk: torch.nn.Module) -> None:
+        upstream.use_standalone_fsdp()
+        upstream.add_fsdp_fields(ddp_config)
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-def _wrap_ddp(config: Any, ddp_config: DistributedDataParallelConfig, chunk: torch.nn.Module) -> torch.nn.Module:
-    wrapped: torch.nn.Module = DistributedDataParallel(config, ddp_config, chunk)
-    return wrapped
+        self.module: Any = FullyShardedDataParallel(config, ddp_config, chunk)
+        self.unsharders: dict[bool, Unsharder] = {}  # by whether they leave frozen parameters out
 
-
-def _wrap_fsdp(config: Any, ddp_config: DistributedDataParallelConfig, chunk: torch.nn.Module) -> torch.nn.Module:
-    upstream.use_standalone_fsdp()
-    upstream.add_fsdp_fields(ddp_config)
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-    wrapped: torch.nn.Module = FullyShardedDataParallel(config, ddp_config, chunk)
-    return wrapped
+    def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
+        """As DdpChunk's, each gathered until the next one is asked for."""
+        if only_trained not in self.unsharders:
+            self.unsharders[only_trained] = Unsharder(self.module, only_trained=only_trained)
+        return iter(self.unsharders[only_trained])
 
 
-def _unit_key(name: str) -> str:
-    """Which transformer layer a parameter belongs to; what is outside of the layers stands alone."""
+def _layer_of(name: str) -> str:
     head, marker, tail = name.partition("decoder.layers.")
     return head + marker + tail.split(".", 1)[0] if marker else name
 
 
-def _ddp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedTensors]:
-    unit: NamedTensors = []
-    key = None
-    inner: Any = wrapped.module
-    for name, parameter in inner.named_parameters():
-        if only_trained and not parameter.requires_grad:
-            continue
-        if unit and _unit_key(name) != key:
-            yield unit
-            unit = []
-        key = _unit_key(name)
-        unit.append((name, parameter))
-    if unit:
-        yield unit
+@dataclass(frozen=True)
+class Wrap:
+    """One entry of the table: the wrapper, and the DDP-config fields it is used with."""
 
-
-def _fsdp_units(wrapped: torch.nn.Module, only_trained: bool) -> Iterator[NamedTensors]:
-    known = _unsharders.setdefault(wrapped, {})
-    if only_trained not in known:
-        known[only_trained] = Unsharder(wrapped, only_trained=only_trained)
-    return iter(known[only_trained])
+    chunk: type[DdpChunk | FsdpChunk]
+    fields: dict[str, Any]
 
 
 WRAPS: dict[str, Wrap] = {
-    "ddp": Wrap({"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}, _wrap_ddp, _ddp_units),
+    "ddp": Wrap(DdpChunk, {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}),
     "megatron_fsdp": Wrap(
+        FsdpChunk,
         {
             "use_distributed_optimizer": True,
             "use_megatron_fsdp": True,
@@ -89,8 +83,6 @@ WRAPS: dict[str, Wrap] = {
             "overlap_param_gather": True,
             "grad_reduce_in_fp32": True,
         },
-        _wrap_fsdp,
-        _fsdp_units,
     ),
 }
 
@@ -118,29 +110,30 @@ def ddp_config(config: EngineConfig) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**{**values, **config.overrides})
 
 
-def wrap_chunks(config: EngineConfig, model_config: Any, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Wrap every model chunk. `model_config` is megatron-core's TransformerConfig."""
-    entry = WRAPS[config.wrap]
-    return [entry.wrap(model_config, ddp_config(config), chunk) for chunk in chunks]
+class WrappedModel:
+    """This rank's model chunks in their wrap, and what an export asks of them."""
 
+    def __init__(self, config: EngineConfig, model_config: Any, chunks: list[torch.nn.Module]) -> None:
+        """Wraps the chunks. `model_config` is megatron-core's TransformerConfig."""
+        kind = WRAPS[config.wrap].chunk
+        self.is_in_place = kind.is_in_place  # whether parameters are whole, and at the same address, between passes too
+        self._weights = [ChunkWeights(chunk) for chunk in chunks]
+        self._chunks = [kind(model_config, ddp_config(config), chunk) for chunk in chunks]
+        self.modules: list[torch.nn.Module] = [chunk.module for chunk in self._chunks]
 
-def whole_parameters(
-    config: EngineConfig, chunks: list[torch.nn.Module], only_trained: bool = False
-) -> Iterator[NamedTensors]:
-    """All parameters of this pipeline stage, unit by unit, as (global megatron name, tensor) in layer order.
+    def whole_parameters(self) -> Iterator[list[WeightItem]]:
+        """All parameters of this pipeline stage in layer order, a transformer layer at a time.
 
-    With `only_trained` those that are not frozen, and only they are gathered. An adapter is in its linear's unit.
+        Tensors are valid until the next layer is asked for. Collective over data-parallel ranks, to the end.
+        """
+        for weights, chunk in zip(self._weights, self._chunks, strict=True):
+            for unit in chunk.units(only_trained=False):
+                if items := weights.weights(unit):
+                    yield items
 
-    Tensors are whole over the data-parallel group and local to the tensor-parallel rank, in the model's dtype, with
-    megatron-core's `tensor_model_parallel` and `partition_dim` attributes on them. They are valid until the next unit is
-    asked for. Every rank must walk the whole of it.
-    """
-    for chunk in chunks:
-        known = _global_names.setdefault(chunk, {})
-        for unit in WRAPS[config.wrap].units(chunk, only_trained):
-            for name, _ in unit:
-                if name not in known:
-                    known[name] = None if is_tied_copy(chunk, name) else global_name(chunk, name)
-            named = [(known[name], tensor) for name, tensor in unit]
-            if exported := [(name, tensor) for name, tensor in named if name is not None]:
-                yield exported
+    def whole_adapters(self) -> Iterator[list[AdapterItem]]:
+        """The adapters alone, of which only their own parameters are gathered; otherwise as `whole_parameters`."""
+        for weights, chunk in zip(self._weights, self._chunks, strict=True):
+            for unit in chunk.units(only_trained=True):
+                if items := weights.adapters(unit):
+                    yield items

@@ -10,19 +10,19 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bridge.config import ReplicaConfig
 from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.export.exporter import Exporter
+from bridge.export.source import whole_tensors
 from bridge.messages import SyncError
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.processes import socket_folder
 from bridge.send.publish import Publisher
+from bridge.transport.open import resolve_transport
 from engine import checkpoint
 from megasync.launch.ray_cluster import NO_IDLE_WORKERS
 from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
-from megasync.rank_zero import on_rank_zero
+from megasync.rank_zero import control_group, on_rank_zero
 
 if TYPE_CHECKING:
     from bridge.export.source import WeightSource
@@ -40,7 +40,7 @@ class Weights:
     def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
         self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
         self.exporter = build_exporter(engine)
-        self.sync_exporter = build_exporter(engine, everywhere=True) if transport(config) == "ipc" else self.exporter
+        self.sync_exporter = build_exporter(engine, on_all_ranks=True) if transport(config) == "ipc" else self.exporter
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.syncs: list[dict[str, float]] = []
@@ -106,7 +106,7 @@ class Weights:
 
         on_rank_zero(begin)
         with self.turns.trainer():
-            checkpoint.save_weights(partial, self.layout.pipeline_rank, self.exporter)
+            checkpoint.save_weights(partial, self.layout.pipeline_rank, whole_tensors(self.exporter))
         on_rank_zero(lambda: None)  # every stage has written its file
         on_rank_zero(finish)
 
@@ -180,29 +180,27 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
     """Of whole weights, with adapters merged, or of the adapters alone."""
     sync = config.sync.model_copy(update={"transport": transport(config)})
     if isinstance(source, AdapterSource):
-        return Publisher(source, pool, source.sync_config(sync), adapter=source.spec)
-    return Publisher(source, pool, sync)
+        return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
+    return Publisher(source, pool, sync, control_group())
 
 
 def transport(config: Config) -> str:
-    """sync.transport; in the place of `auto` ipc on shared GPUs."""
-    shares_gpus = config.rollout.is_colocated and torch.cuda.is_available()
-    return "ipc" if config.sync.transport == "auto" and shares_gpus else config.sync.transport
+    """sync.transport, with what `auto` means for this run."""
+    return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated)
 
 
-def build_exporter(engine: Engine, *, everywhere: bool = False) -> Exporter:
-    """The weights of this rank's pipeline stage as Hugging Face tensors; `everywhere`: on all its ranks, not its sender alone."""
-    exporter = Exporter(
+def build_exporter(engine: Engine, *, on_all_ranks: bool = False) -> Exporter:
+    """The weights of this rank's pipeline stage as Hugging Face tensors."""
+    return Exporter(
         engine.whole_parameters,
         engine.hf_bridge,
         tensor_group=engine.hf_bridge.mpu.tp_group,
         stage=engine.layout.pipeline_rank,
         num_stages=engine.layout.pipeline_size,
         data_rank=engine.layout.data_rank,
-        stays=engine.config.wrap == "ddp",
+        is_in_place=engine.wrapped.is_in_place,
+        on_all_ranks=on_all_ranks,
     )
-    exporter.everywhere = everywhere
-    return exporter
 
 
 def build_adapter_source(engine: Engine) -> AdapterSource:
@@ -214,5 +212,5 @@ def build_adapter_source(engine: Engine) -> AdapterSource:
         stage=layout.pipeline_rank,
         num_stages=layout.pipeline_size,
         is_sender=layout.is_sender,
-        stays=engine.config.wrap == "ddp" and layout.tensor_size == 1,
+        is_in_place=engine.wrapped.is_in_place and layout.tensor_size == 1,
     )

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.export.exporter import Exporter
-from bridge.layout.copies import view
+from bridge.export.source import whole_tensors
 from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
@@ -82,7 +82,7 @@ def forget_wrappers() -> None:
     gc.collect()
 
 
-def exporter(built: Engine) -> Exporter:
+def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
     from megatron.core import parallel_state as mpu
 
     return Exporter(
@@ -93,21 +93,20 @@ def exporter(built: Engine) -> Exporter:
         num_stages=built.layout.pipeline_size,
         data_rank=built.layout.data_rank,
         gather_bytes=100_000,  # several gathers a unit
-        stays=built.config.wrap == "ddp",
+        is_in_place=built.wrapped.is_in_place,
+        on_all_ranks=on_all_ranks,
     )
 
 
-def assembled(source: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
-    """The export from a source's parts, by the copies that they tell of, without any conversion."""
-    tensors, parts = iter(source.manifest().tensors), source.parts()
-    assert parts is not None, "no conversion of these models computes anything"
-    for part in parts:
-        for copies in part.copies:
-            spec = next(tensors)
-            value = torch.full(spec.shape, torch.nan, dtype=getattr(torch, spec.dtype))
-            for copy in copies:
-                view(value.view(-1), copy.source).copy_(view(part.memory[copy.parameter], copy.target))
-            yield spec.name, value
+def converted(source: Exporter) -> dict[str, torch.Tensor]:
+    """The export by mbridge's conversions of the gathered values themselves, without the copies that are recorded of them."""
+    tensors = {}
+    for plan, _ in zip(source._gatherer._plans, source.parts(), strict=True):
+        for item, places in zip(plan._items, plan._places, strict=True):
+            size, shape, memory = item.tensor.numel(), item.tensor.shape, plan.part.memory
+            shards = [memory[name][start : start + size].view(shape) for name, start in places]
+            tensors |= {name: tensor.clone() for name, tensor in source._convert(item, shards)}
+    return tensors
 
 
 def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[float, float]]]:
@@ -145,7 +144,7 @@ def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[di
                         freed = offload.offload(kinds)
                         left += sum(storage.nbytes() for kind in kinds for storage in _storages(built, kind))
                         offload.reload()
-                history.append([values.tolist() for values in built.log_probs(random_samples(4, seed=99))])
+                history.append([values.tolist() for values in log_probs(built, random_samples(4, seed=99))])
                 histories.append(history)
         results.append({"same": histories[0] == histories[1], "left": left, "freed": freed})
     return results
@@ -190,7 +189,7 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         with engine(path, name="sft", **case) as built:
             source = exporter(built)
             manifest = source.manifest()
-            tensors = {name: tensor.clone() for name, tensor in source}
+            tensors = {name: tensor.clone() for name, tensor in whole_tensors(source)}
             disk = load_file(Path(path) / "model.safetensors")
             mine = {spec.name: spec for spec in manifest.tensors}
             differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, disk[name])]
@@ -198,12 +197,12 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 (spec.name, spec.shape) for spec in manifest.tensors
             ] == [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
             before = built.update(built.prepare(random_samples(8, seed=1)))
-            changed = {name: tensor.clone() for name, tensor in source}
+            changed = {name: tensor.clone() for name, tensor in whole_tensors(source)}
             moved = [name for name in tensors if not torch.equal(tensors[name], changed[name])]
-            copied = dict(assembled(source))
+            plain = converted(source) if source.is_sender else {}
             results.append(
                 {
-                    "copied": copied.keys() == changed.keys() and all(torch.equal(copied[n], changed[n]) for n in changed),
+                    "copied": plain.keys() == changed.keys() and all(torch.equal(plain[n], changed[n]) for n in changed),
                     "case": case,
                     "sender": source.is_sender,
                     "names": sorted(tensors),
@@ -228,9 +227,9 @@ def negated_export(path: str) -> dict[str, Any]:
         ModelConfig(path=path, dtype="float32"), EngineConfig(wrap="ddp"), AlgorithmConfig(name="sft"), num_steps=1
     )
     source = exporter(built)
-    before = {name: tensor.clone() for name, tensor in source}
+    before = {name: tensor.clone() for name, tensor in whole_tensors(source)}
     negate(built)
-    after = dict(assembled(source))
+    after = dict(whole_tensors(source))
     state = sum(storage.nbytes() for kind in ("gradients", "optimizer") for storage in _storages(built, kind))
     parallel.leave_groups()
     return {
@@ -238,6 +237,11 @@ def negated_export(path: str) -> dict[str, Any]:
         "negated": sorted(name for name in after if torch.equal(after[name], -before[name])),
         "state_bytes": state,
     }
+
+
+def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
+    """Of each sample's response tokens, by the code that training runs; on every rank."""
+    return built._response_values(samples, built._log_prob_values)
 
 
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:
@@ -264,8 +268,8 @@ def log_probs_against_hf(cases: list[dict[str, Any]]) -> list[float]:
         path = case.pop("path")
         samples = random_samples(12, seed=5)
         with engine(path, name="sft", **case) as built:
-            mine = built.log_probs(samples)
-            again = built.log_probs([dataclasses.replace(s) for s in reversed(samples)])
+            mine = log_probs(built, samples)
+            again = log_probs(built, [dataclasses.replace(s) for s in reversed(samples)])
         reference = hf_log_probs(path, samples)
         worst = max(float((a - b).abs().max()) for a, b in zip(mine, reference, strict=True))
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(mine, reversed(again), strict=True)))
@@ -288,7 +292,7 @@ def resumed_losses(path: str, root: str, cases: list[dict[str, Any]], steps: int
                 metrics = built.update(built.prepare(random_samples(16, seed=step)))
                 history.append((metrics["loss/policy"], metrics["grad_norm"]))
                 if step + 1 == stop and first == 0:
-                    checkpoint.save(folder, stop, built, exporter(built), Path(path), keep=2)
+                    checkpoint.save(folder, stop, built, whole_tensors(exporter(built)), Path(path), keep=2)
             return history
 
         with engine(path, **options) as built:
@@ -298,8 +302,8 @@ def resumed_losses(path: str, root: str, cases: list[dict[str, Any]], steps: int
         with engine(path, **checkpoint.start(saved), **options) as built:
             checkpoint.restore(saved, built)
             rest = run(built, checkpoint.step_of(saved))
-            final = built.log_probs(random_samples(6, seed=99))
-            checkpoint.save(folder, steps, built, exporter(built), Path(path), keep=1)
+            final = log_probs(built, random_samples(6, seed=99))
+            checkpoint.save(folder, steps, built, whole_tensors(exporter(built)), Path(path), keep=1)
         reference = hf_log_probs(str(folder / f"step_{steps:08d}" / "hf"), random_samples(6, seed=99))
         worst = max(float((a - b).abs().max()) for a, b in zip(final, reference, strict=True))
         results.append(

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from engine import checkpoint, lora, peft
 from engine.engine import Engine
 from engine.sample import Sample
-from tests.engine_cases import assembled, engine, exporter, random_samples
+from bridge.export.source import whole_tensors
+from tests.engine_cases import converted, engine, exporter, log_probs, random_samples
 
 
 def write_peft_adapter(
@@ -78,9 +79,9 @@ def against_peft(cases: list[dict[str, Any]], folder: str) -> list[dict[str, flo
         case = dict(case)
         path, adapter = case.pop("path"), case["lora"]["adapter_path"]
         with engine(path, name="sft", **case) as built:
-            on = built.log_probs(samples)
-            with lora.disabled(built.chunks):
-                off = built.log_probs(samples)
+            on = log_probs(built, samples)
+            with lora.reference(built.chunks):
+                off = log_probs(built, samples)
             again = Path(folder) / f"again_{number}"
             save_adapter(built, again, path)
         reference = peft_log_probs(path, adapter, samples)
@@ -117,9 +118,9 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         save_adapter(built, Path(folder), path)
         source = exporter(built)
         names = [spec.name for spec in source.manifest().tensors]
-        tensors = {name: tensor.clone() for name, tensor in source}
+        tensors = {name: tensor.clone() for name, tensor in whole_tensors(source)}
         error = source.merge_error()
-        copied = dict(assembled(source))
+        plain = converted(source) if source.is_sender else {}
     base = load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     merged = dict(by_expert(PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()))
@@ -130,7 +131,7 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         "worst": max((float((tensors[name].float() - merged[name]).abs().max()) for name in tensors), default=0.0),
         "unmoved": [n for n in tensors if torch.equal(tensors[n], base[n].to(tensors[n].dtype))],
         "merge_error": error,
-        "copied": copied.keys() == tensors.keys() and all(torch.equal(copied[name], tensors[name]) for name in tensors),
+        "copied": plain.keys() == tensors.keys() and all(torch.equal(plain[name], tensors[name]) for name in tensors),
     }
 
 
@@ -144,13 +145,12 @@ def repeated_exports(cases: list[dict[str, Any]], times: int) -> list[dict[str, 
             source = exporter(built)
 
             def base(built: Engine = built) -> dict[str, torch.Tensor]:
-                units = (unit for unit in built.whole_parameters())
-                return {name: p.detach().clone() for unit in units for name, p in unit if "lora" not in name}
+                return {item.name: item.tensor.detach().clone() for items in built.whole_parameters() for item in items}
 
-            base_before, first = base(), {name: tensor.clone() for name, tensor in source}
+            base_before, first = base(), {name: tensor.clone() for name, tensor in whole_tensors(source)}
             changed: set[str] = set()
             for index in range(times):
-                changed |= {name for name, tensor in source if not torch.equal(tensor, first[name])}
+                changed |= {name for name, tensor in whole_tensors(source) if not torch.equal(tensor, first[name])}
                 if index % 250 == 0:
                     built.update(built.prepare(random_samples(8, seed=index)))
             base_after = base()
@@ -172,18 +172,18 @@ def resumed(path: str, root: str, cases: list[dict[str, Any]], steps: int, stop:
                 metrics = built.update(built.prepare(random_samples(16, seed=step)))
                 history.append((metrics["loss/policy"], metrics["grad_norm"]))
                 if step + 1 == stop and first == 0:
-                    checkpoint.save(folder, stop, built, exporter(built), Path(path), keep=2)
+                    checkpoint.save(folder, stop, built, whole_tensors(exporter(built)), Path(path), keep=2)
             return history
 
         with engine(path, **options) as built:
             whole = run(built, 0)
-            end = built.log_probs(random_samples(6, seed=99))
+            end = log_probs(built, random_samples(6, seed=99))
         saved = checkpoint.newest(folder)
         assert saved is not None
         with engine(path, **checkpoint.start(saved), **options) as built:
             checkpoint.restore(saved, built)
             rest = run(built, stop)
-            end_again = built.log_probs(random_samples(6, seed=99))
+            end_again = log_probs(built, random_samples(6, seed=99))
         results.append(
             {
                 "whole": whole,
@@ -205,9 +205,10 @@ def trained_state(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
         case = dict(case)
         with engine(case.pop("path"), name="sft", **case) as built:
             built.update(built.prepare(random_samples(8, seed=0)))
+            items = [item for unit in built.whole_parameters() for item in unit]
             counts = {
-                "trained": sum(p.numel() for unit in built.whole_parameters() for n, p in unit if "lora" in n),
-                "frozen": sum(p.numel() for unit in built.whole_parameters() for n, p in unit if "lora" not in n),
+                "trained": sum(a.numel() + b.numel() for item in items if item.adapter for a, b, _ in [item.adapter]),
+                "frozen": sum(item.tensor.numel() for item in items),
                 "gradients": _gradient_elements(built),
                 "main": 0,
                 "state": 0,

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from bridge.config import SyncConfig
 from bridge.messages import GenerationRequest, SyncError
-from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from engine.sample import Sample
 from megasync.weights import build_adapter_source
-from tests.engine_cases import engine, exporter, random_samples
+from tests.engine_cases import engine, exporter, log_probs, random_samples
+from tests.replicas import OpenPool
 from tests.lora_cases import save_adapter, worst_difference
 from tests.sync_cases import is_rank_zero, replica
 
@@ -24,7 +24,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
 
     The adapter's replica splits over two workers; each sync ends with a comparison of what vLLM holds with what was sent.
     """
-    pools: dict[str, ReplicaPool] = {}
+    pools: dict[str, OpenPool] = {}
     if is_rank_zero():
         pools["merged"] = replica(path)
         pools["adapter"] = replica(path, adapter_rank=case["lora"]["rank"], tensor_parallel=2)
@@ -45,7 +45,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
                 result["seconds"][way].append(report.seconds)
                 result["bytes"][way] = report.num_bytes
             samples = random_samples(6, seed=1000 + step)
-            mine = built.log_probs(samples)
+            mine = log_probs(built, samples)
             if is_rank_zero():
                 result["tokens"].append({way: greedy(pool, samples) for way, pool in pools.items()})
                 result["tokens"][-1]["peft"] = peft_greedy(path, folder, samples)
@@ -62,7 +62,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
     return result
 
 
-def held_adapter(pool: ReplicaPool, folder: str) -> dict[str, bool]:
+def held_adapter(pool: OpenPool, folder: str) -> dict[str, bool]:
     """Whether what vLLM holds of the adapter is what PEFT's folder has, by name; B with the scale in it."""
     files = load_file(Path(folder) / "adapter_model.safetensors")
     scale = 2.0  # alpha / rank of the tests
@@ -80,7 +80,7 @@ def refused(publisher: Publisher) -> str:
     return ""
 
 
-def greedy(pool: ReplicaPool, samples: list[Sample]) -> list[tuple[int, ...]]:
+def greedy(pool: OpenPool, samples: list[Sample]) -> list[tuple[int, ...]]:
     requests = [GenerationRequest(s.prompt_ids, 1, 8, temperature=0.0, stop_token_ids=()) for s in samples]
     return [completions[0].token_ids for completions in pool.generate(requests).result()]
 
@@ -101,7 +101,7 @@ def peft_greedy(path: str, folder: str, samples: list[Sample]) -> list[tuple[int
     return results
 
 
-def score_gap(pool: ReplicaPool, samples: list[Sample], mine: list[torch.Tensor]) -> float:
+def score_gap(pool: OpenPool, samples: list[Sample], mine: list[torch.Tensor]) -> float:
     scores = pool.score([[*s.prompt_ids, *s.response_ids] for s in samples])
     theirs = [torch.tensor(score[len(s.prompt_ids) - 1 :]) for s, score in zip(samples, scores, strict=True)]
     return worst_difference(theirs, mine)

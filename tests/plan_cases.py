@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from bridge.receive import vllm_reload
 from bridge.receive.bake import bake
-from bridge.layout.bucket import plan_buckets
+from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import read_folder_manifest
-from bridge.receive.plan import Plan
+from bridge.receive.plan import LoadPlan
+from bridge.receive.unpack import Unpacker
 from bridge.layout.digest import digest_value
 from bridge.receive.vllm_readback import digest_whole, hf_slices, tensor_group
 
@@ -44,17 +45,19 @@ def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module
             return config, get_model(vllm_config=config)
 
 
-def scatter_all(plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
+def scatter_all(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> None:
     """What a sync does with a plan."""
     buffers = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
-    for bucket in plan_buckets(plan.manifest, BUCKET_BYTES):
+    sync_plan = SyncPlan(plan.manifest, (len(plan.manifest.tensors),), BUCKET_BYTES)
+    unpacker, stage = Unpacker(sync_plan, plan, torch.device("cpu")), sync_plan.stages[0]
+    for bucket in stage.buckets:
         data = buffers[bucket.index % 2]
         for piece in bucket.pieces:
             raw = tensors[plan.manifest.tensors[piece.tensor].name].view(-1).view(torch.uint8)
             data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = raw[
                 piece.tensor_offset : piece.tensor_offset + piece.num_bytes
             ]
-        plan.scatter(bucket, 0, data[: bucket.num_bytes])
+        unpacker.scatter(stage, bucket, data[: bucket.num_bytes])
 
 
 def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -101,8 +104,8 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
         scatter_all(plan, tensors)
         loaded = dict(build_model(after, tensor_parallel)[1].named_parameters())
         results[family] = {
-            "ordinary": plan.ordinary,
-            "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if not plan.is_planned(index)],
+            "fallback": plan.loader_fallback,
+            "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None],
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
             "num_parameters": len(loaded),
             "read_back": misread(model, tensors),

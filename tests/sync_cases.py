@@ -11,29 +11,30 @@ import torch
 import torch.distributed as dist
 
 from bridge.config import ReplicaConfig, SyncConfig
+from bridge.export.source import Part, whole_tensors
 from bridge.messages import SyncError
-from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
 from megasync.weights import start_ray
-from tests.engine_cases import engine, exporter, random_samples
+from tests.engine_cases import engine, exporter, log_probs, random_samples
+from tests.replicas import OpenPool
 
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
-_replicas: dict[str, ReplicaPool] = {}  # rank 0's, by their config
+_replicas: dict[str, OpenPool] = {}  # rank 0's, by their config
 
 
 def is_rank_zero() -> bool:
     return int(os.environ["RANK"]) == 0
 
 
-def replica(path: str, **fields: Any) -> ReplicaPool:
+def replica(path: str, **fields: Any) -> OpenPool:
     """A pool of one replica, for rank 0. It stays for the calls that follow, until `close_replicas` or the process's end."""
     if start_ray("local", 0):
         atexit.register(close_replicas)
     config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26, **fields)
     if str(config) not in _replicas:
-        _replicas[str(config)] = ReplicaPool.start(config, 1)
+        _replicas[str(config)] = OpenPool.start(config, 1)
     return _replicas[str(config)]
 
 
@@ -66,15 +67,14 @@ def publish_and_compare(
 
 
 def follow(
-    built: Engine, pool: ReplicaPool | None, num_steps: int, first_version: int, config: SyncConfig
+    built: Engine, pool: OpenPool | None, num_steps: int, first_version: int, config: SyncConfig
 ) -> dict[str, Any]:
     """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps."""
-    source, sent = exporter(built), exporter(built)
-    sent.everywhere = config.transport == "ipc"
+    source, sent = exporter(built), exporter(built, on_all_ranks=config.transport == "ipc")
     publisher = Publisher(sent, pool, config)
     differing: set[str] = set()
     versions, worst, moved = [], 0.0, 0
-    ordinary, num_pickled = {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
+    fallback, num_pickled = {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
     before: dict[str, torch.Tensor] = {}
     for step in range(num_steps):
         built.update(built.prepare(random_samples(16, seed=step)))
@@ -83,11 +83,11 @@ def follow(
         if step == 0:
             num_pickled.count = 0  # only the first sync may agree on objects
         samples = random_samples(6, seed=1000 + step)
-        mine = built.log_probs(samples)
-        exported = {name: tensor.clone() for name, tensor in source}
+        mine = log_probs(built, samples)
+        exported = {name: tensor.clone() for name, tensor in whole_tensors(source)}
         if pool is None:
             continue
-        ordinary = report.ordinary
+        fallback = report.loader_fallback
         if "lm_head.weight" not in exported:  # tied: vLLM computes with a head of its own, which must be the embeddings
             exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
         held = pool.read_back()
@@ -100,9 +100,9 @@ def follow(
         versions.append((report.version, pool.versions, report.verified))
         moved += sum(not torch.equal(before[name], exported[name]) for name in before) > 0
         before = exported
-    writer = publisher._connection.stream.writer if publisher._connection is not None else None
-    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "ordinary": ordinary,
-            "num_pickled": num_pickled.count, "readers": getattr(writer, "_own", None)}
+    writer = publisher._connection.sender.writer if publisher._connection is not None else None
+    return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "fallback": fallback,
+            "num_pickled": num_pickled.count, "readers": getattr(writer, "own", None)}
 
 
 class CallCounter:
@@ -136,9 +136,6 @@ class Renamed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
-    def parts(self) -> None:
-        return None
-
     def manifest(self) -> Any:
         from dataclasses import replace
 
@@ -149,12 +146,11 @@ class Renamed:
             return Manifest(tuple(spec for spec in specs if spec.name != self.name))
         return Manifest(tuple(replace(s, name=s.name + "_x") if s.name == self.name else s for s in specs))
 
-    def __iter__(self) -> Any:
-        for name, tensor in self.source:
-            if name != self.name:
-                yield name, tensor
-            elif self.change == "renamed":
-                yield name + "_x", tensor
+    def parts(self) -> Any:
+        names = iter([spec.name for spec in self.source.manifest().tensors])
+        for part in self.source.parts():
+            kept = [copies for copies in part.copies if next(names) != self.name or self.change == "renamed"]
+            yield Part(kept, part.memory)
 
 
 def damaging(finish: Any) -> Any:

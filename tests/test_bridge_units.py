@@ -19,7 +19,6 @@ from bridge.layout.digest import (
     CHUNK_FACTOR,
     CHUNK_WORDS,
     LENGTH_FACTOR,
-    as_bytes,
     digest_bytes,
     digest_tensor,
     digest_value,
@@ -28,8 +27,8 @@ from bridge.layout.digest import (
 from bridge.layout.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
 from bridge.replicas.output import find_errors
-from bridge.receive.shards import Shard, assemble
 from bridge.replicas.vllm_api import mix_seed
+from tests.shards import Packed, assemble, pack
 from tests.manifests import SPECS, make_manifest
 from tests.tiny_models import write_tiny_model
 
@@ -207,9 +206,8 @@ def test_digest_is_what_its_definition_says() -> None:
 # Shards.
 
 
-def shard(name: str, full: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Shard:
-    part = full[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))].contiguous()
-    return Shard(name, offsets, shape, str(full.dtype).removeprefix("torch."), as_bytes(part).numpy().tobytes())
+def shard(name: str, full: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Packed:
+    return pack(name, offsets, full[tuple(slice(o, o + s) for o, s in zip(offsets, shape, strict=True))])
 
 
 def test_shards_become_full_tensors() -> None:

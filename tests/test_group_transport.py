@@ -13,28 +13,35 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from bridge.transport.nccl import DamagedError, GroupReader, GroupWriter, is_group_endpoint
-from bridge.transport.errors import TransportError
+from bridge.layout.bucket import StagePlan, SyncPlan
+from bridge.transport.errors import DamagedError, TransportError
+from bridge.transport.nccl import GroupReader, GroupWriter
+from tests.manifests import make_manifest
 
-SIZES = [1000, 4096, 320, 64, 4096]
-BUFFER_BYTES = 4096
 CPU = torch.device("cpu")
+
+
+def stage_of(num_bytes: list[int], bucket_bytes: int) -> StagePlan:
+    return SyncPlan(make_manifest([("uint8", [size]) for size in num_bytes]), (len(num_bytes),), bucket_bytes).stages[0]
+
+
+STAGE = stage_of([4000, 4096, 4096 + 320], 4096)
+SIZES = [bucket.num_bytes for bucket in STAGE.buckets]
 
 
 class Group:
     """A writer of stage 0 and readers in threads of their own, which note what arrives."""
 
     def __init__(self, num_readers: int = 2) -> None:
-        self.writer = GroupWriter(0, len(SIZES), BUFFER_BYTES, num_readers, CPU)
-        assert is_group_endpoint(self.writer.endpoint)
+        self.writer = GroupWriter(STAGE, num_readers, CPU)
         self.readers = [GroupReader((self.writer.endpoint,), reader, num_readers, CPU) for reader in range(num_readers)]
         self.threads = ThreadPoolExecutor(num_readers)
 
     def receive(self, seconds: float = 20.0) -> list[Future[list[torch.Tensor]]]:
         def run(reader: GroupReader) -> list[torch.Tensor]:
             try:
-                stream = reader.read(0, SIZES, BUFFER_BYTES, time.time() + seconds, verify=True)
-                return [data.clone() for data in stream]
+                stream = reader.buckets(STAGE, 0, time.time() + seconds, verify=True)
+                return [data.clone() for _, data in stream]
             except RuntimeError as error:
                 reader.abort(f"a reader: {error}")
                 raise
@@ -84,7 +91,7 @@ def test_damage_is_found_at_the_end_and_named(group) -> None:
         group.send(damage=2)
     told = []
     for future in futures:  # one finds it, the other one finds it too or hears of it
-        with pytest.raises(TransportError, match=r"buckets \[2\] of stage 0 arrived damaged") as caught:
+        with pytest.raises(TransportError, match=r"bucket 2 of \d of stage 0 \(.*\) arrived damaged") as caught:
             future.result(20)
         told.append(caught.type)
     assert DamagedError in told
@@ -92,7 +99,7 @@ def test_damage_is_found_at_the_end_and_named(group) -> None:
 
 def test_a_reader_that_fails_stops_the_sender_and_the_other_readers() -> None:
     group = Group()
-    group.readers[1].read = lambda *args, **kwargs: iter(_raise())  # type: ignore[method-assign]
+    group.readers[1].buckets = lambda *args, **kwargs: iter(_raise())  # type: ignore[method-assign]
     futures = group.receive()
     with pytest.raises(TransportError, match="aborted: a reader: out of memory"):
         group.send()
@@ -134,20 +141,21 @@ def test_a_reader_names_the_bucket_that_is_late(group) -> None:
 def test_nobody_listens() -> None:
     reader = GroupReader(("tcp://127.0.0.1:9",), 0, 1, CPU)
     with pytest.raises((TransportError, RuntimeError), match=r"cannot reach the sender|timed out|refused"):
-        next(reader.read(0, [1], 64, time.time() + 1, verify=False))
+        next(reader.buckets(stage_of([1], 64), 0, time.time() + 1, verify=False))
 
 
 @pytest.mark.gpu
 def test_buckets_arrive_between_two_gpus() -> None:
     """NCCL, in threads of one process; needs 2 devices."""
     size, devices = 2**24, [torch.device("cuda", index) for index in range(2)]
-    writer = GroupWriter(0, 3, size, 1, devices[0])
+    stage = stage_of([size] * 3, size)
+    writer = GroupWriter(stage, 1, devices[0])
     reader = GroupReader((writer.endpoint,), 0, 1, devices[1])
     got: list[torch.Tensor] = []
 
     def receive() -> None:
         torch.cuda.set_device(1)
-        got.extend(data.clone() for data in reader.read(0, [size] * 3, size, time.time() + 60, verify=True))
+        got.extend(data.clone() for _, data in reader.buckets(stage, 0, time.time() + 60, verify=True))
 
     thread = threading.Thread(target=receive)
     thread.start()

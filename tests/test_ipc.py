@@ -5,18 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bridge.transport.ipc import IpcReader, IpcWriter, is_ipc_endpoint, segment_path
+from bridge.layout.bucket import SyncPlan
 from bridge.transport.errors import DamagedError, TransportError
+from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.segment import FOLDER, PREFIX
+from tests.manifests import make_manifest
 
 CPU = torch.device("cpu")
-NUM_BUCKETS, NUM_BYTES = 5, 10_000
+NUM_BUCKETS, NUM_BYTES = 5, 9984
+STAGE = SyncPlan(make_manifest([("uint8", [NUM_BYTES])] * NUM_BUCKETS), (NUM_BUCKETS,), NUM_BYTES).stages[0]
 
 
 def bucket(index: int) -> torch.Tensor:
@@ -26,17 +28,13 @@ def bucket(index: int) -> torch.Tensor:
 def read_all(endpoint: str, answers: Any) -> None:
     """Another process: whether each bucket is what was sent."""
     reader = IpcReader((endpoint,), 0, CPU)
-    for index in range(NUM_BUCKETS):
-        data = reader.read(0, index, NUM_BYTES, time.time() + 20, verify=True)
-        answers.put(torch.equal(data, bucket(index)))
-        reader.release(0)
-    reader.finish(0, NUM_BUCKETS, time.time() + 20)
+    for each, data in reader.buckets(STAGE, 0, time.time() + 20, verify=True):
+        answers.put(torch.equal(data, bucket(each.index)))
     reader.close()
 
 
 def test_another_process_reads_what_was_sent() -> None:
-    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU, NUM_BUCKETS)
-    assert is_ipc_endpoint(writer.endpoint) and segment_path(writer.endpoint).exists()
+    writer = IpcWriter(STAGE, ["replica 0 worker 0"], [0], CPU)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     process = context.Process(target=read_all, args=(writer.endpoint, answers))
@@ -52,14 +50,13 @@ def test_another_process_reads_what_was_sent() -> None:
         process.kill()
         writer.close()
     assert process.exitcode == 0
-    assert list(Path(FOLDER).glob(f"{PREFIX}{os.getpid()}-*ipc*")) == []
+    assert list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*")) == []
 
 
 def test_a_damaged_bucket_and_an_abort_are_found() -> None:
-    writer = IpcWriter("ipc-test", NUM_BYTES, 0, ["replica 0 worker 0"], CPU, NUM_BUCKETS)
+    writer = IpcWriter(STAGE, ["replica 0 worker 0"], [0], CPU)
     reader = IpcReader((writer.endpoint,), 0, CPU)
     try:
-        assert reader.buffer_bytes(0) == NUM_BYTES
         buffer = writer.acquire(time.time() + 5, lambda: None)
         buffer.copy_(bucket(0))
         writer.publish(NUM_BYTES, verify=True)
@@ -71,11 +68,11 @@ def test_a_damaged_bucket_and_an_abort_are_found() -> None:
         writer.buffers[1][17] += 1
         reader.release(0)
         with pytest.raises(TransportError, match="waits for the digests of stage 0"):
-            reader.finish(0, 2, time.time() + 0.2)
+            reader.finish(STAGE, 2, time.time() + 0.2)
         writer.finish(time.time() + 5, lambda: None)
         with pytest.raises(DamagedError) as caught:
-            reader.finish(0, 2, time.time() + 5)
-        assert caught.value.buckets == [1]
+            reader.finish(STAGE, 2, time.time() + 5)
+        assert caught.value.buckets == [1] and "bucket 1 of 5 of stage 0 (t1) arrived damaged" in str(caught.value)
         reader.abort("the reader gives up")
         with pytest.raises(TransportError, match="the reader gives up"):
             writer.acquire(time.time() + 5, lambda: None)

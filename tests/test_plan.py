@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge.receive.bake import bake, matching_regions
-from bridge.layout.bucket import Bucket, plan_buckets
+from bridge.receive.plan import LoadPlan
+from bridge.receive.unpack import Unpacker
+from bridge.layout.bucket import Bucket, StagePlan, SyncPlan
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.layout.regions import Copy, Region, cut
 
@@ -79,6 +81,11 @@ def bake_toy(model: Toy, manifest: Manifest, transformed=lambda layer: None):
     return bake(manifest, model, model.load_weights, transformed)
 
 
+def unpacker_of(plan: LoadPlan, bucket_bytes: int) -> tuple[Unpacker, StagePlan]:
+    sync_plan = SyncPlan(plan.manifest, (len(plan.manifest.tensors),), bucket_bytes)
+    return Unpacker(sync_plan, plan, torch.device("cpu")), sync_plan.stages[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("bucket_bytes", [64, 128, 4096])
@@ -87,17 +94,18 @@ def test_what_is_scattered_equals_what_is_loaded(dtype, rank, bucket_bytes) -> N
     planned, loaded = Toy(rank, dtype), Toy(rank, dtype)
     before = {name: tensor.clone() for name, tensor in planned.state_dict().items()}
     plan = bake_toy(planned, manifest)
-    assert plan.ordinary == {} and all(plan.is_planned(index) for index in range(len(SHAPES)))
+    assert plan.loader_fallback == {} and all(plan.copies[index] is not None for index in range(len(SHAPES)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in planned.state_dict().items()), "baking changes nothing"
+    unpacker, stage = unpacker_of(plan, bucket_bytes)
     for seed in range(2):  # the second time through the same buffers, whose views are kept
         generator = torch.Generator().manual_seed(seed)
         tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
         loaded.load_weights(tensors.items())
         buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-        for bucket in plan_buckets(manifest, bucket_bytes):
+        for bucket in stage.buckets:
             data = buffers[bucket.index % 2]
             fill(data, bucket, manifest, tensors)
-            plan.scatter(bucket, 0, data[: bucket.num_bytes])
+            unpacker.scatter(stage, bucket, data[: bucket.num_bytes])
         planned.embed.weight[5:] = 0  # rows of padding stay as they were loaded first
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(planned.state_dict()[name], tensor), name
@@ -110,9 +118,10 @@ def test_a_plan_outlives_the_buckets_it_was_used_with() -> None:
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     buffer = torch.zeros(4096, dtype=torch.uint8)
     for bucket_bytes in (128, 4096):
-        for bucket in plan_buckets(manifest, bucket_bytes):
+        unpacker, stage = unpacker_of(plan, bucket_bytes)
+        for bucket in stage.buckets:
             fill(buffer, bucket, manifest, tensors)
-            plan.scatter(bucket, 0, buffer[: bucket.num_bytes])
+            unpacker.scatter(stage, bucket, buffer[: bucket.num_bytes])
         assert torch.equal(model.norm.weight, tensors["norm.weight"])
         assert torch.equal(model.fused.weight[4:], tensors["up.weight"][:4])
         tensors = {name: tensor + 1 for name, tensor in tensors.items()}
@@ -128,23 +137,23 @@ def fill(buffer: torch.Tensor, bucket: Bucket, manifest: Manifest, tensors: dict
 def test_layers_that_a_plan_cannot_serve_are_named() -> None:
     missing = manifest_of(torch.float32, [name for name in SHAPES if name != "up.bias"])
     plan = bake_toy(Toy(), missing)
-    assert plan.ordinary == {"fused": "4 of the 8 elements of its bias are written"}
-    assert [missing.tensors[i].name for i in range(6) if not plan.is_planned(i)] == ["gate.weight", "gate.bias", "up.weight"]
+    assert plan.loader_fallback == {"fused": "4 of the 8 elements of its bias are written"}
+    assert [missing.tensors[i].name for i in range(6) if plan.copies[i] is None] == ["gate.weight", "gate.bias", "up.weight"]
     manifest = manifest_of(torch.float32)
-    assert bake_toy(Toy(), manifest, lambda layer: "packed" if isinstance(layer, Fused) else None).ordinary == {
+    assert bake_toy(Toy(), manifest, lambda layer: "packed" if isinstance(layer, Fused) else None).loader_fallback == {
         "fused": "packed"
     }
     computing = Toy()
     computing.changed = lambda tensor: tensor + 1
-    assert bake_toy(computing, manifest).ordinary == {"norm": "0 of the 6 elements of its weight are written"}
+    assert bake_toy(computing, manifest).loader_fallback == {"norm": "0 of the 6 elements of its weight are written"}
     reading = Toy()
     reading.changed = lambda tensor: tensor * float(tensor.sum())
-    assert list(bake_toy(reading, manifest).ordinary) == ["norm"]
+    assert list(bake_toy(reading, manifest).loader_fallback) == ["norm"]
     other = TensorSpec("norm.weight", "bfloat16", (6,))
-    assert "other memory, dtype or order" in bake_toy(Toy(), Manifest((*manifest.tensors[:-1], other))).ordinary["norm"]
+    assert "other memory, dtype or order" in bake_toy(Toy(), Manifest((*manifest.tensors[:-1], other))).loader_fallback["norm"]
     twice = Toy()
     twice.load_weights = lambda weights: [Toy.load_weights(twice, [pair]) for pair in weights for _ in range(2)]
-    assert "some more than once" in bake_toy(twice, manifest).ordinary["norm"]
+    assert "some more than once" in bake_toy(twice, manifest).loader_fallback["norm"]
 
 
 def test_a_plan_notices_that_parameters_moved() -> None:

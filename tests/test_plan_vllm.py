@@ -30,7 +30,7 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
     all_results = run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments, alone=True)
     for rank, results in enumerate(all_results):
         for family, result in results.items():
-            assert result["ordinary"] == {}, family
+            assert result["fallback"] == {}, family
             assert result["unplanned"] == [], family
             assert result["differing"] == [], family
             assert result["read_back"] == [], family

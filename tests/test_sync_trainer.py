@@ -46,8 +46,8 @@ def follow(path: str, transport: str, *, has_head: bool) -> None:
         assert result["moved"] == NUM_STEPS - 1
         assert result["gap"] < 1e-4
         assert result["num_pickled"] == 0
-        assert set(result["ordinary"].values()) == {"oneDNN packs its weight after loading"}
-        kinds = {name.rpartition(".")[2] for name in result["ordinary"]}
+        assert set(result["fallback"].values()) == {"oneDNN packs its weight after loading"}
+        kinds = {name.rpartition(".")[2] for name in result["fallback"]}
         assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} | ({"lm_head"} if has_head else set())
         assert result["versions"] == [(v, [v], True) for v in range(number * 100, number * 100 + NUM_STEPS)]
 
@@ -104,7 +104,7 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
         assert result["differing"] == []
         assert result["moved"] == 2
         assert result["gap"] < 1e-4
-        reasons = {name.rpartition(".")[2]: reason for name, reason in result["ordinary"].items()}
+        reasons = {name.rpartition(".")[2]: reason for name, reason in result["fallback"].items()}
         assert reasons.pop("routed_experts") == "the CPU backend packs its experts after loading"
         assert reasons.keys() == {"qkv_proj", "o_proj", "gate", "lm_head"}
         assert all(verified for _, _, verified in result["versions"])

@@ -23,42 +23,19 @@ from transformers import AutoModelForCausalLM
 
 from bridge.send import sender
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.messages import GenerationRequest, SyncError
-from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.processes import shared_memory_below, socket_folder
 from bridge.send.publish import Publisher
 from bridge.transport import segment
 from bridge.layout.digest import digest_value
 from megasync.weights import start_ray
+from tests.replicas import OpenPool
+from tests.sources import DictSource
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
 GREEDY = [GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0), GenerationRequest((40,), 1, 12, 0.0)]
 SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, seed=i) for i in range(5)]
-
-
-class DictSource:
-    """One stage's tensors from a dict, which a test may exchange between syncs; `fail_at` raises before that tensor."""
-
-    is_sender = gives = True
-
-    def __init__(self, tensors: dict[str, torch.Tensor], stage: int = 0, num_stages: int = 1) -> None:
-        self.tensors, self.stage, self.num_stages, self.fail_at = tensors, stage, num_stages, ""
-
-    def manifest(self) -> Manifest:
-        return Manifest(
-            tuple(TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items())
-        )
-
-    def __iter__(self):
-        for name, tensor in self.tensors.items():
-            if name == self.fail_at:
-                raise RuntimeError("out of trainer memory")
-            yield name, tensor
-
-    def parts(self) -> None:
-        return None
 
 
 def in_layer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -77,16 +54,16 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return in_layer_order(load_file(folder / "model.safetensors"))
 
 
-def start(folder: Path, replicas: int = 1, **config) -> ReplicaPool:
+def start(folder: Path, replicas: int = 1, **config) -> OpenPool:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 32, "kv_cache_bytes": 2**26} | config
-    return ReplicaPool.start(ReplicaConfig(str(folder), **fields), replicas)
+    return OpenPool.start(ReplicaConfig(str(folder), **fields), replicas)
 
 
 def differing(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:
     return [name for name in sent if not torch.equal(held[name], sent[name])]
 
 
-def tokens(pool: ReplicaPool, requests=GREEDY) -> list[tuple[int, ...]]:
+def tokens(pool: OpenPool, requests=GREEDY) -> list[tuple[int, ...]]:
     return [c.token_ids for completions in pool.generate(requests).result() for c in completions]
 
 
@@ -293,8 +270,8 @@ def test_restarted_replicas_serve_after_the_next_publish(tied_pool, tied_folders
         tied_pool.generate(GREEDY).result()
     tied_source.tensors = load(tied_folders[2])
     report = Publisher(tied_source, tied_pool, SyncConfig(transport="nccl", verify="readback")).publish(15)
-    assert set(report.ordinary.values()) == {"oneDNN packs its weight after loading"}
-    assert not [name for name in report.ordinary if "norm" in name or "embed" in name or name == "lm_head"]
+    assert set(report.loader_fallback.values()) == {"oneDNN packs its weight after loading"}
+    assert not [name for name in report.loader_fallback if "norm" in name or "embed" in name or name == "lm_head"]
     assert tied_pool.versions == [15, 15]
     assert all(differing(tied_pool.read_back(replica=r), tied_source.tensors) == [] for r in range(2))
     assert tokens(tied_pool)

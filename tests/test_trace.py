@@ -30,7 +30,7 @@ def copied(convert: Convert, shards: list[torch.Tensor], gap: int) -> list[torch
     results = [torch.full_like(tensor, torch.nan, memory_format=torch.contiguous_format) for tensor in convert(shards)]
     for result, copies in zip(results, traced, strict=True):
         for copy in copies:
-            view(result.view(-1), copy.source).copy_(view(memory, copy.target))
+            view(result.view(-1), copy.tensor_region).copy_(view(memory, copy.buffer_region))
     return results
 
 

@@ -197,8 +197,8 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     from safetensors.torch import load_file
 
     from bridge.config import ReplicaConfig, SyncConfig
-    from bridge.replicas.pool import ReplicaPool
     from bridge.send.publish import Publisher
+    from tests.replicas import OpenPool
     from tests.test_sync_vllm import DictSource, differing, in_layer_order
     from tests.tiny_models import write_tiny_model
 
@@ -206,7 +206,7 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     torch.zeros(1, device="cuda")
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     ray.init(include_dashboard=False, log_to_driver=False)
-    pool = ReplicaPool.start(ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**26), 1)
+    pool = OpenPool.start(ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**26), 1)
     try:
         for transport in ("nccl", "shm"):
             source = DictSource({})
@@ -216,7 +216,7 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
                 source.tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
                 sync = SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback")
                 publisher = publisher or Publisher(source, pool, sync)
-                assert publisher.publish(version).ordinary == {}
+                assert publisher.publish(version).loader_fallback == {}
                 assert differing(pool.read_back(), tensors) == []
             publisher.close()
     finally:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from engine import wrap
 from tests.engine_cases import engine, random_samples
 
 
@@ -15,9 +14,9 @@ def walk_in_parts(path: str) -> dict[str, Any]:
     with engine(path, wrap="megatron_fsdp", name="sft") as built:
         seen, tensors, left = [], [], []
         for number in range(2):
-            seen.append({name: tensor.clone() for unit in built.whole_parameters() for name, tensor in unit})
-            tensors.append([tensor for unit in built.whole_parameters() for _, tensor in unit])
-            (unsharder,) = (by_kind[False] for by_kind in wrap._unsharders.values())
+            seen.append({item.name: item.tensor.clone() for unit in built.whole_parameters() for item in unit})
+            tensors.append([item.tensor for unit in built.whole_parameters() for item in unit])
+            unsharder = built.wrapped._chunks[0].unsharders[False]
             left.append([memory.untyped_storage().nbytes() for memory in unsharder._memories])
             if number == 0:
                 half = built.whole_parameters()
@@ -45,4 +44,4 @@ def weights_after_training(path: str, wrap: str, walks: bool) -> dict[str, torch
                 for _ in built.whole_parameters():
                     pass
             built.update(built.prepare(random_samples(8, seed=step)))
-        return {name: tensor.clone() for unit in built.whole_parameters() for name, tensor in unit}
+        return {item.name: item.tensor.clone() for unit in built.whole_parameters() for item in unit}

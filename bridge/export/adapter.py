@@ -1,9 +1,9 @@
 """The adapters alone as a weight source: what `engine.lora.sync: adapter` sends, in PEFT's names.
 
-An A that several linears share, as those of a fused linear do, travels once, with the first of them. B travels multiplied
-by the adapter's scale, as an adapter whose alpha is its rank has it, which is what vLLM computes with: so what vLLM holds
-can be compared with what was sent bit for bit. The replicas hold the base model from its folder and never get other base
-weights, so that an adapter cannot meet a merged base. Leaves out where the tensors come from, and what vLLM does with
+An A that several linears share, as those of a fused linear do, is sent once, with the first of them. B is sent multiplied by
+the adapter's scale, as an adapter whose alpha is its rank has it: vLLM computes with that product, so that what it
+holds can be compared with what was sent bit for bit. The replicas serve the base model of their folder and never get other base
+weights, so that an adapter cannot meet a merged base. Leaves out where the factors come from, and what vLLM does with
 them (vllm_adapter.py).
 """
 
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bridge.config import SyncConfig
 from bridge.export.source import Part
 from bridge.layout.manifest import Manifest, TensorSpec
-from bridge.layout.regions import Copy, Region
+from bridge.layout.regions import Copy, whole
+
+if TYPE_CHECKING:
+    from bridge.export.source import AdapterFactors
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 GPU_BUCKET_BYTES = 64 * 2**20  # there a bucket's messages cost more than its bytes
@@ -36,74 +39,75 @@ class AdapterSpec:
 
 
 class AdapterSource:
-    """A WeightSource of one rank over `tensors`, which gives (PEFT name, tensor) on the stage's sender, else nothing.
-
-    `tensors` gives each linear's A [rank, in] before its B [..., rank], whose rows are in order in what is before rank, and
-    for linears that share an A the same tensor again. `stays`: they are views of memory that always has the current values.
-    """
+    """The WeightSource of a stage's adapters, all in one part."""
 
     def __init__(
         self,
-        tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        factors: Callable[[], Iterator[AdapterFactors]],
         spec: AdapterSpec,
         *,
         stage: int,
         num_stages: int,
         is_sender: bool,
-        stays: bool = False,
+        is_in_place: bool = False,
     ) -> None:
-        self.tensors, self.spec = tensors, spec
-        self.stage, self.num_stages, self.is_sender, self.stays = stage, num_stages, is_sender, stays
-        self.gives = is_sender
+        """`factors`: a walk over the stage's linears, collective, which has factors on the sender alone.
+
+        `is_in_place`: the factors are views of memory that always has the current values.
+        """
+        self.spec = spec
+        self.stage, self.num_stages, self.is_sender = stage, num_stages, is_sender
+        self.has_tensors = is_sender
+        self._factors, self._is_in_place = factors, is_in_place
         self._manifest: Manifest | None = None
+        self._copies: list[tuple[Copy, ...]] = []
         self._part: Part | None = None
-        self._unscaled: list[torch.Tensor] = []
+        self._unscaled: list[torch.Tensor] = []  # each B, and its product with the scale
         self._scaled: list[torch.Tensor] = []
 
     def sync_config(self, config: SyncConfig) -> SyncConfig:
-        """With buckets so small that packing one overlaps with taking in the one before."""
+        """With buckets so small that packing one overlaps with loading the one before."""
         most = GPU_BUCKET_BYTES if torch.cuda.is_available() else BUCKET_BYTES
         return config.model_copy(update={"bucket_bytes": min(config.bucket_bytes, most)})
 
     def manifest(self) -> Manifest:
-        """This stage's tensors in order; the first call walks all of them once."""
         if self._manifest is None:
             specs = [
-                TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in self
+                TensorSpec(name, str(tensor.dtype).removeprefix("torch."), (tensor.numel() // tensor.shape[-1], tensor.shape[-1]))
+                for name, tensor, _ in self._each_once()
             ]
             self._manifest = Manifest(tuple(specs))
         return self._manifest
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._each_once():
-            yield name, (tensor * self.spec.scale).flatten(0, -2) if _is_b(name) else tensor
-
-    def parts(self) -> Iterator[Part] | None:
-        """All of them in one part: A's own memory, and copies of B. None unless `stays`."""
-        return self._parts() if self.stays else None
-
     @torch.no_grad()
-    def _parts(self) -> Iterator[Part]:
-        if self._part is None:
-            given = list(self._each_once())
-            self._unscaled = [tensor for name, tensor in given if _is_b(name)]
-            self._scaled = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in self._unscaled]
-            scaled = iter(self._scaled)
-            memory = {name: (next(scaled) if _is_b(name) else tensor).view(-1) for name, tensor in given}
-            whole = {name: Region(0, 1, flat.numel(), flat.numel()) for name, flat in memory.items()}
-            self._part = Part([(Copy(region, name, region),) for name, region in whole.items()], memory)
-        if self._scaled:  # on the sender
+    def parts(self) -> Iterator[Part]:
+        if self._part is None or not self._is_in_place:
+            self._part = self._take()
+        elif self._scaled:
             torch._foreach_copy_(self._scaled, self._unscaled)
             torch._foreach_mul_(self._scaled, self.spec.scale)
+        if self.has_tensors:
             yield self._part
 
-    def _each_once(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take(self) -> Part:
+        """The factors of now: each A where it is, if it stays there, and new memory for the others."""
+        memory: dict[str, torch.Tensor] = {}
+        self._unscaled, self._scaled = [], []
+        for name, tensor, is_b in self._each_once():
+            sent = tensor if self._is_in_place and not is_b else tensor.clone(memory_format=torch.contiguous_format)
+            memory[name] = sent.view(-1)
+            if is_b:
+                self._unscaled.append(tensor)
+                self._scaled.append(sent.mul_(self.spec.scale))
+        if not self._copies:
+            self._copies = [(Copy(whole(flat.numel()), name, whole(flat.numel())),) for name, flat in memory.items()]
+        return Part(self._copies, memory)
+
+    def _each_once(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """(PEFT name, factor, whether it is a B)."""
         last_a: torch.Tensor | None = None
-        for name, tensor in self.tensors():
-            if _is_b(name) or tensor is not last_a:
-                last_a = last_a if _is_b(name) else tensor
-                yield name, tensor
-
-
-def _is_b(name: str) -> bool:
-    return name.endswith(".lora_B.weight")
+        for each in self._factors():
+            if each.a is not last_a:
+                last_a = each.a
+                yield f"{each.name}.lora_A.weight", each.a, False
+            yield f"{each.name}.lora_B.weight", each.b, True

@@ -1,7 +1,7 @@
-"""Parameters' values come together: tensor-parallel shards by collectives, adapters merged on the way, the rest as it lies.
+"""Parameters' values come together: tensor-parallel shards by collectives, adapters merged on the way, the rest in place.
 
-A part is a run of parameters. What its gathering needs is worked out once (Fill) and run at every pass, in memory that all
-parts share. Leaves out what the values become (export.py) and the merge itself (merge.py).
+A GatherPlan is made once for a run of items and run in every pass, in scratch memory that all plans share. Leaves out
+the conversion to Hugging Face's layout (exporter.py) and the merge itself (merge.py).
 """
 
 from __future__ import annotations
@@ -13,158 +13,242 @@ import torch
 import torch.distributed as dist
 
 from bridge.export.merge import merge
+from bridge.export.source import Part
+from bridge.export.trace import trace
+from bridge.layout.manifest import TensorSpec
+from bridge.layout.regions import Copy, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from bridge.export.source import WeightItem
     from bridge.export.trace import Place
 
-Unit = list[tuple[str, torch.Tensor]]
-
-
-class Member(NamedTuple):
-    """A parameter of a unit, and the A and B that are to be merged into it."""
-
-    name: str
-    parameter: torch.Tensor
-    adapter: tuple[torch.Tensor, torch.Tensor] | None
-
-
-def members_of(unit: Unit) -> list[Member]:
-    """The unit's parameters without the adapters', which go to their weights."""
-    adapters = {name: parameter for name, parameter in unit if name.endswith((".lora_a", ".lora_b"))}
-    members = []
-    for name, parameter in unit:
-        linear = name.removesuffix(".weight")
-        if name not in adapters:
-            is_adapted = linear != name and f"{linear}.lora_a" in adapters
-            adapter = (adapters[f"{linear}.lora_a"], adapters[f"{linear}.lora_b"]) if is_adapted else None
-            members.append(Member(name, parameter, adapter))
-    return members
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether the tensor is a tensor-parallel shard, by megatron-core's attribute."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def _tensors(part: list[Member]) -> list[torch.Tensor]:
-    return [tensor for member in part for tensor in (member.parameter, *(member.adapter or ()))]
-
-
-class Shards(NamedTuple):
-    """Where a parameter's value lies once its part is there: for each tensor-parallel rank which memory, from where on."""
-
-    member: Member
-    places: list[Place]
-
-    def tensors(self, memory: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Each rank's, as views."""
-        size, shape = self.member.parameter.numel(), self.member.parameter.shape
-        return [memory[name][start : start + size].view(shape) for name, start in self.places]
+    # (name, tensor) of each Hugging Face tensor that an item's shards, one a tensor-parallel rank, become
+    Convert = Callable[[WeightItem, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
 
 class Gatherer:
-    """Makes fills, and holds what they share. `tensor_group`: None for tensor-parallel size 1."""
+    """Runs passes over the engine's units; holds what GatherPlans share.
 
-    def __init__(self, tensor_group: Any, gather_bytes: int) -> None:
-        self.tensor_group, self.gather_bytes = tensor_group, gather_bytes
-        self.merge_sums = torch.zeros(2, dtype=torch.float64)  # lost and moved, squared: see merge.squared_error
-        self._slots: dict[str, torch.Tensor] = {}
+    `is_in_place`: the units' parameters are whole and at the same addresses between passes. `tensor_group`: None for
+    tensor-parallel size 1. `takes_part`: whether this rank gathers; `has_tensors`: whether it also gives parts.
+    """
 
-    def num_shards(self, parameter: torch.Tensor) -> int:
-        return self.tensor_group.size() if self.tensor_group is not None and is_sharded(parameter) else 1
+    def __init__(
+        self,
+        units: Callable[[], Iterator[Sequence[WeightItem]]],
+        tensor_group: Any,
+        gather_bytes: int,
+        *,
+        is_in_place: bool,
+        takes_part: bool,
+        has_tensors: bool,
+    ) -> None:
+        self.tensor_group = tensor_group
+        self.merge_sums = torch.zeros(2, dtype=torch.float64)  # of the last pass: see merge.squared_error
+        self._units, self._gather_bytes, self._is_in_place = units, gather_bytes, is_in_place
+        self._takes_part, self._has_tensors = takes_part, has_tensors
+        self._plans: list[GatherPlan] = []
+        self._scratch_sizes: dict[str, int] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
 
-    def moves(self, member: Member) -> bool:
-        """Whether its value has to be written somewhere, to be gathered or merged."""
-        return member.adapter is not None or self.num_shards(member.parameter) > 1
+    def plan(self, convert: Convert) -> list[TensorSpec]:
+        """Make the plans of all passes; the tensors that they give. Walks the units once, without gathering."""
+        for items in self._runs():
+            self.merge_sums = self.merge_sums.to(items[0].tensor.device)
+            self._plans.append(GatherPlan(items, self, convert))
+        return [spec for plan in self._plans for spec in plan.specs]
 
-    def cut(self, members: Iterable[Member]) -> Iterator[list[Member]]:
-        """The members in runs for which `gather_bytes` of memory are enough, or which need it for one parameter."""
-        part: list[Member] = []
-        num_bytes = 0
-        for member in members:
-            more = member.parameter.nbytes * self.num_shards(member.parameter) if self.moves(member) else 0
-            if part and num_bytes + more > self.gather_bytes:
-                yield part
-                part, num_bytes = [], 0
-            part.append(member)
-            num_bytes += more
-        if part:
-            yield part
+    @torch.no_grad()
+    def parts(self) -> Iterator[Part]:
+        """A pass. See WeightSource.parts."""
+        self.merge_sums.zero_()
+        is_ready = self._is_in_place and all(plan.is_bound() for plan in self._plans)
+        runs = [None] * len(self._plans) if is_ready else self._runs()
+        for items, plan in zip(runs, self._plans, strict=True):
+            if not self._takes_part:
+                continue
+            if items is not None:
+                plan.bind(items)
+            plan.run()
+            if self._has_tensors:
+                yield plan.part
 
-    def slot(self, name: str, size: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory of this name for `size` elements; made anew where what there is is too small."""
-        if name not in self._slots or self._slots[name].numel() < size:
-            self._slots.pop(name, None)
-            self._slots[name] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._slots[name][:size]
+    def _runs(self) -> Iterator[list[WeightItem]]:
+        """The items in runs that need at most `gather_bytes` of scratch, or one item more than that; each within a unit."""
+        units: Iterable[Sequence[WeightItem]] = self._units()
+        if self._is_in_place:
+            units = [list(itertools.chain.from_iterable(units))]
+        for unit in units:
+            run: list[WeightItem] = []
+            num_bytes = 0
+            for item in unit:
+                more = item.tensor.nbytes * self.num_shards(item) if self.needs_gather(item) else 0
+                if run and num_bytes + more > self._gather_bytes:
+                    yield run
+                    run, num_bytes = [], 0
+                run.append(item)
+                num_bytes += more
+            if run:
+                yield run
+
+    def num_shards(self, item: WeightItem) -> int:
+        return self.tensor_group.size() if self.tensor_group is not None and item.shard_dim is not None else 1
+
+    def needs_gather(self, item: WeightItem) -> bool:
+        """Whether its value has to be written to scratch, to be gathered or merged."""
+        return item.adapter is not None or self.num_shards(item) > 1
+
+    def reserve(self, name: str, size: int) -> None:
+        """Scratch of this name will hold at least `size` elements."""
+        self._scratch_sizes[name] = max(size, self._scratch_sizes.get(name, 0))
+
+    def scratch(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The first `size` elements of the memory that was reserved."""
+        if name not in self._scratch:
+            self._scratch[name] = torch.empty(self._scratch_sizes[name], dtype=dtype, device=device)
+        return self._scratch[name][:size]
 
 
-class Fill:
-    """How a part comes together. Good for the same parameters as long as they are where they were."""
+class _Group(NamedTuple):
+    """Items of one dtype that are gathered together: their indices in the run, and where each starts in a rank's scratch."""
 
-    def __init__(self, part: list[Member], gatherer: Gatherer) -> None:
-        self._gatherer = gatherer
-        still = [member for member in part if not gatherer.moves(member)]
-        self.memory = {member.name: member.parameter.detach().reshape(-1) for member in still}
-        self._part = part
-        self._views = [each.detach() for each in _tensors(part)]
-        self._addresses = [view.data_ptr() for view in self._views]
-        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._merges: list[tuple[torch.Tensor, Member]] = []
-        self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []  # all ranks' values, this rank's
-        places: dict[str, list[Place]] = {member.name: [(member.name, 0)] for member in still}
-        moving = [member for member in part if gatherer.moves(member)]
-        for dtype in sorted({member.parameter.dtype for member in moving}, key=str):
-            members = [member for member in moving if member.parameter.dtype == dtype]
-            starts = [0, *itertools.accumulate(member.parameter.numel() for member in members)]
-            self.memory[str(dtype)] = self._prepare(members, starts)
-            for member, start in zip(members, starts, strict=False):
-                ranks = range(gatherer.num_shards(member.parameter))
-                places[member.name] = [(str(dtype), rank * starts[-1] + start) for rank in ranks]
-        self.shards = [Shards(member, places[member.name]) for member in part]
+    dtype: torch.dtype
+    indices: list[int]
+    starts: list[int]  # and the end of the last
 
-    def _prepare(self, members: list[Member], starts: list[int]) -> torch.Tensor:
-        """Where the values of members of one dtype will be; one alone is gathered from where it lies."""
-        gatherer, first = self._gatherer, members[0]
-        if len(members) == 1 and first.adapter is None:
-            flat = first.parameter.detach().reshape(-1)
-        else:
-            flat = gatherer.slot(f"own {first.parameter.dtype}", starts[-1], first.parameter)
-            for member, start, end in zip(members, starts, starts[1:], strict=False):
-                out = flat[start:end].view(member.parameter.shape)
-                if member.adapter is None:
-                    self._copies[0].append(out)
-                    self._copies[1].append(member.parameter.detach())
-                else:
-                    self._merges.append((out, member))
-        if gatherer.tensor_group is None:
-            return flat
-        size = gatherer.tensor_group.size() * starts[-1]
-        everything = gatherer.slot(f"gathered {first.parameter.dtype}", size, first.parameter)
-        self._gathers.append((everything, flat))
-        return everything
 
-    def is_current(self, part: list[Member] | None = None) -> bool:
-        """Whether the parameters, which are those of `part` where it is given, are still where they were."""
-        mine, theirs = _tensors(self._part), _tensors(part or self._part)
-        return len(mine) == len(theirs) and all(
+class GatherPlan:
+    """How the values of a run of items come together, and the Hugging Face tensors that they make up.
+
+    Memory is named: that of a parameter whose value is ready where it is as the item, scratch as its dtype, results of
+    conversions that compute as `converted` and their dtype. `bind` attaches it to the addresses of now.
+    """
+
+    def __init__(self, items: Sequence[WeightItem], gatherer: Gatherer, convert: Convert) -> None:
+        self._gatherer, self._convert = gatherer, convert
+        self._places: list[list[Place]] = [[(item.name, 0)] for item in items]
+        self._groups = list(self._group(items))
+        self.specs: list[TensorSpec] = []
+        self._copies: list[tuple[Copy, ...]] = []
+        self._computed: list[tuple[int, list[tuple[str, int]]]] = []  # of an item: memory and offset of each result
+        self._computed_sizes: dict[torch.dtype, int] = {}
+        for index, item in enumerate(items):
+            self._plan_results(index, item)
+        for dtype, size in self._computed_sizes.items():
+            gatherer.reserve(f"converted {dtype}", size)
+        self.part = Part(self._copies, {})
+        self._items: Sequence[WeightItem] = ()
+        self._tensors: list[torch.Tensor] = []
+        self._views: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+
+    def _group(self, items: Sequence[WeightItem]) -> Iterator[_Group]:
+        gatherer = self._gatherer
+        scratch = [index for index, item in enumerate(items) if gatherer.needs_gather(item)]
+        for dtype in sorted({items[index].tensor.dtype for index in scratch}, key=str):
+            indices = [index for index in scratch if items[index].tensor.dtype == dtype]
+            starts = [0, *itertools.accumulate(items[index].tensor.numel() for index in indices)]
+            for index, start in zip(indices, starts, strict=False):
+                ranks = range(gatherer.num_shards(items[index]))
+                self._places[index] = [(str(dtype), rank * starts[-1] + start) for rank in ranks]
+            if len(indices) > 1 or items[indices[0]].adapter is not None:
+                gatherer.reserve(f"own {dtype}", starts[-1])
+            if gatherer.tensor_group is not None:
+                gatherer.reserve(f"gathered {dtype}", gatherer.tensor_group.size() * starts[-1])
+            yield _Group(dtype, indices, starts)
+
+    def _plan_results(self, index: int, item: WeightItem) -> None:
+        """Where the tensors that an item becomes lie; those that are computed, and no copies, get scratch of their own."""
+        shape, dtype, places = item.tensor.shape, item.tensor.dtype, self._places[index]
+        shards = [torch.empty(shape, dtype=dtype, device="meta") for _ in places]
+        results = list(self._convert(item, shards))
+        self.specs += [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in results]
+        copies = trace(lambda given: [tensor for _, tensor in self._convert(item, given)], shape, dtype, places)
+        if copies is not None:
+            self._copies += copies
+            return
+        at = []
+        for _, tensor in results:
+            name, start = f"converted {tensor.dtype}", self._computed_sizes.get(tensor.dtype, 0)
+            self._computed_sizes[tensor.dtype] = start + tensor.numel()
+            self._copies.append((Copy(whole(tensor.numel()), name, whole(tensor.numel(), start)),))
+            at.append((name, start))
+        self._computed.append((index, at))
+
+    def is_bound(self, items: Sequence[WeightItem] | None = None) -> bool:
+        """Whether the parameters, which are those of `items` where given, are at the addresses of the last `bind`."""
+        now = self._tensors if items is None else _tensors(items)
+        return len(now) == len(self._tensors) > 0 and all(
             one is other and one.data_ptr() == view.data_ptr() == address
-            for one, other, view, address in zip(mine, theirs, self._views, self._addresses, strict=True)
+            for one, other, view, address in zip(now, self._tensors, self._views, self._addresses, strict=True)
         )
 
+    def bind(self, items: Sequence[WeightItem]) -> None:
+        """Attach to the memory of `items`, which are those of the plan; nothing to do where it has stayed in place."""
+        if self.is_bound(items):
+            return
+        self._items, self._tensors = items, _tensors(items)
+        self._views = [tensor.detach() for tensor in self._tensors]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._from_to: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []  # all ranks' values, this rank's
+        in_place = [item for item, places in zip(items, self._places, strict=True) if places[0][0] == item.name]
+        memory = {item.name: item.tensor.detach().reshape(-1) for item in in_place}
+        for group in self._groups:
+            memory[str(group.dtype)] = self._bind_group(group, items)
+        for dtype, size in self._computed_sizes.items():
+            name = f"converted {dtype}"
+            memory[name] = self._gatherer.scratch(name, size, dtype, items[0].tensor.device)
+        self.part = Part(self._copies, memory)
+
+    def _bind_group(self, group: _Group, items: Sequence[WeightItem]) -> torch.Tensor:
+        """Where the group's values will be; one item alone is gathered from where it lies."""
+        gatherer, first = self._gatherer, items[group.indices[0]]
+        device, size = first.tensor.device, group.starts[-1]
+        if len(group.indices) == 1 and first.adapter is None:
+            own = first.tensor.detach().reshape(-1)
+        else:
+            own = gatherer.scratch(f"own {group.dtype}", size, group.dtype, device)
+            for index, start, end in zip(group.indices, group.starts, group.starts[1:], strict=False):
+                tensor, adapter = items[index].tensor.detach(), items[index].adapter
+                out = own[start:end].view(tensor.shape)
+                if adapter is None:
+                    self._from_to[0].append(tensor)
+                    self._from_to[1].append(out)
+                else:
+                    self._merges.append((out, tensor, adapter.a.detach(), adapter.b.detach(), adapter.scale))
+        if gatherer.tensor_group is None:
+            return own
+        size *= gatherer.tensor_group.size()
+        gathered = gatherer.scratch(f"gathered {group.dtype}", size, group.dtype, device)
+        self._gathers.append((gathered, own))
+        return gathered
+
     def run(self) -> None:
-        """Bring the values of now into `memory`. Collective over tensor-parallel ranks."""
-        if self._copies[0]:
-            torch._foreach_copy_(*self._copies)
-        errors = []
-        for out, member in self._merges:
-            assert member.adapter is not None
-            weight, a, b = (tensor.detach() for tensor in (member.parameter, *member.adapter))
-            scale: float = member.adapter[0].lora_scale  # type: ignore[attr-defined]
-            errors.append(merge(out, weight, a, b, scale))
+        """Bring the values of now into the part's memory. Collective over tensor-parallel ranks."""
+        if self._from_to[0]:
+            torch._foreach_copy_(self._from_to[1], self._from_to[0])
+        errors = [merge(*arguments) for arguments in self._merges]
         if errors:
             self._gatherer.merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
-        for everything, flat in self._gathers:
-            dist.all_gather_into_tensor(everything, flat, group=self._gatherer.tensor_group)
+        for gathered, own in self._gathers:
+            dist.all_gather_into_tensor(gathered, own, group=self._gatherer.tensor_group)
+        for index, at in self._computed:
+            self._compute(index, at)
+
+    def _compute(self, index: int, at: list[tuple[str, int]]) -> None:
+        item, memory = self._items[index], self.part.memory
+        size, shape = item.tensor.numel(), item.tensor.shape
+        shards = [memory[name][start : start + size].view(shape) for name, start in self._places[index]]
+        for (name, start), (_, tensor) in zip(at, self._convert(item, shards), strict=True):
+            memory[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def _tensors(items: Sequence[WeightItem]) -> list[torch.Tensor]:
+    tensors = []
+    for item in items:
+        tensors += [item.tensor] if item.adapter is None else [item.tensor, item.adapter.a, item.adapter.b]
+    return tensors

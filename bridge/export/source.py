@@ -1,58 +1,122 @@
-"""What a sync sends: the trainer's weights as Hugging Face tensors, one after the other or as memory to copy them out of.
+"""What the bridge takes from the engine, and what it sends: typed weight items, and parts of flat memory with copies out of them.
 
-Leaves out where they come from: export.py, adapter.py.
+Leaves out how items become parts: exporter.py, adapter.py.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
+
+from bridge.layout.copies import view
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
-    from bridge.layout.manifest import Manifest
+    from bridge.layout.manifest import Manifest, TensorSpec
     from bridge.layout.regions import Copy
 
 
-class WeightSource(Protocol):
-    """What the trainer gives: the weights of one pipeline stage in Hugging Face names and shapes.
+class Adapter(Protocol):
+    """A low-rank update of a weight: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
 
-    Iterating is a fresh pass in the manifest's order and may run collectives: all ranks of a stage iterate in lockstep
-    and to the end. One rank a stage is its sender; `gives` says whether a rank's pass has the tensors, as the sender's always
-    has. A tensor is only used until the next.
+    @property
+    def a(self) -> torch.Tensor: ...
+
+    @property
+    def b(self) -> torch.Tensor: ...
+
+    @property
+    def scale(self) -> float: ...
+
+
+class WeightItem(Protocol):
+    """A parameter as the engine hands it out, whole over data parallelism and local to the tensor-parallel rank.
+
+    `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated.
     """
 
     @property
-    def stage(self) -> int: ...
+    def name(self) -> str: ...
 
     @property
-    def num_stages(self) -> int: ...
+    def tensor(self) -> torch.Tensor: ...
 
     @property
-    def is_sender(self) -> bool: ...
+    def shard_dim(self) -> int | None: ...
 
     @property
-    def gives(self) -> bool: ...
+    def adapter(self) -> Adapter | None: ...
+
+
+class AdapterFactors(Protocol):
+    """The whole adapter of one linear, in PEFT's names and coordinates.
+
+    `name` is the linear's. `a`: [rank, in]; linears that share an A have the same object, one after the other. `b`: [*, rank];
+    flattening * gives its rows.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def a(self) -> torch.Tensor: ...
+
+    @property
+    def b(self) -> torch.Tensor: ...
+
+
+class WeightSource(Protocol):
+    """The weights of one pipeline stage in Hugging Face names and shapes, as one trainer rank sees them.
+
+    One rank a stage is its sender. `has_tensors`: whether this rank's parts hold the tensors; always true on the sender.
+    """
+
+    stage: int
+    num_stages: int
+    is_sender: bool
+    has_tensors: bool
 
     def manifest(self) -> Manifest:
-        """This stage's tensors, known without any transfer."""
+        """This stage's tensors in order. Collective over the stage's ranks at the first call."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def parts(self) -> Iterator[Part]:
+        """One pass over all tensors, in the manifest's order; none on ranks without tensors.
 
-    def parts(self) -> Iterator[Part] | None:
-        """The same pass as memory to copy out of; None where there is no such thing."""
+        May run collectives: all ranks of a stage iterate in lockstep and to the end.
+        """
         ...
 
 
 class Part(NamedTuple):
-    """Some of a source's tensors, in order: `copies` has for each the parts of `memory` that it is, the same at every pass.
+    """Some of a source's tensors, in order: for each the copies out of `memory` that make it up.
 
-    Copy.source counts the tensor's elements, Copy.target those of the flat memory Copy.parameter. Only used until the next part;
-    a `memory` that is the same object as before is at the same place.
+    Valid until the next part is asked for. `copies` is the same object in every pass; `memory`, flat tensors, is the same
+    object as long as their addresses are the same.
     """
 
     copies: Sequence[tuple[Copy, ...]]
     memory: dict[str, torch.Tensor]
+
+    def tensor(self, index: int, spec: TensorSpec) -> torch.Tensor:
+        """The part's tensor of this index: a view where its elements lie together, else a new one."""
+        copies = self.copies[index]
+        if len(copies) == 1 and copies[0].buffer_region.num_rows == 1:
+            return view(self.memory[copies[0].buffer], copies[0].buffer_region).view(spec.shape)
+        first = self.memory[copies[0].buffer]
+        tensor = first.new_empty(spec.shape)
+        for copy in copies:
+            view(tensor.view(-1), copy.tensor_region).copy_(view(self.memory[copy.buffer], copy.buffer_region))
+        return tensor
+
+
+@torch.no_grad()
+def whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all tensors, one pass; a tensor is valid until the next is asked for. Collective as `parts` is."""
+    specs = iter(source.manifest().tensors)
+    for part in source.parts():
+        for index in range(len(part.copies)):
+            spec = next(specs)
+            yield spec.name, part.tensor(index, spec)

@@ -1,7 +1,7 @@
-"""Where the elements of a conversion's results come from, found by running it once over tensors without memory.
+"""The copies that a conversion amounts to, found by running it once on meta tensors.
 
-For conversions that only take views of what they are given, concatenate it and put it in order, as mbridge's do. Leaves out
-whose conversions these are (export.py) and what is copied by what is found (copies.py).
+For conversions made of views, torch.cat and clones, as mbridge's are. Leaves out whose conversions these are (exporter.py) and
+the copying (copies.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def trace(
     dtype: torch.dtype,
     places: Sequence[Place],
 ) -> list[tuple[Copy, ...]] | None:
-    """What `convert` makes of contiguous tensors of `shape` at `places`: for each result the parts of memory that it is.
+    """What `convert` makes of contiguous tensors of `shape` at `places`: for each result the copies that make it up.
 
-    Copy.source is a part of the result, Copy.target the part of the memory Copy.parameter. None where a result is computed.
+    Copy.tensor_region is a region of the result, Copy.buffer the memory of a place. None where a result is computed.
     """
     given = [torch.empty(shape, dtype=dtype, device="meta") for _ in places]
     tracer = _Tracer({tensor.untyped_storage()._cdata: place for tensor, place in zip(given, places, strict=True)})
@@ -38,7 +38,7 @@ def trace(
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes of each new tensor which of its parts are copies of which tensors."""
+    """Records of each new tensor which of its parts are copies of which tensors."""
 
     def __init__(self, given: dict[int, Place]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def origins(self, tensor: torch.Tensor) -> list[Copy] | None:
-        """Parts of the tensor, its elements counted in order, and of the memory that was given; None where it is computed."""
+        """The copies out of the given memory that make the tensor up; None where it is computed."""
         regions = matching_regions(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
         if regions is None:
             return None
@@ -78,18 +78,18 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _compose(outer: Copy, inner: list[Copy]) -> list[Copy]:
-    """From the outer copy's source through its target, which is where the inner ones' sources lie, to their targets."""
-    of, through = outer.source, outer.target
+    """The outer copy's tensor region, read through the inner copies: they say what lies in its buffer region."""
+    of, through = outer.tensor_region, outer.buffer_region
     for copy in inner:  # the usual case, and the only one with many rows: all of it is in one run
-        end, run = through.offset + (through.num_rows - 1) * through.row_stride + through.num_columns, copy.source
+        end, run = through.offset + (through.num_rows - 1) * through.row_stride + through.num_columns, copy.tensor_region
         if run.num_rows == 1 and run.offset <= through.offset and end <= run.offset + run.num_columns:
-            return [Copy(of, copy.parameter, _moved(through, copy.target.offset - copy.source.offset))]
+            return [Copy(of, copy.buffer, _moved(through, copy.buffer_region.offset - copy.tensor_region.offset))]
     composed: list[Copy] = []
     for row in range(of.num_rows):
         begin = through.offset + row * through.row_stride
         for copy in inner:
             for source, target in cut(copy, begin, begin + through.num_columns):
-                composed.append(Copy(_moved(source, of.offset + row * of.row_stride), copy.parameter, target))
+                composed.append(Copy(_moved(source, of.offset + row * of.row_stride), copy.buffer, target))
     return _joined(composed)
 
 
@@ -98,16 +98,16 @@ def _joined(copies: list[Copy]) -> list[Copy]:
     joined: list[Copy] = []
     for copy in copies:
         last = joined[-1] if joined else None
-        if last is not None and copy.source.num_rows == 1 and copy.parameter == last.parameter and _fits(last, copy):
-            rows = last.source.num_rows + 1
+        if last is not None and copy.tensor_region.num_rows == 1 and copy.buffer == last.buffer and _fits(last, copy):
+            rows = last.tensor_region.num_rows + 1
             strides = [
-                (new.offset - old.offset) // last.source.num_rows
-                for old, new in ((last.source, copy.source), (last.target, copy.target))
+                (new.offset - old.offset) // last.tensor_region.num_rows
+                for old, new in ((last.tensor_region, copy.tensor_region), (last.buffer_region, copy.buffer_region))
             ]
             joined[-1] = Copy(
-                last.source._replace(num_rows=rows, row_stride=strides[0]),
-                last.parameter,
-                last.target._replace(num_rows=rows, row_stride=strides[1]),
+                last.tensor_region._replace(num_rows=rows, row_stride=strides[0]),
+                last.buffer,
+                last.buffer_region._replace(num_rows=rows, row_stride=strides[1]),
             )
         else:
             joined.append(copy)
@@ -116,9 +116,10 @@ def _joined(copies: list[Copy]) -> list[Copy]:
 
 def _fits(last: Copy, copy: Copy) -> bool:
     """Whether the copy's one row is the next of the last one's."""
-    if copy.source.num_columns != last.source.num_columns:
+    if copy.tensor_region.num_columns != last.tensor_region.num_columns:
         return False
-    rows, sides = last.source.num_rows, ((last.source, copy.source), (last.target, copy.target))
+    rows = last.tensor_region.num_rows
+    sides = ((last.tensor_region, copy.tensor_region), (last.buffer_region, copy.buffer_region))
     if rows == 1:
         return all(new.offset > old.offset for old, new in sides)
     return all(new.offset == old.offset + rows * old.row_stride for old, new in sides)

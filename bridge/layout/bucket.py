@@ -1,18 +1,17 @@
-"""Buckets: how the tensors of a manifest lie in fixed-size buffers. Pure functions; both sides plan alike.
+"""Buckets: how the tensors of a manifest lie in fixed-size buffers, pipeline stage by pipeline stage.
 
-Leaves out the bytes' way (transport/) and their loading (receiver.py). Only index, number of bytes and digest of a
-bucket travel; the plan does not.
+Pure functions; sender and receiver make the same SyncPlan, which does not travel: only index, size and digest of a bucket do.
+Leaves out the transports (transport/) and where a bucket's bytes come from and go to (copies.py).
 
-    buckets = plan_buckets(manifest, bucket_bytes=512 * 2**20)
+    plan = SyncPlan(manifest, stage_sizes=(len(manifest.tensors),), bucket_bytes=512 * 2**20)
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from bridge.layout.manifest import Manifest
+from bridge.layout.manifest import Manifest
 
 ALIGNMENT_BYTES = 64  # a cache line; a multiple of every dtype's size, so that typed views of a buffer are legal
 
@@ -34,6 +33,40 @@ class Bucket:
     index: int
     pieces: tuple[Piece, ...]
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one pipeline stage sends; `manifest` is its part of the whole one, from tensor `first_tensor` on."""
+
+    index: int
+    first_tensor: int
+    manifest: Manifest
+    buckets: tuple[Bucket, ...]
+    buffer_bytes: int
+
+    def describe(self, bucket: Bucket) -> str:
+        """For people: which bucket, and the tensors in it."""
+        first, last = (self.manifest.tensors[bucket.pieces[end].tensor].name for end in (0, -1))
+        tensors = first if first == last else f"{first} to {last}"
+        return f"bucket {bucket.index} of {len(self.buckets)} of stage {self.index} ({tensors})"
+
+
+class SyncPlan:
+    """The buckets of every stage, cut once and used by all syncs of a manifest."""
+
+    def __init__(self, manifest: Manifest, stage_sizes: tuple[int, ...], bucket_bytes: int) -> None:
+        """`stage_sizes`: each stage's number of tensors."""
+        self.manifest, self.stage_sizes, self.bucket_bytes = manifest, stage_sizes, bucket_bytes
+        ends = itertools.accumulate(stage_sizes)
+        stages = [
+            (end - size, Manifest(manifest.tensors[end - size : end])) for size, end in zip(stage_sizes, ends, strict=True)
+        ]
+        self.stages = tuple(
+            StagePlan(index, first, part, plan_buckets(part, bucket_bytes), buffer_bytes(part, bucket_bytes))
+            for index, (first, part) in enumerate(stages)
+        )
+        self.num_buckets = sum(len(stage.buckets) for stage in self.stages)
 
 
 def align(num_bytes: int) -> int:

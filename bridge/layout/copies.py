@@ -1,7 +1,7 @@
-"""The copies between flat memory and a bucket, on either side: worked out once, run at every sync.
+"""Copies between flat memory and a bucket, for packing and for scattering: prepared once, run in every sync.
 
-On CUDA one kernel runs all of a bucket's, and takes its digest on the way (copy_kernel.py), where they are made of whole words;
-elsewhere foreach copies between views. Leaves out which copies those are (bake.py, trace.py).
+On CUDA one kernel runs all copies of a bucket and computes its digest on the way (copy_kernel.py), if they consist of whole
+8-byte words; otherwise torch._foreach_copy_ between views. Leaves out how copies are found (bake.py, trace.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Match(NamedTuple):
 
 
 class BucketCopies:
-    """Those of some pieces of a bucket, in one direction."""
+    """The copies of some pieces of a bucket, in one direction."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class BucketCopies:
         """
         Args:
             pieces: in their order.
-            end: up to which byte the bucket is theirs; it is from where the first begins.
+            end: end offset of these pieces in the bucket; they start where the first does.
             dtypes: of each tensor that a piece is of.
-            copies: as well; Copy.target counts the elements of the memory Copy.parameter.
+            copies: of each as well; Copy.buffer_region counts the elements of the memory Copy.buffer.
             into_bucket: the direction.
         """
         self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
@@ -69,10 +69,10 @@ class BucketCopies:
     def run(
         self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None
     ) -> None:
-        """Copy, and add to `digests` where that touches all bytes of the pieces once, in one kernel.
+        """Copy; on CUDA one kernel adds the digest to `digests` on the way, if each byte of the pieces is copied once.
 
         Args:
-            memory: flat; contiguous from its first element on. The same object as before has to be at the same place.
+            memory: flat tensors. The same dict object means the same addresses as in the run before.
             data: the bucket's bytes, uint8.
             digests: on the device of `data`.
         """
@@ -121,13 +121,13 @@ class BucketCopies:
 def find_matches(
     pieces: Sequence[Piece], dtypes: Sequence[str] | Mapping[int, str], copies: Mapping[int, Sequence[Copy] | None]
 ) -> Iterator[Match]:
-    """What of each piece lies where in memory."""
+    """The regions of memory that each piece is made of."""
     for piece in pieces:
         dtype: torch.dtype = getattr(torch, dtypes[piece.tensor])
         start, size = piece.tensor_offset // dtype.itemsize, piece.num_bytes // dtype.itemsize
         for copy in copies[piece.tensor] or () if size else ():
             for in_piece, in_memory in cut(copy, start, start + size):
-                yield Match(piece, dtype, in_piece, copy.parameter, in_memory)
+                yield Match(piece, dtype, in_piece, copy.buffer, in_memory)
 
 
 def bind(matches: Iterator[Match], memory: Mapping[str, torch.Tensor], data: torch.Tensor) -> list[Views]:

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
+
+from bridge.layout.splitmix import GAMMA, splitmix64
 
 MASK = 2**64 - 1
 CHUNK_WORDS = 4096  # 32 KiB: one number a position stays in a GPU core's cache
 TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and digests at a time
 ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
-CHUNK_FACTOR = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
+CHUNK_FACTOR = GAMMA
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
 FEWEST_POWERS = 1024
 
 
 @lru_cache(maxsize=4)
 def multipliers(device: torch.device) -> torch.Tensor:
-    """One odd 64-bit number a position in a chunk, the same on every machine; the low 14 bits are all different.
-
-    splitmix64 (Steele, Lea, Flood, OOPSLA 2014) in Python, so that they depend on no library's generator.
-    """
-    state, values = 0, []
-    for position in range(CHUNK_WORDS):
-        state = (state + CHUNK_FACTOR) & MASK
-        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-        values.append(_signed((z ^ (z >> 31)) & ~0x3FFF | (2 * position + 1)))
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    """One odd 64-bit number a position in a chunk, the same on every machine; the low 14 bits are all different."""
+    positions = np.arange(CHUNK_WORDS, dtype=np.uint64)
+    numbers = splitmix64(positions) & ~np.uint64(0x3FFF) | (positions * np.uint64(2) + np.uint64(1))
+    return torch.from_numpy(numbers.view(np.int64)).to(device)
 
 
 def powers(device: torch.device, count: int) -> torch.Tensor:

@@ -11,11 +11,12 @@ import difflib
 import hashlib
 import json
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,22 +111,13 @@ def read_safetensors_header(path: Path) -> list[TensorSpec]:
     Raises:
         ValueError: the file is cut off or is no safetensors file.
     """
-    size = path.stat().st_size
-    remedy = f"{path} is not a whole safetensors file ({size} bytes); copy or download it again"
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        (header_bytes,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
-        if header_bytes + 8 > size:
-            raise ValueError(remedy)
-        try:
-            header = json.loads(file.read(header_bytes))
-        except ValueError as error:
-            raise ValueError(remedy) from error
-    header.pop("__metadata__", None)
-    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    if entries and entries[-1][1]["data_offsets"][1] + 8 + header_bytes > size:
-        raise ValueError(remedy)
-    return [TensorSpec(name, SAFETENSORS_DTYPES[e["dtype"]], tuple(e["shape"])) for name, e in entries]
+    try:
+        with safe_open(path, framework="np") as file:
+            entries = [(name, file.get_slice(name)) for name in file.offset_keys()]
+    except SafetensorError as error:
+        remedy = "copy or download it again"
+        raise ValueError(f"{path} is not a whole safetensors file ({path.stat().st_size} bytes): {error}; {remedy}") from error
+    return [TensorSpec(name, SAFETENSORS_DTYPES[entry.get_dtype()], tuple(entry.get_shape())) for name, entry in entries]
 
 
 def read_folder_manifest(path: str | Path) -> Manifest:

@@ -1,6 +1,6 @@
-"""Parts of tensors as rows of elements in flat memory: what is copied where. Pure functions.
+"""Strided regions of flat memory, and copies between two of the same shape. Pure functions.
 
-Leaves out how that is found (bake.py, trace.py) and the copying (copies.py).
+Leaves out how copies are found (bake.py, trace.py) and run (copies.py).
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ NOWHERE = Region(0, 0, 0, 1)
 
 
 class Copy(NamedTuple):
-    """A part of a tensor, and the part of a parameter that it becomes, or is taken from; of as many rows and columns."""
+    """A region of a tensor and the region of a buffer with the same shape and values; either side may be the source.
 
-    source: Region
-    parameter: str
-    target: Region
+    The tensor is in Hugging Face coordinates, its elements counted row-major. `buffer` names flat memory: a parameter's, or
+    the scratch of a gather.
+    """
+
+    tensor_region: Region
+    buffer: str
+    buffer_region: Region
+
+
+def whole(num_elements: int, offset: int = 0) -> Region:
+    """Contiguous elements."""
+    return Region(offset, 1, num_elements, num_elements)
 
 
 def cut(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
-    """The parts of a copy whose source elements lie in [start, end) of the tensor, sources counted from `start`.
+    """The pairs of regions of a copy whose tensor elements lie in [start, end), those of the tensor counted from `start`.
 
     At most three: the end of a row, whole rows, the beginning of a row. Each element of the copy that lies inside is in one.
     """
-    source, target = copy.source, copy.target
+    source, target = copy.tensor_region, copy.buffer_region
     if source.num_rows == 0 or source.num_columns == 0:
         return []
-    # rows with elements inside: from the first that ends after `start` up to the last that begins before `end`
+    # rows with elements inside: from the first that ends after `start` to the last that begins before `end`
     begin = max(0, -(-(start - source.offset - source.num_columns + 1) // source.row_stride))
     stop = min(source.num_rows, max(0, -(-(end - source.offset) // source.row_stride)))
     parts: list[tuple[Region, Region]] = []
@@ -61,7 +70,7 @@ def cut(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
 
 
 def matching_regions(source: torch.Tensor, target: torch.Tensor) -> tuple[Region, Region] | None:
-    """Two equally shaped tensors as equally many rows of elements; None where that takes more than two dims."""
+    """Two tensors of one shape as regions of their memory; None where that takes more than two dims."""
     if source.shape != target.shape:
         return None
     dims: list[list[int]] = []  # size, stride in the source, stride in the target; merged where both are dense

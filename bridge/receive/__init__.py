@@ -2,8 +2,8 @@
 
 receiver.py        the plug-in of vLLM's weight transfer
 unpack.py          buckets become parameters, or tensors
-plan.py            which piece of a bucket belongs where in a worker's parameters
-bake.py            a worker's plan, from its model's own loaders
+plan.py            where a manifest's tensors go in a worker's parameters
+bake.py            that plan, from the model's own loaders
 shards.py          full tensors rebuilt from what workers hold
 vllm_adapter.py    adapters in a running vLLM
 vllm_reload.py     vLLM's layer-wise reload

@@ -1,8 +1,8 @@
-"""Bakes a plan: runs a model's own `load_weights` once over tensors without memory and records what it would copy where.
+"""Bakes a load plan: runs a model's own `load_weights` once on meta tensors and records what it would copy where.
 
 Nothing is changed by that. A layer is planned when every element of each of its parameters is written exactly once and vLLM
-leaves its weights as they were loaded; all others take the ordinary way through vLLM's loader, with a reason. Leaves out
-which layers vLLM transforms (vllm_reload.py) and what is done with a plan (plan.py).
+leaves its weights as they were loaded; the others fall back to vLLM's loader, with a reason. Leaves out which layers vLLM
+transforms (vllm_reload.py) and what is done with a plan (unpack.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.layout.regions import NOWHERE, Copy, Region, matching_regions
-from bridge.receive.plan import Plan
+from bridge.receive.plan import LoadPlan
 
 COPY = torch.ops.aten.copy_.default
 CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -29,7 +29,7 @@ class UnplannableError(RuntimeError):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes copies from a tensor without memory into a real one, and lets nothing change a real one."""
+    """Records copies from meta tensors into real ones, and lets nothing change a real one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def bake(
     model: torch.nn.Module,
     load: Loader,
     transformed: Callable[[torch.nn.Module], str | None],
-) -> Plan:
+) -> LoadPlan:
     """Record where `load` puts the tensors of `manifest`. Changes nothing.
 
     `load` is the model's own loader; `transformed` says why a layer's weights are not as they were loaded, if so.
@@ -64,25 +64,25 @@ def bake(
         recorded = _record(manifest.tensors, load, owners)
     except Exception:  # noqa: BLE001 # whatever a loader does not like; now find out at which tensors
         recorded = [_record_one(spec, load, owners) for spec in manifest.tensors]
-    ordinary = {name: reason for name, layer in layers.items() if (reason := transformed(layer)) is not None}
+    fallback = {name: reason for name, layer in layers.items() if (reason := transformed(layer)) is not None}
     for parts, reason in recorded:
         for copy in parts if reason is not None else ():
-            ordinary.setdefault(owners.layer_of(copy.parameter), reason or "")
-    ordinary = _uncovered(layers, owners, recorded) | ordinary
+            fallback.setdefault(owners.layer_of(copy.buffer), reason or "")
+    fallback = _uncovered(layers, owners, recorded) | fallback
     for name in layers:
-        if name not in ordinary and (parent := next((o for o in ordinary if name.startswith(f"{o}.")), None)):
-            ordinary[name] = f"it is part of {parent}"
-    copies = [_planned(parts, reason, owners, ordinary) for parts, reason in recorded]
-    used = {copy.parameter for planned in copies if planned for copy in planned}
+        if name not in fallback and (parent := next((o for o in fallback if name.startswith(f"{o}.")), None)):
+            fallback[name] = f"it is part of {parent}"
+    copies = [_planned(parts, reason, owners, fallback) for parts, reason in recorded]
+    used = {copy.buffer for planned in copies if planned for copy in planned}
     parameters = {name: owners.parameters[name] for name in used}
-    return Plan(manifest, parameters, copies, ordinary, [layer for name, layer in layers.items() if name in ordinary])
+    return LoadPlan(manifest, parameters, copies, fallback, [layer for name, layer in layers.items() if name in fallback])
 
 
 def _planned(
-    parts: list[Copy], reason: str | None, owners: _Owners, ordinary: dict[str, str]
+    parts: list[Copy], reason: str | None, owners: _Owners, fallback: dict[str, str]
 ) -> tuple[Copy, ...] | None:
     """What is recorded of a tensor, if all of it goes to planned layers."""
-    if not parts or reason is not None or any(owners.layer_of(copy.parameter) in ordinary for copy in parts):
+    if not parts or reason is not None or any(owners.layer_of(copy.buffer) in fallback for copy in parts):
         return None
     return tuple(parts)
 
@@ -92,7 +92,7 @@ def _uncovered(layers: dict[str, torch.nn.Module], owners: _Owners, recorded: li
     written: dict[str, list[Region]] = {}
     for parts, _ in recorded:
         for copy in parts:
-            written.setdefault(copy.parameter, []).append(copy.target)
+            written.setdefault(copy.buffer, []).append(copy.buffer_region)
     for (constant, offset), size in owners.constants.items():
         written.setdefault(constant, []).append(Region(offset, 1, size, max(1, size)))
     reasons: dict[str, str] = {}
@@ -100,7 +100,7 @@ def _uncovered(layers: dict[str, torch.nn.Module], owners: _Owners, recorded: li
         for key, parameter in _own_parameters(layer).items():
             full_name = f"{name}.{key}".removeprefix(".")
             if owners.name_of(parameter) != full_name:
-                continue  # another layer's, or without memory
+                continue  # another layer's, or empty
             is_once, elements = covered_once(written.get(full_name, []), parameter.numel())
             if not is_once or elements != parameter.numel():
                 more = "" if is_once else ", some more than once"

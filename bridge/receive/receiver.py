@@ -1,4 +1,4 @@
-"""The receiving side inside each vLLM worker: a sync's tensors reach the parameters, by plan or by vLLM's own loader.
+"""The receiving side inside each vLLM worker: a sync's tensors reach the parameters, by a load plan or by vLLM's own loader.
 
 A WeightTransferEngine plug-in (vllm/distributed/weight_transfer/base.py, the part of that API that has stayed the same
 since 0.26). One sync is begin (through WorkerExtension), start_weight_update, one update_weights, and
@@ -17,22 +17,26 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest
 from bridge.messages import BeginSync
 from bridge.receive import vllm_adapter, vllm_readback, vllm_reload
 from bridge.receive.bake import bake
-from bridge.receive.plan import Plan
-from bridge.receive.unpack import Reader, Stage, Unpacking, open_reader
+from bridge.receive.unpack import Unpacker
+from bridge.transport.open import open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
 
+    from bridge.receive.plan import LoadPlan
+    from bridge.transport.protocol import Reader
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # mypy does not follow vLLM
-    """Nothing: segments are named at each begin."""
+    """Nothing: endpoints come with each begin."""
 
 
 @dataclass
@@ -46,8 +50,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     """Takes the whole stream of a sync in one `receive_weights`, checks it, and finishes vLLM's reload.
 
     Memory besides vLLM's own: the buffers. Where a layer is not planned also copies of tensors: of one that lies in several
-    buckets, and of those of a layer that is not complete when its bucket ends (vLLM keeps what it is given till then); what
-    comes through a process group is copied in any case.
+    buckets, and of those of a layer that is not complete when its bucket ends (vLLM keeps what it is given till then); where
+    the transport lends no memory, of all of them.
     """
 
     init_info_cls = InitInfo
@@ -58,9 +62,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._parameters = vllm_reload.loadable_parameters(self.model)
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
-        self._stages: tuple[Stage, ...] = ()
-        self._stages_key: tuple[object, ...] = ()  # what they are made of
-        self._plan: Plan | None = None
+        self._unpacker: Unpacker | None = None
+        self._load_plan: LoadPlan | None = None
         self._reader: Reader | None = None
         self._sync: BeginSync | None = None
         self.lora_manager: Any = None  # vLLM's, where the replica was started for adapters
@@ -77,25 +80,34 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             return ["the manifest of that digest never came"]
         reasons = self._find_problems(message, manifest)
         if message.adapter is not None and message.manifest_json is not None:
-            self._plan = None  # until an adapter is in its slot
+            self._load_plan = None  # until an adapter is in its slot
         if reasons:
             self._manifest = None
             return reasons
-        key = (manifest.digest, message.stage_sizes, message.bucket_bytes)
-        if self._stages_key != key:
-            self._stages, self._stages_key = Stage.cut(manifest, message.stage_sizes, message.bucket_bytes), key
         if self._reader is None or self._reader.endpoints != message.endpoints[self.parallel_config.rank]:
             self._close_reader()
-            self._reader = open_reader(message, self.parallel_config.rank, self.device)
-        if message.adapter is None and (self._plan is None or self._plan.manifest is not manifest or not self._plan.is_current):
+            rank = self.parallel_config.rank
+            self._reader = open_reader(message.endpoints[rank], message.first_reader + rank, message.num_readers, self.device)
+        load_plan = self._load_plan
+        if message.adapter is None and (load_plan is None or load_plan.manifest is not manifest or not load_plan.is_current):
             with vllm_reload.config_scope(self.vllm_config):
-                self._plan = bake(manifest, self.model, self.model.load_weights, vllm_reload.transformation(self.model))
+                self._load_plan = bake(manifest, self.model, self.model.load_weights, vllm_reload.transformation(self.model))
+        self._unpacker = self._make_unpacker(message, manifest)
         self._sync = message
         return []
 
-    def ordinary(self) -> dict[str, str]:
+    def _make_unpacker(self, message: BeginSync, manifest: Manifest) -> Unpacker:
+        """The former one where nothing that it is made of has changed."""
+        former, sizes, bucket_bytes = self._unpacker, message.stage_sizes, message.bucket_bytes
+        plan = former.plan if former is not None else None
+        if plan is None or (plan.manifest, plan.stage_sizes, plan.bucket_bytes) != (manifest, sizes, bucket_bytes):
+            plan = SyncPlan(manifest, sizes, bucket_bytes)
+        is_same = former is not None and former.plan is plan and former.load_plan is self._load_plan
+        return former if former is not None and is_same else Unpacker(plan, self._load_plan, self.device)
+
+    def loader_fallback(self) -> dict[str, str]:
         """The layers that are not planned, and why."""
-        return dict(self._plan.ordinary) if self._plan is not None else {}
+        return dict(self._load_plan.loader_fallback) if self._load_plan is not None else {}
 
     def _find_problems(self, message: BeginSync, manifest: Manifest) -> list[str]:
         """An adapter needs a replica that was started for adapters; its base weights never change."""
@@ -123,10 +135,10 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def start_weight_update(self) -> None:
         with vllm_reload.config_scope(self.vllm_config):
-            vllm_reload.begin_reload(self._ordinary_layers)
+            vllm_reload.begin_reload(self._fallback_layers)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the stream. On any error all sides are told, through the segments.
+        """Load the stream. On any error all sides are told, through the transport.
 
         Raises:
             RuntimeError: a bucket is late or damaged, or the model did not get all of its parameters.
@@ -143,55 +155,43 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def _load(self, sync: BeginSync, reader: Reader) -> None:
         assert self._manifest is not None
-        if sync.adapter is not None and self._plan is None:
-            tensors = {name: tensor.clone() for name, tensor in Unpacking(sync, self._stages, reader, self.device, None)}
-            vllm_adapter.load_adapter(self.lora_manager, tensors, sync.adapter)
-            self._plan = vllm_adapter.plan_adapter(self.lora_manager, self._manifest)
+        assert self._unpacker is not None
+        plan, stream = self._load_plan, self._unpacker.tensors(sync, reader)
+        if plan is None:
+            assert sync.adapter is not None
+            vllm_adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter)
+            self._load_plan = vllm_adapter.plan_adapter(self.lora_manager, self._manifest)
             return
-        plan = self._plan
-        assert plan is not None
-        unpacking = Unpacking(sync, self._stages, reader, self.device, plan)
-        stream = iter(unpacking)
-        loaded: set[str] | None = set()
-        if not plan.is_whole:
-            loaded = vllm_reload.load_stream(self.model, stream)
+        loaded = vllm_reload.load_stream(self.model, stream) if not plan.is_whole else set()
         for _ in stream:  # a loader that left early: take the rest, so that no one waits for us
             pass
-        problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[unpacking.num_arrived :]]
-        if plan.ordinary:
+        problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[self._unpacker.num_arrived :]]
+        if plan.loader_fallback:
             problems += self._find_unloaded(plan, loaded)
         if problems:
             raise RuntimeError("not covered: " + "; ".join(problems))
 
-    def _find_unloaded(self, plan: Plan, loaded: set[str] | None) -> list[str]:
+    def _find_unloaded(self, plan: LoadPlan, loaded: set[str] | None) -> list[str]:
         """What vLLM's loader, which says that it `loaded` so much, left out."""
-        left_out = sorted(self._left_to_loader(plan) - loaded) if loaded is not None else []
+        due = {name for name in self._parameters if name.rpartition(".")[0] in plan.loader_fallback}
+        left_out = sorted(due - loaded) if loaded is not None else []
         return [*(f"vLLM loaded nothing into {name}" for name in left_out), *vllm_reload.unloaded_layers(self.model)]
 
-    def _left_to_loader(self, plan: Plan) -> set[str]:
-        """Parameters of the layers that are not planned."""
-        return {name for name in self._parameters if name.rpartition(".")[0] in plan.ordinary}
-
     @property
-    def _ordinary_layers(self) -> list[torch.nn.Module]:
+    def _fallback_layers(self) -> list[torch.nn.Module]:
         """What is reloaded: without a plan the whole model."""
-        return self._plan.ordinary_layers if self._plan is not None else [self.model]
+        return self._load_plan.fallback_layers if self._load_plan is not None else [self.model]
 
     def finish_weight_update(self) -> None:
         with vllm_reload.config_scope(self.vllm_config):
-            vllm_reload.finish_reload(self._ordinary_layers, self.model, self.model_config)
+            vllm_reload.finish_reload(self._fallback_layers, self.model, self.model_config)
         self._sync = None
-
-    def read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
-        """vllm_readback.pack_shards of what is held here."""
-        wanted = None if names is None else frozenset(names)
-        return vllm_readback.pack_shards(self._held_slices(wanted), wanted)
 
     def read_digests(self) -> dict[str, int]:
         """vllm_readback.digest_whole of what the workers hold. Collective over them."""
-        return vllm_readback.digest_whole(self._held_slices(None), vllm_readback.tensor_group())
+        return vllm_readback.digest_whole(self.held_slices(None), vllm_readback.tensor_group())
 
-    def _held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
+    def held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
         """Of the adapter where one is served, all; else of the weights, those of these names at least."""
         if self.lora_manager is None:
             return vllm_readback.hf_slices(self.model, lambda name: names is None or name in names)
@@ -227,24 +227,21 @@ class WorkerExtension:
         self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
         return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
 
-    def megasync_receive(self, version: int, fields: dict[str, Any] | None = None) -> None:
-        """AsyncLLM's start_weight_update and update_weights in one call, with `fields` after a begin.
+    def megasync_receive(self, fields: dict[str, Any]) -> None:
+        """AsyncLLM's start_weight_update and update_weights in one call, after a begin.
 
         Not for an adapter: vLLM's finish would drop all adapters (v1/worker/gpu_worker.py:1604).
         """
-        if fields is not None and (reasons := self.megasync_begin(fields)):
+        if reasons := self.megasync_begin(fields):
             raise RuntimeError("refused: " + "; ".join(reasons))
         if self.weight_transfer_engine.takes_adapter:
-            self.weight_transfer_engine.receive_weights(UpdateInfo(version=version))
+            self.weight_transfer_engine.receive_weights(UpdateInfo(version=fields["version"]))
             return
         self.start_weight_update()
-        self.update_weights({"version": version})
+        self.update_weights({"version": fields["version"]})
 
-    def megasync_ordinary(self) -> dict[str, str]:
-        return self.weight_transfer_engine.ordinary()
-
-    def megasync_read_shards(self, names: list[str] | None) -> list[tuple[Any, ...]]:
-        return self.weight_transfer_engine.read_shards(names)
+    def megasync_loader_fallback(self) -> dict[str, str]:
+        return self.weight_transfer_engine.loader_fallback()
 
     def megasync_read_digests(self) -> dict[str, int]:
         return self.weight_transfer_engine.read_digests()

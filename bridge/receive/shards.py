@@ -5,47 +5,17 @@ Leaves out how a worker finds its parameters (vllm_readback.py), who compares (p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 Part = tuple[tuple[int, ...], torch.Tensor]  # where a part of a tensor begins in it, one offset a dim, and the part
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Part of a full tensor: it begins at `offsets`, one a dim; `data` is the bytes of a tensor of `shape`."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    data: bytes
-
-    def to_tensor(self) -> torch.Tensor:
-        dtype = getattr(torch, self.dtype)
-        flat = torch.frombuffer(bytearray(self.data), dtype=dtype) if self.data else torch.empty(0, dtype=dtype)
-        return flat.view(self.shape)
-
-
-def assemble(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
-    """Full tensors by name from the shards of all workers; replicated shards have to agree bit for bit.
+def assemble_one(name: str, parts: list[Part]) -> torch.Tensor:
+    """A full tensor from its parts on all workers; replicated ones have to agree bit for bit. No copy where one is all of it.
 
     Raises:
         ValueError: two workers disagree on the same elements, or elements are held by none.
     """
-    by_name: dict[str, list[Part]] = {}
-    for shard in shards:
-        by_name.setdefault(shard.name, []).append((shard.offsets, shard.to_tensor()))
-    return {name: assemble_one(name, parts) for name, parts in by_name.items()}
-
-
-def assemble_one(name: str, parts: list[Part]) -> torch.Tensor:
-    """As assemble, from one tensor's parts and where they begin; on their device, and no copy where one is all of it."""
     if len(parts) == 1 and not any(parts[0][0]):
         return parts[0][1]
     first = parts[0][1]

@@ -1,9 +1,7 @@
 """Adapters in a running vLLM: brought from memory into its one slot, read back, named by requests.
 
-Read in vllm(-cpu) 0.26.0 and 0.32.0.
-
-The second file that depends on the vLLM version: LoRA managers have no public way to load an adapter but from a folder.
-Leaves out how tensors arrive (receiver.py) and what they mean (adapter.py). vLLM is imported inside the functions.
+Depends on the vLLM version (read in 0.26.0 and 0.32.0): LoRA managers have no public way to load an adapter but from a folder.
+Leaves out how tensors arrive (receiver.py) and what they mean (export/adapter.py). vLLM is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from bridge.layout.regions import Copy, Region
-from bridge.receive.plan import Plan
+from bridge.receive.plan import LoadPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -97,7 +95,7 @@ class _InSlotAlone(dict[str, Any]):
         raise RuntimeError(f"vLLM asks for {key} of an adapter that left its slot; restart the replica and publish again")
 
 
-def plan_adapter(lora_manager: Any, manifest: Manifest) -> Plan | None:
+def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
     """Where the next adapter of this manifest goes: vLLM's loader, which has put one into the slot, rearranges nothing.
 
     None where the model has a layer of a kind that is not known here.
@@ -116,7 +114,7 @@ def plan_adapter(lora_manager: Any, manifest: Manifest) -> Plan | None:
             )
     except ValueError:
         return None
-    return Plan(manifest, places, [tuple(by_name[spec.name]) for spec in manifest.tensors], {}, [])
+    return LoadPlan(manifest, places, [tuple(by_name[spec.name]) for spec in manifest.tensors], {}, [])
 
 
 def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import TIED_HEAD
 from bridge.receive import vllm_experts
-from bridge.receive.shards import Part, Shard, assemble_one
+from bridge.receive.shards import Part, assemble_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -124,20 +124,6 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
         yield hf_name, (part_rank * size, *other_dims), part
 
 
-def pack_shards(slices: Iterable[Slice], names: frozenset[str] | None) -> list[tuple[Any, ...]]:
-    """The fields of a verify.Shard for each slice of these names, or of all; plain types, which is what vLLM's RPC can carry."""
-    return [
-        (name, list(offsets), list(tensor.shape), str(tensor.dtype).removeprefix("torch."), _raw(tensor))
-        for name, offsets, tensor in slices
-        if names is None or name in names
-    ]
-
-
-def to_shard(fields: list[Any]) -> Shard:
-    name, offsets, shape, dtype, data = fields
-    return Shard(name, tuple(offsets), tuple(shape), dtype, bytes(data))
-
-
 def tensor_group() -> Any:
     """vLLM's tensor-parallel workers."""
     from vllm.distributed.parallel_state import get_tp_group
@@ -146,7 +132,7 @@ def tensor_group() -> Any:
 
 
 def digest_whole(slices: Iterable[Slice], group: Any) -> dict[str, int]:
-    """digest_value of every full tensor, put together of what the workers of `group` hold; nothing on the others than the first.
+    """digest_value of every full tensor, put together of what the workers of `group` hold; {} except on rank 0.
 
     Collective: all workers have slices of the same tensors in the same order. Tensors stay on their device.
 
@@ -189,7 +175,3 @@ def _from_all_workers(group: Any, offsets: tuple[int, ...], tensor: torch.Tensor
         dist.broadcast(as_bytes(part), src=rank, group=group.device_group)
         parts.append((tuple(begin), part))
     return parts
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return as_bytes(tensor.cpu().contiguous()).numpy().tobytes()

@@ -20,8 +20,6 @@ from bridge.replicas.actors import ReplicaActors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
     from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
@@ -59,7 +57,7 @@ class ReplicaPool(ReplicaActors):
 
     def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
         super().__init__(config, num_replicas)
-        self._num_sent = [0] * num_replicas  # generate and score calls, to each actor since its launch
+        self._num_sent = [0] * num_replicas  # calls that generate, to each actor since its launch
         self._manifest_digests = [""] * num_replicas  # of the manifest that each replica's workers hold
 
     # Generation.
@@ -70,24 +68,11 @@ class ReplicaPool(ReplicaActors):
         refs = [self._send(i, self._actors[i].generate, share) for i, share in enumerate(shares)]
         return Generation(self, refs, len(requests))
 
-    def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
-        lists = [tuple(ids) for ids in token_id_lists]
-        num_shares = min(self.num_replicas, len(lists))
-        shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
-        parts = self.gather([self._send(i, self._actors[i].score, share) for i, share in enumerate(shares)])
-        return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
-
     def _send(self, replica: int, method: Any, share: list[Any]) -> Any:
         """Count what a pause has to come after: calls of an actor may overtake each other."""
         ref = method.remote(share)
         self._num_sent[replica] += 1
         return ref
-
-    @property
-    def versions(self) -> list[int | None]:
-        """What each replica serves; None while it has nothing that it may serve."""
-        return [version for _, version, _ in self._statuses()]
 
     # The steps of a sync (messages.py), driven by Publisher.
 
@@ -126,13 +111,9 @@ class ReplicaPool(ReplicaActors):
             return list(refusals[0])
         return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
 
-    def receive(self, version: int) -> list[Any]:
-        """Let all replicas load the stream that was begun; a Ray reference each."""
-        return [actor.receive.remote(version) for actor in self._actors]
-
-    def begin_and_receive(self, message: BeginSync) -> list[Any]:
-        """Both in one call, where the manifest was accepted before. A refusal is an error then."""
-        refs = [actor.begin_and_receive.remote(own) for actor, own in self._own(message)]
+    def receive(self, message: BeginSync) -> list[Any]:
+        """Let all replicas load the stream of a manifest that they have accepted; a Ray reference each."""
+        refs = [actor.receive.remote(own) for actor, own in self._own(message)]
         self._manifest_digests = [message.manifest_digest] * self.num_replicas
         return refs
 
@@ -180,9 +161,9 @@ class ReplicaPool(ReplicaActors):
                 failed.append(replica)
         return failed
 
-    def ordinary_layers(self) -> dict[str, str]:
-        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
-        (layers,) = self._call(lambda actor: actor.ordinary_layers.remote(), CONTROL_SECONDS, [0])
+    def loader_fallback(self) -> dict[str, str]:
+        """See SyncReport."""
+        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, [0])
         return dict(layers)
 
     def sync_spans(self) -> list[list[StageSpan]]:
@@ -192,20 +173,6 @@ class ReplicaPool(ReplicaActors):
     def read_digests(self, timeout: float) -> list[dict[str, int]]:
         """digest.digest_value by HF name of what each replica holds."""
         return self._call(lambda actor: actor.read_digests.remote(), timeout)
-
-    def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:
-        """Full tensors by HF name of what a replica computes with; all when `names` is None. For small models."""
-        (tensors,) = self._call(lambda actor: actor.read_back.remote(names), None, [replica])
-        return dict(tensors)
-
-    def _statuses(self) -> list[tuple[str, int | None, str]]:
-        statuses = []
-        for replica in range(self.num_replicas):
-            try:
-                statuses += self._call(lambda actor: actor.status.remote(), CONTROL_SECONDS, [replica])
-            except RuntimeError as error:
-                statuses.append(("failed", None, str(error)))
-        return statuses
 
     def _forget(self, replica: int) -> None:
         self._manifest_digests[replica], self._num_sent[replica] = "", 0

@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from bridge.messages import FOLDER_VERSION, Event, ReplicaState, StageSpan, next_state
+from bridge.messages import FOLDER_VERSION, Event, ReplicaState, Spans, next_state
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    import torch
+    from collections.abc import Awaitable, Callable
 
     from bridge.config import ReplicaConfig
-    from bridge.messages import BeginSync, Completion, GenerationRequest
+    from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
 
@@ -39,8 +35,8 @@ class Replica:
         self._failure = ""
         self._in_sync = False  # the lock is held for a sync, or asleep
         self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
-        self._spans: list[StageSpan] = []
-        self._num_calls = 0  # to generate and score, all
+        self._spans = Spans()
+        self._num_calls = 0  # that generate, all
         self._num_running = 0  # those whose requests are in the engine
         self._ids = itertools.count()
         self._output = Output()
@@ -82,16 +78,6 @@ class Replica:
 
         outputs = iter(await self._run(submit))
         return [[vllm_api.to_completion(next(outputs), version) for _ in range(r.num_samples)] for r in requests]
-
-    async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
-        """Log-probs of given tokens, from the second of each list on."""
-
-        async def submit(queues: list[Any]) -> None:
-            for ids in token_id_lists:
-                queue = await vllm_api.submit_score(self._engine, ids, self._new_id(), with_adapter=self._has_adapter)
-                queues.append(queue)
-
-        return [vllm_api.to_scores(output) for output in await self._run(submit)]
 
     async def _run(self, submit: Callable[[list[Any]], Awaitable[None]]) -> list[Any]:
         """Hand requests in as one batch and wait for their outputs; `submit` appends a queue for each.
@@ -135,7 +121,7 @@ class Replica:
     async def pause(self, num_calls: int) -> None:
         """Take on no new requests, and wait until the running ones are done; asleep, get memory for weights.
 
-        `num_calls`: how many calls to generate or score come before; they may still be on their way.
+        `num_calls`: how many calls that generate come before; they may still be on their way.
         """
         if self._state is ReplicaState.ASLEEP:
             await self._wake([vllm_api.WEIGHTS])
@@ -186,33 +172,22 @@ class Replica:
         await task
 
     async def begin(self, message: BeginSync) -> list[str]:
-        """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted."""
-        answers = await self._engine.collective_rpc("megasync_begin", args=(message.to_dict(),))
-        reasons = list(dict.fromkeys(reason for answer in answers for reason in answer))
-        if not reasons:
-            self._advance(Event.BEGIN)
-        return reasons
-
-    async def receive(self, version: int) -> None:
-        """Load the stream that was begun; comes back when every worker has all of it."""
-        self._advance(Event.RECEIVE)
-        self._spans = []
-        with self._span("update"):
-            await self._engine.collective_rpc("megasync_receive", args=(version,))
-        self._advance(Event.RECEIVED)
-
-    async def begin_and_receive(self, message: BeginSync) -> None:
-        """Both in one call to the workers; a manifest that they refuse is an error."""
+        """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted. Changes no weight."""
         self._advance(Event.BEGIN)
+        answers = await self._engine.collective_rpc("megasync_begin", args=(message.to_dict(),))
+        return list(dict.fromkeys(reason for answer in answers for reason in answer))
+
+    async def receive(self, message: BeginSync) -> None:
+        """Load the stream of a manifest that was accepted; comes back when every worker has all of it."""
         self._advance(Event.RECEIVE)
-        self._spans = []
-        with self._span("update"):
-            await self._engine.collective_rpc("megasync_receive", args=(message.version, message.to_dict()))
+        self._spans = Spans()
+        with self._spans.measure("update"):
+            await self._engine.collective_rpc("megasync_receive", args=(message.to_dict(),))
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
         """Finish the reload, stamp the version and forget cached prefixes."""
-        with self._span("finish"):
+        with self._spans.measure("finish"):
             if not await vllm_api.finish_update(self._engine, version, adapter=self.config.adapter_rank > 0):
                 raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
@@ -230,7 +205,7 @@ class Replica:
         before, self._state = self._state, next_state(self._state, Event.ABORT)
         if self._state is ReplicaState.FAILED:
             self._failure = self._failure or reason
-        elif before in (ReplicaState.PAUSED, ReplicaState.READY):
+        elif before is ReplicaState.PAUSED:
             await self._wake(self._given_up)
             await self._engine.resume_generation()
         if self._state is not ReplicaState.ASLEEP:
@@ -244,20 +219,12 @@ class Replica:
 
     async def sync_spans(self) -> list[StageSpan]:
         """What the last sync's time went to in here, for the timeline."""
-        return self._spans
+        return self._spans.taken
 
-    async def ordinary_layers(self) -> dict[str, str]:
-        """Layers of the first worker that take vLLM's own loader in a sync, and why."""
-        answers = await self._engine.collective_rpc("megasync_ordinary")
+    async def loader_fallback(self) -> dict[str, str]:
+        """Of the first worker: see SyncReport."""
+        answers = await self._engine.collective_rpc("megasync_loader_fallback")
         return dict(answers[0])
-
-    async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
-        """Full tensors by HF name, rebuilt from what all workers hold."""
-        from bridge.receive.shards import assemble
-        from bridge.receive.vllm_readback import to_shard
-
-        answers = await self._engine.collective_rpc("megasync_read_shards", args=(names,))
-        return assemble(to_shard(fields) for answer in answers for fields in answer)
 
     async def read_digests(self) -> dict[str, int]:
         """digest.digest_value of every tensor that the replica holds."""
@@ -272,12 +239,6 @@ class Replica:
     @property
     def _has_adapter(self) -> bool:
         return self.config.adapter_rank > 0 and self.version != FOLDER_VERSION
-
-    @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        start = time.time()
-        yield
-        self._spans.append(StageSpan(name, start, time.time()))
 
     def _leave_sync(self) -> None:
         if self._in_sync:

@@ -3,7 +3,7 @@
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
 build_engine, stop_engine, pause, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
-submit, score_request, to_completion, to_scores   requests and outputs
+submit, to_completion    requests and outputs
 
 Leaves out loading weights (vllm_reload.py), reading them back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is
 imported inside the functions: the trainer imports this file too.
@@ -17,6 +17,9 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from bridge.layout.splitmix import GAMMA, mix64
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 from bridge.receive import vllm_adapter
 from bridge.receive.vllm_reload import load_stream as load_stream  # noqa: PLC0414 # for those who load by themselves
@@ -193,11 +196,9 @@ async def finish_update(engine: Any, version: int, *, adapter: bool) -> bool:
 
 
 def mix_seed(seed: int, sample: int) -> int:
-    """A seed for one sample that shares no noise with its neighbours' (splitmix64's finaliser)."""
-    z = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (z ^ (z >> 31)) & SEED_MASK
+    """A seed for one sample that shares no noise with its neighbours'."""
+    state = (seed * GAMMA + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
+    return int(mix64(np.array([state], np.uint64))[0]) & SEED_MASK
 
 
 async def submit(
@@ -222,25 +223,6 @@ async def submit(
     return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
 
 
-async def submit_score(
-    engine: Any, token_ids: tuple[int, ...], request_id: str, *, with_adapter: bool = False
-) -> Any:
-    """Like submit, for the log-probs of given tokens."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    parameters = SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        ignore_eos=True,
-        prompt_logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    prompt = {"prompt_token_ids": list(token_ids)}
-    return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
-
-
 def to_completion(output: Any, version: int) -> Completion:
     """From a finished RequestOutput with one sample.
 
@@ -255,9 +237,3 @@ def to_completion(output: Any, version: int) -> Completion:
         label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
         versions[span.start : span.end] = [label] * (span.end - span.start)
     return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
-
-
-def to_scores(output: Any) -> list[float]:
-    """Log-probs of a finished scoring request's tokens from the second on; the first has none."""
-    entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return [entry[token].logprob for token, entry in entries]

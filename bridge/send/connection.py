@@ -1,4 +1,4 @@
-"""What trainer ranks and replicas agree on before the first sync, and keep until one fails: manifest, buckets, endpoints.
+"""What trainer ranks and replicas agree on before the first sync, and keep until one fails: plan, endpoints, who sends to whom.
 
 Leaves out the syncs themselves (publish.py).
 """
@@ -6,67 +6,49 @@ Leaves out the syncs themselves (publish.py).
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
-from uuid import uuid4
 
-import torch
-
-from bridge.layout.bucket import buffer_bytes, plan_buckets
+from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
-from bridge.send.sender import StageStream, Writer
-from bridge.transport.channel import abort_at
-from bridge.transport.ipc import IpcWriter, segment_path
-from bridge.transport.nccl import GroupWriter, is_group_endpoint
-from bridge.transport.segment import Segment, abort_segment
-from bridge.transport.shm import ShmWriter
+from bridge.send.sender import StageSender
+from bridge.transport.open import abort_endpoint, open_writer, resolve_transport
 
 if TYPE_CHECKING:
     from bridge.config import SyncConfig
     from bridge.export.source import WeightSource
     from bridge.send.collectives import Ranks
+    from bridge.transport.protocol import Writer
 
 
 class Connection:
-    """The full manifest, from where each reader reads (an endpoint a stage), and this rank's stream."""
+    """The plan, where each reader reads (an endpoint a stage), and this rank's sender."""
 
-    def __init__(
-        self, manifests: list[Manifest], routes: list[tuple[str, ...]], stream: StageStream, bucket_bytes: int
-    ) -> None:
-        self.manifest = Manifest.concatenate(manifests)
-        self.manifest_json = self.manifest.to_json()
-        self.stage_sizes = tuple(len(manifest.tensors) for manifest in manifests)
-        self.num_buckets = sum(len(plan_buckets(manifest, bucket_bytes)) for manifest in manifests)
-        self.routes = tuple(routes)
-        self.stream = stream
+    def __init__(self, plan: SyncPlan, routes: list[tuple[str, ...]], sender: StageSender) -> None:
+        self.plan, self.routes, self.sender = plan, tuple(routes), sender
+        self.manifest_json = plan.manifest.to_json()
         self.num_syncs = 0
-        self.ordinary: dict[str, str] = {}  # see SyncReport
-
-    def first_tensor(self, stage: int) -> int:
-        return sum(self.stage_sizes[:stage])
+        self.loader_fallback: dict[str, str] = {}  # see SyncReport
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at any endpoint."""
-        writer = self.stream.writer
+        writer = self.sender.writer
         if writer is not None:
             writer.abort(reason)
         for endpoint in {endpoint for route in self.routes for endpoint in route}:
-            if writer is not None and endpoint == writer.endpoint:
-                continue
-            if is_group_endpoint(endpoint):
-                abort_at(endpoint, reason)
-            else:
-                abort_segment(segment_path(endpoint), reason)
+            if writer is None or endpoint != writer.endpoint:
+                abort_endpoint(endpoint, reason)
 
     def close(self) -> None:
-        if self.stream.writer is not None:
-            self.stream.writer.close()
+        if self.sender.writer is not None:
+            self.sender.writer.close()
 
 
-def choose_transport(name: str) -> str:
-    """What `auto` stands for here: process groups with CUDA, shared memory without."""
-    if name != "auto":
-        return name
-    return "nccl" if torch.cuda.is_available() else "shm"
+class RankRole(NamedTuple):
+    """See WeightSource."""
+
+    stage: int
+    is_sender: bool
+    has_tensors: bool
 
 
 def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks, readers: list[str] | None) -> Connection:
@@ -75,72 +57,60 @@ def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks
     Raises:
         SyncError: on every rank alike.
     """
-    told = ranks.gather((readers, Giver(source.stage, source.is_sender, source.gives)))
-    names, givers = told[0][0], [giver for _, giver in told]
-    problems = _check_stages(givers, source.num_stages)
-    shared = assign_readers(givers, len(names), spread=choose_transport(config.transport) == "ipc") if not problems else {}
-    manifest, writer, problem = Manifest(()), None, None
+    manifest, problem = None, None
     try:
-        manifest = source.manifest()
-        if ranks.rank in shared:
-            writer = _open_writer(source.stage, manifest, config, names, shared[ranks.rank])
+        manifest = source.manifest().to_json()
     except (ValueError, OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
-    endpoint = writer.endpoint if writer is not None else ""
-    entries = ranks.gather((manifest.to_json(), endpoint, problem))
-    problems += [problem for _, _, problem in entries if problem]
+    role = RankRole(source.stage, source.is_sender, source.has_tensors)
+    told = ranks.gather((readers, role, manifest if source.is_sender else None, problem))
+    names, roles = told[0][0], [role for _, role, _, _ in told]
+    problems = [problem for *_, problem in told if problem] + _check_stages(roles, source.num_stages)
+    if problems:
+        raise SyncError(version, problems)
+    transport = resolve_transport(config.transport)
+    shared = assign_readers(roles, len(names), spread=transport == "ipc")
+    manifests = [Manifest.from_json(text) for _, text in sorted((role.stage, text) for _, role, text, _ in told if text)]
+    writer: Writer | None = None
+    try:
+        plan = SyncPlan(Manifest.concatenate(manifests), tuple(len(each.tensors) for each in manifests), config.bucket_bytes)
+        if ranks.rank in shared:
+            writer = open_writer(transport, plan.stages[source.stage], names, shared[ranks.rank])
+    except (ValueError, OSError, RuntimeError) as error:
+        problem = f"rank {ranks.rank}: {error}"
+    entries = ranks.gather((writer.endpoint if writer is not None else "", problem))
+    problems = [problem for _, problem in entries if problem]
     if problems:
         if writer is not None:
             writer.close()
         raise SyncError(version, problems)
-    senders = sorted((giver.stage, rank) for rank, giver in enumerate(givers) if giver.is_sender)
-    manifests = [Manifest.from_json(entries[rank][0]) for _, rank in senders]
-    stream = StageStream(source, manifest, config.bucket_bytes, writer, verify=config.verify)
     routes = [
-        tuple(entries[rank][1] for _, rank in sorted((givers[rank].stage, rank) for rank in shared if reader in shared[rank]))
+        tuple(entries[rank][0] for _, rank in sorted((roles[rank].stage, rank) for rank in shared if reader in shared[rank]))
         for reader in range(len(names))
     ]
-    return Connection(manifests, routes, stream, config.bucket_bytes)
+    return Connection(plan, routes, StageSender(source, plan.stages[source.stage], writer))
 
 
-class Giver(NamedTuple):
-    """What a rank has: see WeightSource."""
-
-    stage: int
-    is_sender: bool
-    gives: bool
-
-
-def assign_readers(givers: list[Giver], num_readers: int, *, spread: bool) -> dict[int, list[int]]:
+def assign_readers(roles: list[RankRole], num_readers: int, *, spread: bool) -> dict[int, list[int]]:
     """Which readers each rank sends to, without the ranks that send to none; each reader has one rank for each stage.
 
-    That is the stage's sender, or with `spread` the rank of the reader's own number where that gives: on shared devices they
-    are on the same one (megasync.placement.shared_devices). Readers without such a rank are dealt out among those that give.
+    That is the stage's sender, or with `spread` the rank of the reader's own number where that has the tensors: on shared devices
+    they are on the same one (megasync.placement.shared_devices). The other readers are dealt out among the ranks that have them.
     """
     shared: dict[int, list[int]] = {}
-    for stage in sorted({giver.stage for giver in givers}):
-        able = [rank for rank, each in enumerate(givers) if each.stage == stage and (each.gives if spread else each.is_sender)]
+    for stage in sorted({role.stage for role in roles}):
+        able = [
+            rank for rank, role in enumerate(roles) if role.stage == stage and (role.has_tensors if spread else role.is_sender)
+        ]
         for reader in range(num_readers):
             rank = reader if spread and reader in able else able[reader % len(able)]
             shared.setdefault(rank, []).append(reader)
     return shared
 
 
-def _open_writer(stage: int, manifest: Manifest, config: SyncConfig, readers: list[str], own: list[int]) -> Writer:
-    size, name = buffer_bytes(manifest, config.bucket_bytes), f"{stage}-{uuid4().hex[:8]}"
-    transport = choose_transport(config.transport)
-    if transport == "shm":
-        return ShmWriter(Segment.create(name, size, len(readers)), stage, readers)
-    has_cuda, num_buckets = torch.cuda.is_available(), len(plan_buckets(manifest, config.bucket_bytes))
-    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-    if transport == "ipc":
-        return IpcWriter(name, size, stage, readers, device, num_buckets, own)
-    return GroupWriter(stage, num_buckets, size, len(readers), device)
-
-
-def _check_stages(givers: list[Giver], num_stages: int) -> list[str]:
+def _check_stages(roles: list[RankRole], num_stages: int) -> list[str]:
     """Each stage has one sender."""
-    senders = sorted(giver.stage for giver in givers if giver.is_sender)
+    senders = sorted(role.stage for role in roles if role.is_sender)
     if senders == list(range(num_stages)):
         return []
     return [f"stages with a sender are {senders}, needed is one each for 0 to {num_stages - 1}"]

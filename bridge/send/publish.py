@@ -11,27 +11,27 @@ Leaves out the pass over the source (sender.py), states and messages (messages.p
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bridge.config import SyncConfig, Verify
 from bridge.layout.manifest import TIED_HEAD
-from bridge.messages import BeginSync, StageSpan, SyncError, SyncReport
+from bridge.messages import BeginSync, Spans, SyncError, SyncReport
 from bridge.send.collectives import Ranks
 from bridge.send.connection import Connection, connect
-from bridge.send.sender import StreamResult
-from bridge.transport.segment import sweep_stale_segments
+from bridge.send.sender import PassResult
+from bridge.transport.open import resolve_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import torch.distributed as dist
 
-    from bridge.config import SyncConfig
     from bridge.export.adapter import AdapterSpec
     from bridge.export.source import WeightSource
-    from bridge.replicas.pool import ReplicaPool
+    from bridge.messages import Replicas
 
 POLL_SECONDS = 0.01
 ABORT_SECONDS = 10.0  # how long a failing sync waits for replicas to say that they stopped
@@ -57,24 +57,21 @@ class Publisher:
     def __init__(
         self,
         source: WeightSource,
-        pool: ReplicaPool | None,
+        pool: Replicas | None,
         config: SyncConfig,
         group: dist.ProcessGroup | None = None,
         adapter: AdapterSpec | None = None,
     ) -> None:
-        if config.transport not in {"auto", "shm", "nccl", "ipc"}:
-            raise ValueError(f"sync.transport is {config.transport}; choose auto, shm, nccl or ipc")
-        _check_verify(config.verify)
-        self._source, self._pool, self._config = source, pool, config
+        self._source, self._pool = source, pool
+        self._config = config.model_copy(update={"transport": resolve_transport(config.transport)})
         self._adapter = adapter.to_dict() if adapter is not None else None
         self._ranks = Ranks(group)
         if (pool is not None) != (self._ranks.rank == 0):
             raise ValueError("Publisher takes the pool on rank 0 and None on the others")
         self._connection: Connection | None = None
-        self._spans: list[StageSpan] = []
-        sweep_stale_segments()
+        self._spans = Spans()
 
-    def publish(self, version: int, verify: str | None = None) -> SyncReport:
+    def publish(self, version: int, verify: Verify | None = None) -> SyncReport:
         """Bring every replica to this rank's weights, as `version`.
 
         `verify`: for this sync in the place of SyncConfig.verify; the same on every rank.
@@ -83,34 +80,35 @@ class Publisher:
             ValueError: there is no such way to verify.
             SyncError: on every rank alike; refused (replicas serve on) or failed (replicas named are out of service).
         """
-        verify = _check_verify(verify or self._config.verify)
-        self._spans = []
+        verify = SyncConfig(verify=verify or self._config.verify).verify
+        self._spans = Spans()
         connection = self._connect(version)
-        connection.stream.verify = verify
-        with self._span("pause"):
+        with self._spans.measure("pause"):
             self._phase(version, self._pause)
         start = time.time()
         deadline = start + self._config.timeout_seconds
-        if connection.num_syncs == 0:  # later the replicas hold the manifest, and begin goes with receive
-            with self._span("begin"):
-                self._phase(version, lambda: self._begin(connection, version, deadline))
-        digests = self._stream(connection, version, deadline)
+        message = self._message(connection, version, deadline, verify)
+        if connection.num_syncs == 0:  # later the replicas have accepted the manifest
+            with self._spans.measure("begin"):
+                self._phase(version, lambda: self._begin(message))
+        digests = self._stream(connection, message, verify)
         self._phase(version, lambda: self._commit(connection, version, deadline, digests))
         connection.num_syncs += 1
-        resumed = [span.start for span in self._spans if span.name == "resume"]
+        spans = self._spans.taken
+        resumed = [span.start for span in spans if span.name == "resume"]
         return SyncReport(
             version=version,
             seconds=(resumed[0] if resumed else time.time()) - start,
-            num_bytes=connection.manifest.total_bytes,
-            pause_seconds=time.time() - self._spans[0].start,
-            verified=connection.stream.verify != "none",
-            num_buckets=connection.num_buckets,
-            stages=tuple(self._spans),
-            ordinary=connection.ordinary,
+            num_bytes=connection.plan.manifest.total_bytes,
+            pause_seconds=time.time() - spans[0].start,
+            verified=verify != "none",
+            num_buckets=connection.plan.num_buckets,
+            stages=tuple(spans),
+            loader_fallback=connection.loader_fallback,
         )
 
     def close(self) -> None:
-        """Give the shared memory back."""
+        """Give the buffers back."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -128,67 +126,59 @@ class Publisher:
         if self._pool is not None:
             self._pool.pause()
 
-    def _begin(self, connection: Connection, version: int, deadline: float) -> None:
-        if self._pool is None:
-            return
-        reasons = self._pool.begin(self._message(connection, version, deadline))
-        if reasons:
+    def _begin(self, message: BeginSync) -> None:
+        if self._pool is not None and (reasons := self._pool.begin(message)):
             raise ManifestRefusedError(reasons)
 
-    def _message(self, connection: Connection, version: int, deadline: float) -> BeginSync:
-        assert self._pool is not None
+    def _message(self, connection: Connection, version: int, deadline: float, verify: str) -> BeginSync:
+        """To all replicas; the pool makes each one's own of it."""
+        plan = connection.plan
         return BeginSync(
             version=version,
-            manifest_digest=connection.manifest.digest,
+            manifest_digest=plan.manifest.digest,
             manifest_json=connection.manifest_json,
-            stage_sizes=connection.stage_sizes,
-            bucket_bytes=self._config.bucket_bytes,
+            stage_sizes=plan.stage_sizes,
+            bucket_bytes=plan.bucket_bytes,
             endpoints=connection.routes,
             sync_index=connection.num_syncs,
             first_reader=0,
-            num_readers=self._pool.num_readers,
+            num_readers=len(connection.routes),
             replica=0,
-            verify=connection.stream.verify != "none",
+            verify=verify != "none",
             deadline=deadline,
             adapter=self._adapter,
         )
 
-    def _stream(self, connection: Connection, version: int, deadline: float) -> list[int]:
+    def _stream(self, connection: Connection, message: BeginSync, verify: str) -> list[int]:
         """Send and let the replicas load; digests of all tensors when they are to be read back."""
-        refs: list[Any] = []
-        if self._pool is not None and connection.num_syncs == 0:
-            refs = self._pool.receive(version)
-        elif self._pool is not None:
-            refs = self._pool.begin_and_receive(self._message(connection, version, deadline))
-        result = StreamResult()
+        refs: list[Any] = self._pool.receive(message) if self._pool is not None else []
+        result = PassResult()
 
         def stream() -> None:
             nonlocal result
-            result = connection.stream.run(deadline, self._watch(refs))
-            self._spans += result.spans
-            with self._span("load"):
-                problem = result.problem or self._wait_for_replicas(refs, deadline)
+            result = connection.sender.run(message.deadline, self._watch(refs), verify)
+            self._spans.taken += result.spans
+            with self._spans.measure("load"):
+                problem = result.problem or self._wait_for_replicas(refs, message.deadline)
             if problem is not None:
                 connection.abort(problem)  # other senders and the replicas may be waiting
                 raise RuntimeError(problem)
 
-        self._phase(version, stream)
-        if connection.stream.verify != "readback":
-            return []
-        return self._share_digests(connection, result.digests if self._source.is_sender else [])
+        self._phase(message.version, stream)
+        return self._share_digests(connection, result.digests) if verify == "readback" else []
 
     def _commit(self, connection: Connection, version: int, deadline: float, digests: list[int]) -> None:
         if self._pool is None:
             return
-        with self._span("commit"):
+        with self._spans.measure("commit"):
             self._pool.commit(version, max(1.0, deadline - time.time()))
         if connection.num_syncs == 0:
-            connection.ordinary = self._pool.ordinary_layers()
+            connection.loader_fallback = self._pool.loader_fallback()
         if digests:
-            with self._span("readback"):
-                names = [spec.name for spec in connection.manifest.tensors]
+            with self._spans.measure("readback"):
+                names = [spec.name for spec in connection.plan.manifest.tensors]
                 self._compare(dict(zip(names, digests, strict=True)))
-        with self._span("resume"):
+        with self._spans.measure("resume"):
             self._pool.resume()
 
     def _compare(self, expected: dict[str, int]) -> None:
@@ -270,23 +260,11 @@ class Publisher:
 
     def _share_digests(self, connection: Connection, digests: list[int]) -> list[int]:
         """All stages' digests on all ranks, by a sum of int64 in which each has one owner."""
-        shared = torch.zeros(len(connection.manifest.tensors), dtype=torch.int64)
+        shared = torch.zeros(len(connection.plan.manifest.tensors), dtype=torch.int64)
         signed = [digest - 2**64 if digest >= 2**63 else digest for digest in digests]
-        first = connection.first_tensor(self._source.stage)
+        first = connection.sender.stage.first_tensor
         shared[first : first + len(signed)] = torch.tensor(signed, dtype=torch.int64)
         return [value % 2**64 for value in self._ranks.sum(shared).tolist()]
-
-    @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        start = time.time()
-        yield
-        self._spans.append(StageSpan(name, start, time.time()))
-
-
-def _check_verify(verify: str) -> str:
-    if verify not in {"none", "digest", "readback"}:
-        raise ValueError(f"sync.verify is {verify}; choose none, digest or readback")
-    return verify
 
 
 def _essential(reasons: list[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """How a bucket travels from a trainer rank to the vLLM workers.
 
-shm.py       one host, shared memory: a
+protocol.py  Writer and Reader, which all transports implement
+open.py      opens them: what `auto` means, and which transport an endpoint belongs to
+shm.py       shared memory of one host: a
 segment.py   with words that tell what lies in it
 ipc.py       memory on a device that both sides share
 nccl.py      process groups: NCCL between GPUs, gloo between CPUs; over

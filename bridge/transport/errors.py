@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridge.layout.bucket import StagePlan
+
 
 class TransportError(RuntimeError):
     """A bucket did not get through: aborted by another side, over the deadline, or damaged on the way."""
 
 
 class DamagedError(TransportError):
-    """Buckets of a stage whose digests differ from the sender's."""
+    """Buckets of a stage, by index, whose digests differ from the sender's."""
 
-    def __init__(self, stage: int, buckets: list[int]) -> None:
-        super().__init__(f"buckets {buckets} of stage {stage} arrived damaged: their digests differ from the sender's")
-        self.stage, self.buckets = stage, buckets
+    def __init__(self, stage: StagePlan, buckets: list[int]) -> None:
+        told = ", ".join(stage.describe(stage.buckets[index]) for index in buckets)
+        super().__init__(f"{told} arrived damaged: its digest differs from the sender's")
+        self.buckets = buckets

@@ -1,29 +1,29 @@
 """Buckets through memory that trainer and replicas share on a device, for replicas on the trainer's own GPUs: CUDA IPC.
 
-Control words and their protocol are those of shm.py; where a segment there has two buffers, it has here what another
-process needs to map the sender's two buffers: CUDA's IPC handles, or without CUDA a file's path. Both sides take digests on
-their device, which are compared after the last bucket, so that nobody waits for one. Leaves out what a bucket means.
+Control words and their protocol are those of shm.py; in the place of its two buffers the segment holds what another
+process needs to map the sender's two buffers: CUDA's IPC handles, or without CUDA the path of a file that has no name. Both sides
+compute digests on their device and compare them after the last bucket, so that nobody waits for one. Leaves out what a
+bucket means.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections import deque
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 
 from bridge.layout.digest import BucketDigests
 from bridge.transport.errors import DamagedError
-from bridge.transport.segment import FOLDER, NUM_BUFFERS, PREFIX, Segment
+from bridge.transport.segment import NUM_BUFFERS, UnlinkedFile
 from bridge.transport.shm import ShmReader, ShmWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from bridge.layout.bucket import StagePlan
 
 SCHEME = "ipc:"
 HANDLE_BYTES = 4096
@@ -36,29 +36,30 @@ class IpcWriter(ShmWriter):
 
     longest_pause = 100e-6  # a bucket takes a GPU a millisecond
 
-    def __init__(
-        self,
-        name: str,
-        buffer_bytes: int,
-        stage: int,
-        reader_names: list[str],
-        device: torch.device,
-        num_buckets: int,
-        own: Sequence[int] | None = None,
-    ) -> None:
-        """`num_buckets`: of a pass; `own`: as ShmWriter."""
-        super().__init__(Segment.create(name, HANDLE_BYTES + 8 * num_buckets, len(reader_names)), stage, reader_names, own)
-        self.digests = self._digests = BucketDigests(num_buckets, device)
+    def __init__(self, stage: StagePlan, readers: list[str], own: Sequence[int], device: torch.device) -> None:
+        super().__init__(stage, readers, own, HANDLE_BYTES + 8 * len(stage.buckets))
+        self.digests = self._digests = BucketDigests(len(stage.buckets), device)
         self._verify = False
         self.endpoint = f"{SCHEME}{self.segment.path}"
         self._device = device
-        self._files: list[Path] = []
+        self._files: list[UnlinkedFile] = []  # without CUDA
         self.buffers = []
         for slot in self.segment.buffers:
-            buffer, handle = _share(buffer_bytes, device, self._files)
+            buffer, handle = self._share(stage.buffer_bytes)
             self.buffers.append(buffer)
             packed = len(handle).to_bytes(LENGTH_BYTES, "little") + handle
             slot[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def _share(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        """A new buffer [num_bytes] uint8, and what `_open` takes."""
+        if self._device.type == "cuda":
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+            return buffer, pickle.dumps(reduce_tensor(buffer))  # type: ignore[no-untyped-call]
+        self._files.append(UnlinkedFile())
+        path = str(self._files[-1].path)
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), pickle.dumps((path, num_bytes))
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         """As ShmWriter; but the bucket has to be complete on the device, and its digest is told at the end of the pass."""
@@ -79,9 +80,9 @@ class IpcWriter(ShmWriter):
             self.segment.announce_checked(self.sequence)
 
     def close(self) -> None:
-        for path in self._files:
-            path.unlink(missing_ok=True)
         super().close()
+        for file in self._files:
+            file.close()
 
 
 class IpcReader(ShmReader):
@@ -90,8 +91,8 @@ class IpcReader(ShmReader):
     longest_pause = 100e-6
 
     def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
-        super().__init__(tuple(endpoint.removeprefix(SCHEME) for endpoint in endpoints), reader)
-        self.endpoints, self._device = endpoints, device
+        super().__init__(endpoints, reader, device)
+        self._device = device
         self._digests = [BucketDigests((each.buffers[0].numel() - HANDLE_BYTES) // 8, device) for each in self._segments]
         self._unchecked: deque[torch.Tensor] = deque()  # buckets that are out
         self._buffers = [[_open(slot, device) for slot in segment.buffers] for segment in self._segments]
@@ -106,17 +107,12 @@ class IpcReader(ShmReader):
     def digests(self, stage: int) -> BucketDigests:
         return self._digests[stage]
 
-    def finish(self, stage: int, num_buckets: int, deadline: float) -> None:
-        """Compare the digests of the stage's buckets.
-
-        Raises:
-            DamagedError: some differ.
-            TransportError: aborted by another side, or over the deadline.
-        """
-        segment = self._segments[stage]
-        late = f"waits for the digests of stage {stage}"
+    def finish(self, stage: StagePlan, num_buckets: int, deadline: float) -> None:
+        """Compare the digests of the stage's buckets."""
+        segment = self._segments[stage.index]
+        late = f"waits for the digests of stage {stage.index}"
         self._wait(lambda: segment.num_checked >= num_buckets, deadline, late)
-        mine = self._digests[stage].join().cpu()
+        mine = self._digests[stage.index].join().cpu()
         theirs = segment.buffers[0][HANDLE_BYTES:].view(torch.int64)[: len(mine)]
         wrong = (mine != theirs).nonzero().flatten().tolist()
         if wrong:
@@ -129,28 +125,6 @@ class IpcReader(ShmReader):
                 self._digests[stage].finish(self._unchecked.popleft())
             _synchronize(self._device)
         super().release(stage)
-
-
-def is_ipc_endpoint(endpoint: str) -> bool:
-    return endpoint.startswith(SCHEME)
-
-
-def segment_path(endpoint: str) -> Path:
-    """Where the control words lie."""
-    return Path(endpoint.removeprefix(SCHEME))
-
-
-def _share(num_bytes: int, device: torch.device, files: list[Path]) -> tuple[torch.Tensor, bytes]:
-    """A new buffer [num_bytes] uint8, and what `_open` takes; a file that has come with it goes to `files`."""
-    if device.type == "cuda":
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return buffer, pickle.dumps(reduce_tensor(buffer))  # type: ignore[no-untyped-call]
-    path = FOLDER / f"{PREFIX}{os.getpid()}-ipc-{uuid4().hex[:8]}"
-    files.append(path)
-    buffer = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-    return buffer, pickle.dumps((str(path), num_bytes))
 
 
 def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bridge.layout.digest import BucketDigests
-from bridge.transport.channel import SCHEME, Channel, abort_at
+from bridge.transport.channel import Channel, abort_at
 from bridge.transport.errors import DamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from bridge.layout.bucket import Bucket, StagePlan
 
 NUM_BUFFERS = 2
 
@@ -26,35 +28,35 @@ NUM_BUFFERS = 2
 class GroupWriter:
     """The sending side of one stage."""
 
-    def __init__(self, stage: int, num_buckets: int, buffer_bytes: int, num_readers: int, device: torch.device) -> None:
-        self.stage, self._num_buckets = stage, num_buckets
+    digests: BucketDigests | None
+
+    def __init__(self, stage: StagePlan, num_readers: int, device: torch.device) -> None:
+        self._stage = stage
         self._channel, self.endpoint = Channel.listen(1 + num_readers, device)
-        self.buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        self.digests = BucketDigests(num_buckets, device)
+        self.buffers = [torch.zeros(stage.buffer_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self.digests = self._digests = BucketDigests(len(stage.buckets), device)
         self._sent: list[Any] = [None] * NUM_BUFFERS
         self._count, self._verify, self._deadline = 0, False, 0.0
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
-        """Join the group; at the first pass that waits for all readers."""
         self._count, self._deadline = 0, deadline
         self._sent = [None] * NUM_BUFFERS
         self._channel.meet(deadline, check)
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
-        """The buffer [buffer_bytes] uint8 for the next bucket. On CUDA its former contents leave before what is queued next."""
+        """On CUDA the buffer's former contents leave before what is queued next."""
         check()
         slot = self._count % NUM_BUFFERS
         self._channel.order(self._sent[slot], deadline, self._waits(self._count - NUM_BUFFERS), check)
         return self.buffers[slot]
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
-        """Hand the acquired buffer's first `num_bytes` to the readers."""
         slot = self._count % NUM_BUFFERS
         data = self.buffers[slot][:num_bytes]
         packed = self._channel.mark()
         self._sent[slot] = self._channel.broadcast(data, self._deadline, packed)
         if verify:  # beside the broadcast
-            self.digests.finish(data)
+            self._digests.finish(data)
         self._verify = verify
         self._count += 1
 
@@ -62,7 +64,7 @@ class GroupWriter:
         """Send the digests and wait until all is sent."""
         last: list[Any] = list(self._sent)
         if self._verify:
-            last.append(self._channel.broadcast(self.digests.join().view(torch.uint8), deadline, self._channel.mark()))
+            last.append(self._channel.broadcast(self._digests.join().view(torch.uint8), deadline, self._channel.mark()))
         for done in last:
             self._channel.wait(done, deadline, self._waits(self._count), check)
 
@@ -73,11 +75,13 @@ class GroupWriter:
         self._channel.close()
 
     def _waits(self, num_buckets: int) -> str:
-        return f"the workers to take {num_buckets} buckets of stage {self.stage}"
+        return f"the workers to take {num_buckets} buckets of stage {self._stage.index}"
 
 
 class GroupReader:
     """One vLLM worker's side of all stages; `reader` is its index among the `num_readers` workers of all replicas."""
+
+    lends_memory = False
 
     def __init__(self, endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> None:
         self.endpoints = endpoints
@@ -87,47 +91,40 @@ class GroupReader:
         self._digests: dict[int, BucketDigests] = {}
 
     def digests(self, stage: int) -> BucketDigests:
-        """Of the stage that is being read."""
         return self._digests[stage]
 
-    def read(
-        self, stage: int, sizes: list[int], buffer_bytes: int, deadline: float, *, verify: bool
-    ) -> Iterator[torch.Tensor]:
-        """The stage's buckets in order, of `sizes` bytes each; a view [n] uint8, good until the next is asked for.
-
-        Raises:
-            TransportError: aborted by another side, over the deadline, or, after the last one, the numbers of buckets whose
-                bytes are not those that were sent.
-        """
-        channel = self._join(stage, deadline)
-        self._make_buffers(buffer_bytes)
+    def buckets(
+        self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """The next bucket is on the wire while one is loaded; digests are compared after the last."""
+        channel = self._join(stage.index, deadline)
+        self._make_buffers(stage.buffer_bytes)
         freed: list[Any] = [None] * NUM_BUFFERS
 
-        def take(index: int) -> Any:
-            data = self._buffers[index % NUM_BUFFERS][: sizes[index]]
-            return channel.broadcast(data, deadline, freed[index % NUM_BUFFERS])
+        def take(bucket: Bucket) -> Any:
+            data = self._buffers[bucket.index % NUM_BUFFERS][: bucket.num_bytes]
+            return channel.broadcast(data, deadline, freed[bucket.index % NUM_BUFFERS])
 
-        digests = self._digests.setdefault(stage, BucketDigests(len(sizes), self._device))
-        coming = take(0) if sizes else None
-        for index, size in enumerate(sizes):
-            arrived, coming = coming, take(index + 1) if index + 1 < len(sizes) else None
-            channel.order(arrived, deadline, f"bucket {index} of stage {stage}")
-            data = self._buffers[index % NUM_BUFFERS][:size]
-            yield data
+        digests = self._digests.setdefault(stage.index, BucketDigests(len(stage.buckets), self._device))
+        coming = [take(bucket) for bucket in stage.buckets[:1]]
+        for bucket in stage.buckets:
+            arrived = coming.pop()
+            coming = [take(following) for following in stage.buckets[bucket.index + 1 : bucket.index + 2]]
+            channel.order(arrived, deadline, f"bucket {bucket.index} of stage {stage.index}")
+            data = self._buffers[bucket.index % NUM_BUFFERS][: bucket.num_bytes]
+            yield bucket, data
             if verify:
                 digests.finish(data)
-            freed[index % NUM_BUFFERS] = channel.mark()
+            freed[bucket.index % NUM_BUFFERS] = channel.mark()
         if verify:
             self._compare(channel, stage, digests.join(), deadline)
-        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage}")
+        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage.index}")
 
-    def _compare(self, channel: Channel, stage: int, digests: torch.Tensor, deadline: float) -> None:
-        theirs = torch.empty_like(digests)
-        channel.order(
-            channel.broadcast(theirs.view(torch.uint8), deadline, channel.mark()), deadline, f"the digests of stage {stage}"
-        )
+    def _compare(self, channel: Channel, stage: StagePlan, digests: torch.Tensor, deadline: float) -> None:
+        theirs, what = torch.empty_like(digests), f"the digests of stage {stage.index}"
+        channel.order(channel.broadcast(theirs.view(torch.uint8), deadline, channel.mark()), deadline, what)
         differ = digests != theirs
-        channel.wait(channel.mark(), deadline, f"the digests of stage {stage}")
+        channel.wait(channel.mark(), deadline, what)
         wrong = differ.nonzero().flatten().tolist()
         if wrong:
             raise DamagedError(stage, wrong)
@@ -161,6 +158,3 @@ class GroupReader:
         self._channels = [None] * len(self.endpoints)
         self._buffers = []
 
-
-def is_group_endpoint(endpoint: str) -> bool:
-    return endpoint.startswith(SCHEME)

@@ -1,14 +1,14 @@
-"""A segment of shared memory on one host: a file in /dev/shm with a header page, then two buffers for buckets.
+"""A segment of shared memory on one host: a file in /dev/shm without a name, a header page and two buffers for buckets.
 
 The header holds words that one side writes and others poll: what lies in which buffer, what each reader has read, and whether
 somebody gave up, and why. There are no messages, and no locks around the words: a sequence number is written last. The file is
-locked while its creator lives, so that those which crashed processes left can be told from the others. Leaves out who
-waits for what (shm.py, ipc.py).
+unlinked before it gets any memory: others map it through its creator's file descriptor, and its memory goes with the
+last process that has it mapped, however that ends. Leaves out who waits for what (shm.py, ipc.py).
 """
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import mmap
 import os
 import weakref
@@ -25,6 +25,7 @@ HEADER_BYTES = 8192
 REASON_OFFSET, REASON_BYTES = 4096, 4096
 NUM_BUFFERS = 2
 MAX_READERS = 480
+_numbers = itertools.count()
 # Words of 8 bytes in the header.
 WORD_MAGIC, WORD_READERS, WORD_BUFFER_BYTES, WORD_ABORTED = range(4)
 WORD_BUFFERS = 8  # of each buffer: sequence + 1 of the bucket in it, its digest, its number of bytes
@@ -33,48 +34,48 @@ WORD_CHECKED = WORD_CONSUMED + MAX_READERS  # for how many buckets the digests t
 
 
 class Segment:
-    """A mapped segment, for writer, readers and whoever watches. `close` unmaps; the creator also unlinks."""
+    """A mapped segment, for writer, readers and whoever watches. `path` is for other processes of the same user."""
 
-    def __init__(self, path: Path, *, owner: bool) -> None:
+    def __init__(self, path: Path) -> None:
+        """Raises TransportError where the path is no segment's, as after its creator's end."""
         self.path = path
-        self._unlink = weakref.finalize(self, _unlink, path, os.getpid()) if owner else None
-        self._file = path.open("r+b")
-        if owner:  # held until this process ends, however it ends: what tells a live segment from a stale one
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._map = mmap.mmap(self._file.fileno(), 0)
+        try:
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the sender's shared memory at {path}: {error}") from None
         self._words = memoryview(self._map).cast("Q")
-        if self._words[WORD_MAGIC] != MAGIC and not owner:
+        if self._words[WORD_MAGIC] != MAGIC:
             raise TransportError(f"{path} is no segment of this transport")
         size = (len(self._map) - HEADER_BYTES) // NUM_BUFFERS
         payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.buffers = [payload[index * size : (index + 1) * size] for index in range(NUM_BUFFERS)]
+        self._file: UnlinkedFile | None = None  # the creator's
 
     @staticmethod
-    def create(name: str, buffer_bytes: int, num_readers: int) -> Segment:
-        """Make the file and reserve its memory.
+    def create(buffer_bytes: int, num_readers: int) -> Segment:
+        """Reserve the memory.
 
         Raises:
             ValueError: not that much shared memory is left, or too many readers.
         """
         if num_readers > MAX_READERS:
             raise ValueError(f"{num_readers} vLLM workers read one segment; at most {MAX_READERS} can")
-        path = FOLDER / f"{PREFIX}{os.getpid()}-{name}"
         size = HEADER_BYTES + NUM_BUFFERS * buffer_bytes
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        file = UnlinkedFile()
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            os.posix_fallocate(file.descriptor, 0, size)
         except OSError as error:
-            path.unlink()
+            file.close()
             raise ValueError(
                 f"{FOLDER} has no room for {size} bytes ({error.strerror}); "
                 "lower sync.bucket_bytes or enlarge shared memory (docker: --shm-size)"
             ) from error
-        finally:
-            os.close(descriptor)
-        segment = Segment(path, owner=True)
-        segment._words[WORD_READERS] = num_readers
-        segment._words[WORD_BUFFER_BYTES] = buffer_bytes
-        segment._words[WORD_MAGIC] = MAGIC
+        words = {WORD_MAGIC: MAGIC, WORD_READERS: num_readers, WORD_BUFFER_BYTES: buffer_bytes}
+        for word, value in words.items():
+            os.pwrite(file.descriptor, value.to_bytes(8, "little"), 8 * word)
+        segment = Segment(file.path)
+        segment._file = file
         return segment
 
     @property
@@ -127,46 +128,29 @@ class Segment:
         return raw.split(b"\0", 1)[0].decode(errors="replace")
 
     def close(self) -> None:
-        """Drop the mapping (its memory goes with the last view of a buffer) and, for the creator, the file."""
+        """Drop the mapping, whose memory goes with the last view of a buffer; the creator also closes it to new readers."""
         self.buffers = []
         self._words.release()
-        self._file.close()
-        if self._unlink is not None:
-            self._unlink()
+        if self._file is not None:
+            self._file.close()
+
+
+class UnlinkedFile:
+    """A new file in /dev/shm that has lost its name already. Other processes of the user open `path` until it is closed."""
+
+    def __init__(self) -> None:
+        named = FOLDER / f"{PREFIX}{os.getpid()}-{next(_numbers)}"  # what /proc/PID/maps shows
+        self.descriptor = os.open(named, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        named.unlink()
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self.descriptor}")
+        self.close = weakref.finalize(self, os.close, self.descriptor)
 
 
 def abort_segment(path: Path, reason: str) -> None:
     """Wake up everyone who waits at another process's segment; nothing where its creator has closed it, at any moment."""
     try:
-        segment = Segment(path, owner=False)
-    except FileNotFoundError:
+        segment = Segment(path)
+    except TransportError:
         return
     segment.abort(reason)
     segment.close()
-
-
-def _unlink(path: Path, creator: int) -> None:
-    """Also at the interpreter's exit; a forked child leaves it alone."""
-    if os.getpid() == creator:
-        path.unlink(missing_ok=True)
-
-
-def sweep_stale_segments() -> list[Path]:
-    """Remove the segments that crashed processes left in /dev/shm; those removed are returned."""
-    removed = []
-    for path in FOLDER.glob(f"{PREFIX}*"):
-        pid = path.name.removeprefix(PREFIX).split("-", 1)[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and not _is_locked(path):
-            path.unlink(missing_ok=True)
-            removed.append(path)
-    return removed
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a live process holds it, also one of another container (whose process ids say nothing here)."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False

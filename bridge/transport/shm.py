@@ -11,6 +11,7 @@ The order of stores holds on x86-64; elsewhere a torn read shows as a wrong dige
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,20 @@ from bridge.transport.errors import TransportError
 from bridge.transport.segment import NUM_BUFFERS, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
+    from bridge.layout.bucket import Bucket, StagePlan
     from bridge.layout.digest import BucketDigests
 
+SCHEME = "shm:"
 POLL_SECONDS_FIRST = 50e-6
+
+
+def segment_path(endpoint: str) -> Path:
+    """Where the segment of an endpoint is mapped from."""
+    return Path(endpoint.partition(":")[2])
 
 
 def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str], longest_pause: float) -> None:
@@ -43,27 +51,26 @@ def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str
 
 
 class ShmWriter:
-    """The sending side of one stage. `sequence` counts buckets over all syncs of this segment."""
+    """The sending side of one stage. `sequence` counts buckets over all passes."""
 
     longest_pause = 1e-3  # seconds between two looks
     digests: BucketDigests | None = None
 
-    def __init__(self, segment: Segment, stage: int, reader_names: list[str], own: Sequence[int] | None = None) -> None:
-        """`own`: the readers that read this segment; all of them where it is None."""
-        self.segment, self.stage, self._reader_names = segment, stage, reader_names
-        self._own = list(range(len(reader_names)) if own is None else own)
-        self.endpoint = str(segment.path)
-        self.buffers = segment.buffers
+    def __init__(self, stage: StagePlan, readers: list[str], own: Sequence[int], buffer_bytes: int | None = None) -> None:
+        """`readers`: all readers' names; those of the indices `own` read here. `buffer_bytes`: other than the stage's."""
+        self._stage, self._readers, self.own = stage, readers, list(own)
+        self.segment = Segment.create(stage.buffer_bytes if buffer_bytes is None else buffer_bytes, len(readers))
+        self.endpoint = f"{SCHEME}{self.segment.path}"
+        self.buffers = self.segment.buffers
         self.sequence = 0
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
-        """Nothing to do before a pass."""
+        """Readers come whenever they like."""
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
-        """Nothing to wait for: what is published stays until it is read."""
+        """What is published stays until it is read."""
 
     def abort(self, reason: str) -> None:
-        """Wake up everyone who waits at the segment."""
         self.segment.abort(reason)
 
     def close(self) -> None:
@@ -71,23 +78,18 @@ class ShmWriter:
         self.segment.close()
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
-        """The buffer [buffer_bytes] uint8 for the next bucket, once every reader has left it.
-
-        `check` is called while waiting and may raise. Raises TransportError on abort and at the deadline.
-        """
         needed = self.sequence - NUM_BUFFERS + 1
 
         def ready() -> bool:
             check()
             self.raise_if_aborted()
             consumed = self.segment.consumed
-            return all(consumed[reader] >= needed for reader in self._own)
+            return all(consumed[reader] >= needed for reader in self.own)
 
         _wait(ready, deadline, lambda: self._describe_wait(needed), self.longest_pause)
         return self.buffers[self.sequence % NUM_BUFFERS]
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
-        """Hand the acquired buffer's first `num_bytes` to the readers, with their digest when `verify`."""
         buffer = self.buffers[self.sequence % NUM_BUFFERS]
         digest = digest_bytes(buffer[:num_bytes]) if verify else 0
         self.segment.announce(self.sequence, num_bytes, digest)
@@ -100,8 +102,8 @@ class ShmWriter:
 
     def _describe_wait(self, needed: int) -> str:
         consumed = self.segment.consumed
-        late = [f"{self._reader_names[reader]} has read {consumed[reader]}" for reader in self._own if consumed[reader] < needed]
-        return f"the sender of stage {self.stage} waits until {needed} buckets are read; {', '.join(late)}"
+        late = [f"{self._readers[reader]} has read {consumed[reader]}" for reader in self.own if consumed[reader] < needed]
+        return f"the sender of stage {self._stage.index} waits until {needed} buckets are read; {', '.join(late)}"
 
 
 class ShmReader:
@@ -109,17 +111,41 @@ class ShmReader:
 
     longest_pause = 1e-3
 
-    def __init__(self, endpoints: tuple[str, ...], reader: int) -> None:
-        self.endpoints, self.reader = endpoints, reader
-        self._segments = [Segment(Path(path), owner=False) for path in endpoints]
+    def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:
+        self.endpoints, self._reader = endpoints, reader
+        self.lends_memory = device.type == "cpu"
+        self._segments = [Segment(segment_path(endpoint)) for endpoint in endpoints]
         self._buffers = [segment.buffers for segment in self._segments]
 
-    def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
-        """Bucket `sequence` of a stage: a view [num_bytes] uint8, good until `release`.
+    def buckets(
+        self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """A thread waits for the next bucket and checks its digest while the one before is loaded."""
+        if stage.buffer_bytes != self._buffers[stage.index][0].numel():
+            raise TransportError(f"stage {stage.index}: buffers and bucket size do not fit together")
+        first = sync_index * len(stage.buckets)
 
-        Raises:
-            TransportError: aborted by another side, over the deadline, or the bytes are not those that were sent.
-        """
+        def read(bucket: Bucket) -> torch.Tensor:
+            try:
+                return self.read(stage.index, first + bucket.index, bucket.num_bytes, deadline, verify=verify)
+            except TransportError as error:
+                raise TransportError(f"{stage.describe(bucket)} {error}") from error
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="megasync-read")
+        try:
+            coming = [thread.submit(read, bucket) for bucket in stage.buckets[:1]]
+            for bucket in stage.buckets:
+                data = coming.pop().result()
+                coming = [thread.submit(read, following) for following in stage.buckets[bucket.index + 1 : bucket.index + 2]]
+                yield bucket, data
+                self.release(stage.index)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+        if verify:
+            self.finish(stage, first + len(stage.buckets), deadline)
+
+    def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
+        """Bucket `sequence` of a stage: a view [num_bytes] uint8, good until `release`."""
         segment = self._segments[stage]
 
         late = f"waits for the sender of stage {stage}, which sent no bucket {sequence}"
@@ -133,8 +159,16 @@ class ShmReader:
             raise TransportError("arrived damaged: its digest differs from the sender's")
         return data
 
-    def finish(self, stage: int, num_buckets: int, deadline: float) -> None:
-        """After the stage's last bucket, `num_buckets` since the segment was made. Nothing is left to be checked."""
+    def release(self, stage: int) -> None:
+        """The view that `read` gave is no longer needed."""
+        self._segments[stage].count_consumed(self._reader)
+
+    def finish(self, stage: StagePlan, num_buckets: int, deadline: float) -> None:
+        """After a pass's last bucket, `num_buckets` since the segment was made. `read` has checked all digests."""
+
+    def digests(self, stage: int) -> BucketDigests | None:
+        """`read` checks them."""
+        return None
 
     def _wait(self, ready: Callable[[], bool], deadline: float, late: str) -> None:
         """As `_wait`; raises TransportError too when another side aborts."""
@@ -146,17 +180,6 @@ class ShmReader:
             return ready()
 
         _wait(look, deadline, lambda: late, self.longest_pause)
-
-    def digests(self, stage: int) -> BucketDigests | None:
-        """To which copies out of the stage's current bucket may add its digest; None where `read` checks it itself."""
-        return None
-
-    def buffer_bytes(self, stage: int) -> int:
-        return self._buffers[stage][0].numel()
-
-    def release(self, stage: int) -> None:
-        """The view that `read` gave is no longer needed."""
-        self._segments[stage].count_consumed(self.reader)
 
     def abort(self, reason: str) -> None:
         for segment in self._segments:

@@ -27,7 +27,7 @@ class LoraSide:
     def __init__(self, bench: BenchRank) -> None:
         lora = lora_config(bench.config)
         self.engine = bench.build_engine(bench.config.engine.model_copy(update={"lora": lora}))
-        self.merged = build_exporter(self.engine, everywhere=transport(bench.config) == "ipc")
+        self.merged = build_exporter(self.engine, on_all_ranks=transport(bench.config) == "ipc")
         self.adapter = build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=lora.rank)
         self.publisher = bench.publisher(self.adapter, self.pool)

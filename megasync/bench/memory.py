@@ -35,6 +35,12 @@ def mapped_bytes(pid: int, prefix: str) -> int:
     return total
 
 
+def mapped_files(prefix: str) -> set[str]:
+    """What this process has mapped of such files, as `mapped_bytes` takes it; also those without a name any more."""
+    mappings = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return {words[5] for words in mappings if len(words) == 6 and words[5].startswith(prefix)}
+
+
 def give_back_free_memory() -> None:
     """Let malloc return what was freed, or a peak would hide in memory that some earlier work had left resident."""
     ctypes.CDLL(None).malloc_trim(0)

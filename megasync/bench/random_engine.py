@@ -30,6 +30,6 @@ class FrozenEngine(RandomEngine):
 @torch.no_grad()
 def negate(built: Engine) -> None:
     """Flip the signs of all weights, in place: quicker than an optimizer step, without its memory. For DDP."""
-    for unit in built.whole_parameters():
-        for _, parameter in unit:
-            parameter.neg_()
+    for items in built.whole_parameters():
+        for item in items:
+            item.tensor.neg_()

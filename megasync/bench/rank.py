@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bridge.export.source import whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.send.publish import Publisher
 from engine import parallel
@@ -20,6 +21,7 @@ from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.model_shapes import SHAPES
 from megasync.placement import replica_devices
+from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ class BenchRank(ABC):
         Raises:
             RuntimeError: it does not; names tensors that differ.
         """
-        own = {tensor: digest_value(value) for tensor, value in source}
+        own = {tensor: digest_value(value) for tensor, value in whole_tensors(source)}
         digests = {key: digest for part in self.from_all(own) for key, digest in part.items()}
         for held in pool.read_digests(600.0) if pool is not None else []:
             wrong = [key for key, digest in digests.items() if held.get(key) != digest]
@@ -107,7 +109,7 @@ class BenchRank(ABC):
     def from_all(self, value: Any) -> list[Any]:
         """Each rank's value, on every rank."""
         values: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=control_group())
         return values
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bridge.layout.bucket import plan_buckets
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
-from megasync.bench.memory import PeakMeter, device_bytes, give_back_free_memory
+from megasync.bench.memory import PeakMeter, device_bytes, give_back_free_memory, mapped_files
 from megasync.bench.rank import Measured
 from megasync.bench.ways import Way, Ways
 
@@ -116,7 +116,7 @@ class SyncBench(Ways):
     def _find_segment(self, way: Way) -> None:
         """After the way's first sync: which shared memory has come with it. Not collective."""
         if way.publisher is not None and way.publisher not in self._segments:
-            ours = {str(path) for path in SHARED_MEMORY.glob(f"{PREFIX}{os.getpid()}-*")}
+            ours = mapped_files(f"{SHARED_MEMORY}/{PREFIX}{os.getpid()}-")
             new = ours - set(self._segments.values())
             if new:
                 self._segments[way.publisher] = new.pop()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from bridge.export.source import whole_tensors
 from bridge.layout.manifest import Manifest
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
@@ -57,30 +58,13 @@ class Switch:
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
-
-    @property
-    def stage(self) -> int:
-        return self.source.stage
-
-    @property
-    def num_stages(self) -> int:
-        return self.source.num_stages
-
-    @property
-    def is_sender(self) -> bool:
-        return self.source.is_sender
-
-    @property
-    def gives(self) -> bool:
-        return self.source.gives
+        self.stage, self.num_stages = source.stage, source.num_stages
+        self.is_sender, self.has_tensors = source.is_sender, source.has_tensors
 
     def manifest(self) -> Manifest:
         return self.source.manifest()
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.source)
-
-    def parts(self) -> Iterator[Part] | None:
+    def parts(self) -> Iterator[Part]:
         return self.source.parts()
 
 
@@ -107,7 +91,7 @@ class Ways(BenchRank):
         self.manifest = Manifest.concatenate(stages[stage] for stage in sorted(stages))
         self.pool = self.start_pool()
         self.wire = Wire(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
-        self.sync_exporter = build_exporter(self.engine, everywhere=transport(config) == "ipc")
+        self.sync_exporter = build_exporter(self.engine, on_all_ranks=transport(config) == "ipc")
         self.switch = Switch(self.sync_exporter)
         self.whole = self.publisher(self.switch, self.pool)
         usual = GPU_WAYS if self.has_gpus else CPU_WAYS
@@ -164,7 +148,7 @@ class Ways(BenchRank):
         stages: dict[str, float] = defaultdict(float)
         for span in report.stages:
             stages[span.name] += span.end - span.start
-        sent = {"messages": report.num_buckets, "bytes": report.num_bytes, "ordinary_layers": len(report.ordinary)}
+        sent = {"messages": report.num_buckets, "bytes": report.num_bytes, "fallback_layers": len(report.loader_fallback)}
         inside = [{span.name: span.end - span.start for span in spans} for spans in pool.sync_spans()] if pool is not None else []
         return {**sent, "seconds": report.seconds, "stages": dict(stages), "replica_stages": inside}
 
@@ -174,7 +158,7 @@ class Ways(BenchRank):
         return {"messages": self.wire.num_messages, "bytes": self.manifest.total_bytes, "seconds": self.wire.floor()}
 
     def packed(self, version: int) -> Measured:
-        return self._packed([(name, tensor.clone()) for name, tensor in self.exporter])
+        return self._packed([(name, tensor.clone()) for name, tensor in whole_tensors(self.exporter)])
 
     def mbridge_packed(self, version: int) -> Measured:
         exported = self.engine.hf_bridge.export_weights(self.engine.chunks)
@@ -220,7 +204,7 @@ class Ways(BenchRank):
         if self.layout.rank == 0:
             folder.mkdir(parents=True)
         dist.barrier()
-        checkpoint.save_weights(folder, self.layout.pipeline_rank, self.exporter)
+        checkpoint.save_weights(folder, self.layout.pipeline_rank, whole_tensors(self.exporter))
         dist.barrier()
         if self.pool is None:
             return {}

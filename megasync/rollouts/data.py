@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bridge.layout.splitmix import splitmix64
 from megasync.config.errors import explain, nearest_name
 
 SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "answer": "3"}'
@@ -123,16 +124,8 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> npt.NDArray[np.int6
 
     Indices are sorted by the SplitMix64 hash of (seed, epoch, index), a counter-based random number.
     """
-    key = _splitmix64(_splitmix64(np.array([seed], np.uint64)) + np.uint64(epoch))
-    hashes = _splitmix64(key + np.arange(num_examples, dtype=np.uint64))
+    key = splitmix64(splitmix64(np.array([seed], np.uint64)) + np.uint64(epoch))
+    hashes = splitmix64(key + np.arange(num_examples, dtype=np.uint64))
     order = np.argsort(hashes, kind="stable")
     order.flags.writeable = False
     return order
-
-
-def _splitmix64(counter: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Output number `counter` of the SplitMix64 generator with seed 0 (Steele, Lea, Flood 2014), for each counter."""
-    mixed = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

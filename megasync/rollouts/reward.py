@@ -49,11 +49,29 @@ def token_count(sample: RewardInput) -> float:
     return sample.num_tokens / sample.max_tokens
 
 
+MATH = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[|\\boxed")  # what math-verify takes for the delimiters of LaTeX
+COMMAND = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\w*\s*\{[^}]*\}|\\[A-Za-z]+")
+PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}|[A-Za-z]{3,}[:\s]|\n")
+FINAL_LINE = re.compile(r"(?:\A|\n)####([^\n]*)\s*\Z")
+ARITHMETIC = re.compile(r"[-+*/=.%$\d\s]*")
+
+
+def _delimited(text: str) -> str:
+    r"""The final answer in `text`; LaTeX without delimiters, in which math-verify finds a number at best, is put into \boxed.
+
+    Where the last line begins with ####, as in GSM8K, it is what follows. Prose and plain numbers stay as they are.
+    """
+    final = FINAL_LINE.search(text)
+    text = (final[1] if final else text).strip()
+    is_bare = not (MATH.search(text) or PROSE.search(COMMAND.sub("", text)) or ARITHMETIC.fullmatch(text))
+    return f"\\boxed{{{text}}}" if is_bare else text
+
+
 def math_verify(sample: RewardInput) -> float:
     """1 where the package math-verify finds the response's expression equal to the answer's, else 0.
 
-    Whatever the parser stumbles over is worth 0, its reason logged. Its time limits use signals: outside of the main
-    thread there are none.
+    Answers may be bare LaTeX, as in MATH's and AIME's answer columns. Where the parser fails, the reward is 0 and the reason is
+    logged. Its time limits use signals: outside of the main thread there are none.
     """
     import math_verify as package  # type: ignore[import-untyped]
     from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
@@ -61,7 +79,7 @@ def math_verify(sample: RewardInput) -> float:
     timeout_seconds = 5 if threading.current_thread() is threading.main_thread() else None
     try:
         gold, found = (
-            package.parse(text, parsing_timeout=timeout_seconds, raise_on_error=True)
+            package.parse(_delimited(text), parsing_timeout=timeout_seconds, raise_on_error=True)
             for text in (sample.answer, sample.response)
         )
         return float(package.verify(gold, found, timeout_seconds=timeout_seconds, raise_on_error=True))

@@ -1,0 +1,68 @@
+"""Opens the sides of a transport: a writer by the transport's name, readers by their endpoints' scheme.
+
+The one place that knows which transports there are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bridge.transport import channel, ipc, shm
+from bridge.transport.ipc import IpcReader, IpcWriter
+from bridge.transport.nccl import GroupReader, GroupWriter
+from bridge.transport.segment import abort_segment
+from bridge.transport.shm import ShmReader, ShmWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bridge.config import Transport
+    from bridge.layout.bucket import StagePlan
+    from bridge.transport.protocol import Reader, Writer
+
+
+def resolve_transport(name: Transport, *, shares_devices: bool = False) -> Transport:
+    """sync.transport with what `auto` means here: shm without CUDA; with CUDA ipc on shared GPUs, else nccl."""
+    if name != "auto":
+        return name
+    if not torch.cuda.is_available():
+        return "shm"
+    return "ipc" if shares_devices else "nccl"
+
+
+def open_writer(transport: str, stage: StagePlan, readers: list[str], own: Sequence[int]) -> Writer:
+    """The sending side of a stage.
+
+    Args:
+        transport: as resolve_transport gives it.
+        stage: what is sent.
+        readers: the names of all vLLM workers.
+        own: the indices of those that this writer sends to.
+
+    Raises:
+        ValueError: there is not enough shared memory, or there are too many readers.
+    """
+    if transport == "shm":
+        return ShmWriter(stage, readers, own)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if transport == "ipc":
+        return IpcWriter(stage, readers, own, device)
+    return GroupWriter(stage, len(readers), device)
+
+
+def open_reader(endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> Reader:
+    """The side of worker `reader` of the `num_readers` workers of all replicas, which computes on `device`."""
+    if endpoints[0].startswith(channel.SCHEME):
+        return GroupReader(endpoints, reader, num_readers, device)
+    kind = IpcReader if endpoints[0].startswith(ipc.SCHEME) else ShmReader
+    return kind(endpoints, reader, device)
+
+
+def abort_endpoint(endpoint: str, reason: str) -> None:
+    """Wake up everyone who waits at another process's writer; nothing where that is gone."""
+    if endpoint.startswith(channel.SCHEME):
+        channel.abort_at(endpoint, reason)
+    else:
+        abort_segment(shm.segment_path(endpoint), reason)

@@ -1,0 +1,74 @@
+"""What every transport does, whatever it is: the sending and the receiving side of buckets. Opened by open.py.
+
+All methods but `abort` and `close` raise TransportError: aborted by another side, over the deadline, or damaged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from bridge.layout.bucket import Bucket, StagePlan
+    from bridge.layout.digest import BucketDigests
+
+
+class Writer(Protocol):
+    """The sending side of one stage. A pass is `start`, then `acquire` and `publish` for each bucket, then `finish`.
+
+    `check` is called while waiting and may raise. Deadlines are wall clock, seconds since the epoch.
+    """
+
+    endpoint: str  # where readers find it; its scheme says which transport it is
+    digests: BucketDigests | None  # to which copies into a bucket may add its digest; None: `publish` takes it in any case
+
+    def start(self, deadline: float, check: Callable[[], None]) -> None:
+        """Before a pass; the first one waits for all readers where the transport needs them."""
+        ...
+
+    def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
+        """The buffer [buffer_bytes] uint8 for the next bucket, once its former contents have left."""
+        ...
+
+    def publish(self, num_bytes: int, *, verify: bool) -> None:
+        """Hand the acquired buffer's first `num_bytes` to the readers, with `verify` their digest as well."""
+        ...
+
+    def finish(self, deadline: float, check: Callable[[], None]) -> None:
+        """After a pass's last bucket."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Wake up everyone who waits at the endpoint; the first reason stays."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """One vLLM worker's side of all stages, an endpoint a stage."""
+
+    endpoints: tuple[str, ...]
+    lends_memory: bool  # buckets lie in host memory, where the worker computes: tensors may be views of them meanwhile
+
+    def buckets(
+        self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """The stage's buckets in order with their bytes, [n] uint8, good until the next is asked for. Iterate to the end.
+
+        `sync_index` counts the passes of these endpoints from 0. Raises DamagedError, after the last bucket at the latest.
+        """
+        ...
+
+    def digests(self, stage: int) -> BucketDigests | None:
+        """To which copies out of the stage's current bucket may add its digest; None where that is taken in any case."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Wake up everyone who waits at the endpoints; the first reason stays."""
+        ...
+
+    def close(self) -> None: ...

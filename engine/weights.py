@@ -1,0 +1,86 @@
+"""Typed weight items: what the engine hands out of its parameters for an export. Leaves out how shards are gathered (unshard.py).
+
+Names and dimensions are read once from a model chunk before it is wrapped; a walk over the wrapped chunk then gives tensors only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.lora import adapted_linears
+from engine.model import global_name, is_tied_copy
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+class Adapter(NamedTuple):
+    """A low-rank update of a linear: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
+
+    a: torch.Tensor  # [rank, in]; in / tensor where the linear is row-parallel
+    b: torch.Tensor  # [out, rank]; out / tensor where the linear is column-parallel
+    scale: float
+
+
+class WeightItem(NamedTuple):
+    """One parameter of the model, whole over data parallelism and local to the tensor-parallel rank."""
+
+    name: str  # megatron-core's, with the layer counted over all pipeline stages
+    tensor: torch.Tensor
+    shard_dim: int | None  # which dimension tensor parallelism shards; None: replicated
+    adapter: Adapter | None
+
+
+class AdapterItem(NamedTuple):
+    """One adapter without its linear's weight."""
+
+    linear: str  # the weight's WeightItem.name without `.weight`
+    shard_dim: int | None  # the weight's; 0: B is sharded by its dimension 0, 1: A by its dimension 1
+    adapter: Adapter
+
+
+class ChunkWeights:
+    """Makes items of a chunk's parameters. The last stage's copy of tied embeddings is left out: the first stage has it."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        """`chunk`: not yet wrapped, its adapters added."""
+        self._shard_dims: dict[str, int | None] = {}  # by global name
+        self._names: dict[str, str] = {}  # global by local name
+        for local, parameter in chunk.named_parameters():
+            if not is_tied_copy(chunk, local):
+                name = self._names[_bare(local)] = global_name(chunk, local)
+                is_sharded = getattr(parameter, "tensor_model_parallel", False)
+                self._shard_dims[name] = getattr(parameter, "partition_dim", None) if is_sharded else None
+        self._scales = {name: linear.lora_scale for name, linear in adapted_linears([chunk])}
+
+    def weights(self, unit: NamedTensors) -> list[WeightItem]:
+        """`unit`: (local name, tensor) of all parameters of some modules."""
+        tensors, adapters = self._split(unit)
+        return [
+            WeightItem(name, tensor, self._shard_dims[name], adapters.get(name.removesuffix(".weight")))
+            for name, tensor in tensors.items()
+        ]
+
+    def adapters(self, unit: NamedTensors) -> list[AdapterItem]:
+        """`unit`: as for `weights`; it may hold adapters' parameters only."""
+        _, adapters = self._split(unit)
+        return [AdapterItem(linear, self._shard_dims[f"{linear}.weight"], each) for linear, each in adapters.items()]
+
+    def _split(self, unit: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Adapter]]:
+        """Parameters by name without the adapters', and adapters by their linear's name."""
+        named = ((self._names.get(_bare(local)), tensor) for local, tensor in unit)
+        tensors = {name: tensor for name, tensor in named if name is not None}
+        linears = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
+        adapters = {
+            linear: Adapter(tensors.pop(f"{linear}.lora_a"), tensors.pop(f"{linear}.lora_b"), self._scales[linear])
+            for linear in linears
+        }
+        return tensors, adapters
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without the prefixes of wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

@@ -1,0 +1,77 @@
+"""vLLM replicas that tests look into: they score given tokens, and give back the tensors that they compute with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+
+from bridge.config import ReplicaConfig
+from bridge.receive import vllm_adapter
+from bridge.replicas.pool import ReplicaPool
+from bridge.replicas.replica import Replica
+from tests.shards import assemble
+
+
+class OpenReplica(Replica):
+    async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+
+        async def submit(queues: list[Any]) -> None:
+            for ids in token_id_lists:
+                prompt, lora = {"prompt_token_ids": list(ids)}, vllm_adapter.request(self._has_adapter)
+                queues.append(await self._engine.add_request(self._new_id(), prompt, parameters, lora_request=lora))
+
+        scores = []
+        for output in await self._run(submit):
+            entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+            scores.append([entry[token].logprob for token, entry in entries])
+        return scores
+
+    async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
+        answers = await self._engine.collective_rpc("tests_read_shards", args=(names,))
+        return assemble(shard for answer in answers for shard in answer)
+
+
+class OpenPool(ReplicaPool):
+    replica_class = OpenReplica
+
+    @classmethod
+    def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
+        arguments = {"worker_extension_cls": "tests.worker.OpenWorkerExtension", **config.engine_arguments}
+        return super().start(dataclasses.replace(config, engine_arguments=arguments), num_replicas)
+
+    def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
+        lists = [tuple(ids) for ids in token_id_lists]
+        num_shares = min(self.num_replicas, len(lists))
+        shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
+        parts = self.gather([self._send(i, self._actors[i].score, share) for i, share in enumerate(shares)])
+        return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
+
+    @property
+    def versions(self) -> list[int | None]:
+        """What each replica serves; None while it has nothing that it may serve."""
+        return [version for _, version, _ in self.statuses()]
+
+    def statuses(self) -> list[tuple[str, int | None, str]]:
+        statuses = []
+        for replica in range(self.num_replicas):
+            try:
+                statuses += self._call(lambda actor: actor.status.remote(), 60.0, [replica])
+            except RuntimeError as error:
+                statuses.append(("failed", None, str(error)))
+        return statuses
+
+    def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:
+        """Full tensors by HF name of what a replica computes with; all when `names` is None."""
+        (tensors,) = self._call(lambda actor: actor.read_back.remote(names), None, [replica])
+        return dict(tensors)
