@@ -229,7 +229,7 @@ def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
 def test_a_model_without_a_tokenizer(runnable: Path) -> None:
     for file in (runnable.parent / "model").glob("tokenizer*"):
         file.unlink()
-    assert "the folder holds no tokenizer" in cannot_run(runnable)
+    assert "the folder holds no tokenizer.json" in cannot_run(runnable)
 
 
 # -------------------------------------------------------------------------------------------------------- data, folder
