@@ -50,7 +50,10 @@ def bounds(field: FieldInfo) -> str:
     for part in _parts(field.annotation):
         if get_origin(part) is Annotated:
             constraints += [each for one in part.__metadata__ for each in (one.metadata if isinstance(one, FieldInfo) else [one])]
-    return " and ".join(f"{BOUNDS[name]} {getattr(one, name)}" for one in constraints for name in BOUNDS if hasattr(one, name))
+    found = [(name, getattr(one, name)) for one in constraints for name in BOUNDS if hasattr(one, name)]
+    if kind_of(field) is int:
+        found = [("ge", number + 1) if name == "gt" else (name, number) for name, number in found]
+    return " and ".join(f"{BOUNDS[name]} {number}" for name, number in found)
 
 
 def kind_of(field: FieldInfo) -> type:
