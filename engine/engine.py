@@ -20,17 +20,13 @@ import torch.distributed as dist
 from engine import device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
 from engine.wrap import WrappedModel
-
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
@@ -64,7 +60,7 @@ class Engine:
         self.layout = parallel.layout()
         self.device = device.compute_device()
         self.hf_bridge = build_bridge(model, engine)
-        self.use_fused = fused.chosen(engine.fusions)
+        self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
         chunks = self._start_chunks(weights_path or model.path)
@@ -272,6 +268,3 @@ class Engine:
     def _reports(self) -> bool:
         """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == 0
-
-
-_ = mpu

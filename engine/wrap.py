@@ -16,10 +16,9 @@ import torch
 
 from engine import device, upstream
 from engine.config import EngineConfig
+from engine.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from engine.unshard import Unsharder
 from engine.weights import AdapterItem, ChunkWeights, NamedTensors, WeightItem
-
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 
 class DdpChunk:

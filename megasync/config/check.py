@@ -116,16 +116,13 @@ def _check_run_folder(config: Config) -> None:
 
 def _check_former_run(config: Config) -> None:
     """What the run starts from may not be moved aside with the results of a former run (see megasync/files.py:set_aside)."""
-    folder = config.run.folder
+    folder, lora, data = config.run.folder, config.engine.lora, config.data
     resumes = config.checkpoint.resume == "auto" and any((folder / CHECKPOINTS).glob("step_*"))
-    if resumes or not has_results(folder):
-        return
-    inputs = {"model.path": config.model.path, "engine.lora.adapter_path": config.engine.lora.adapter_path}
-    for key, path in {**inputs, "data.train": config.data.train, "data.eval": config.data.eval}.items():
-        if path and folder.resolve() in Path(path).resolve().parents:
+    inputs = {"model.path": config.model.path, "engine.lora.adapter_path": lora.adapter_path, "data.train": data.train}
+    for key, path in {**inputs, "data.eval": data.eval}.items():
+        if path and not resumes and has_results(folder) and folder.resolve() in Path(path).resolve().parents:
             message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"
-            remedy = "write run.name=NAME for another run"
-            raise ConfigError(explain(message, run_folder=str(folder), remedy=remedy))
+            raise ConfigError(explain(message, run_folder=str(folder), remedy="write run.name=NAME for another run"))
 
 
 def main() -> None:
