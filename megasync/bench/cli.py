@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench import train
 from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
 from megasync.bench.model import write_model
@@ -73,7 +74,7 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 
 def _check_ways(config: BenchRoot) -> None:
     bench = config.bench
-    if bench.update == "negate" and config.engine.wrap != "ddp":
+    if bench.update == "negate" and SHARDS_PARAMETERS[config.engine.wrap]:
         message = f"bench.update = negate: not with engine.wrap = {config.engine.wrap}, whose weights are shards"
         raise ConfigError(explain(message, choices="step", remedy="write bench.update=step"))
     impossible = [way for way in bench.ways if way in NEED_GPUS and not num_gpus()]

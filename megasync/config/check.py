@@ -1,6 +1,6 @@
 """Can this config run here? Checks it against the model's folder, the data files, the ranks and the run's folder.
 
-Leaves out the values of `engine.overrides`, which are megatron-core's to judge. No torch in here.
+No torch in here.
 
     python -m megasync.config.check configs/grpo_fsdp.yaml engine.parallel.tensor=2 --num-ranks 8
 """
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.ddp_fields import ddp_fields
+from engine import ddp_fields
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name, refuse_if
 from megasync.config.load import load_config
@@ -47,13 +47,12 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
 
 
 def _check_overrides(config: Config) -> None:
-    fields = ddp_fields()
     for name, value in config.engine.overrides.items():
-        if fields and name not in fields:
-            near = nearest_name(name, fields)
-            remedy = f"write engine.overrides.{near}" if near else f"write engine.overrides without {name}"
-            message = f"engine.overrides.{name} = {value!r}: no field of megatron-core's DistributedDataParallelConfig"
-            raise ConfigError(explain(message, choices=", ".join(sorted(fields)), remedy=remedy))
+        if reason := ddp_fields.refusal(config.engine.wrap, name, value):
+            near = "" if name in ddp_fields.REFUSED or name in ddp_fields.TAKEN else nearest_name(name, ddp_fields.TAKEN)
+            fields = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if config.engine.wrap in wraps)
+            remedy = f"write engine.overrides.{near}" if near else f"leave engine.overrides.{name} out"
+            raise ConfigError(explain(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy))
 
 
 def _check_algorithm(config: Config) -> None:
