@@ -26,7 +26,8 @@ from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
-from megasync.config.check import MAX_SERVED_RANK, check_config
+from megasync.config.check import check_config
+from megasync.config.check_sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config, save_config
 from megasync.config.model_folder import check_model_folder
