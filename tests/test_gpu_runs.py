@@ -23,8 +23,8 @@ from tests.train_cases import ROOT, launch, metrics, write_config
 
 ROLLOUT = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
 STEPS = 4
-# of the log-probs that trainer and vLLM give the same tokens: bfloat16's rounding is below, weights one step old are above
-LARGEST_MEAN_GAP = 0.05
+# of the log-probs that trainer and vLLM give the same tokens; weights one step old are 0.2 to 0.5 apart at this learning rate
+LARGEST_MEAN_GAP = 0.1
 
 
 def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[dict[str, float]], set[str]]:
