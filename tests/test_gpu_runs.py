@@ -38,7 +38,7 @@ def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[
         sync={"verify": "readback", "bucket_bytes": "1MiB"},
         checkpoint={"every_steps": 0},
     )
-    done = launch(config, ranks=ranks)
+    done = launch(config, ranks=ranks, timeout_seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "runs" / "run"
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
