@@ -20,8 +20,8 @@ from tests.train_cases import ROOT, launch, metrics, write_config
 
 ROLLOUT = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
 STEPS = 4
-# of the log-probs that trainer and vLLM give the same tokens: bfloat16's rounding is below, weights one step old are above
-LARGEST_MEAN_GAP = 0.05
+# of the log-probs that trainer and vLLM give the same tokens; weights one step old are 0.2 to 0.5 apart at this learning rate
+LARGEST_MEAN_GAP = 0.1
 
 
 def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[dict[str, float]], set[str]]:
@@ -35,7 +35,7 @@ def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[
         sync={"verify": "readback", "bucket_bytes": "1MiB"},
         checkpoint={"every_steps": 0},
     )
-    done = launch(config, ranks=ranks)
+    done = launch(config, ranks=ranks, timeout_seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "runs" / "run"
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
