@@ -92,20 +92,6 @@ def layout() -> Layout:
     )
 
 
-def leave_groups() -> None:
-    """Give megatron-core's groups up and stay in the world, for an `initialize` with another layout.
-
-    megatron-core 0.16.1 forgets its groups without ending them (core/parallel_state.py:2085), and each has threads.
-    """
-    if mpu.is_initialized():
-        dist.barrier()
-        groups, mpu._global_process_group_list = mpu._global_process_group_list or [], None
-        for group in groups:
-            if group is not None:  # None stands for the world
-                dist.destroy_process_group(group)
-        mpu.destroy_model_parallel()
-
-
 def shutdown() -> None:
     """Leave the groups and the world. Safe to call when they were never built."""
     if mpu.is_initialized():

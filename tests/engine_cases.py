@@ -65,10 +65,26 @@ def engine(
         yield Engine(model, config, AlgorithmConfig(**options), num_steps=num_steps, **start)
     except BaseException:
         if torch.distributed.get_world_size() == 1:  # else the other ranks may never come to leave, and this one has to fail
-            parallel.leave_groups()
+            leave_groups()
         raise
-    parallel.leave_groups()
+    leave_groups()
     forget_wrappers()
+
+
+def leave_groups() -> None:
+    """Give megatron-core's groups up and stay in the world, for an `initialize` with another layout.
+
+    megatron-core 0.16.1 forgets its groups without ending them (core/parallel_state.py:2085), and each has threads.
+    """
+    from megatron.core import parallel_state as mpu  # after engine.device.install()
+
+    if mpu.is_initialized():
+        torch.distributed.barrier()
+        groups, mpu._global_process_group_list = mpu._global_process_group_list or [], None
+        for group in groups:
+            if group is not None:  # None stands for the world
+                torch.distributed.destroy_process_group(group)
+        mpu.destroy_model_parallel()
 
 
 def forget_wrappers() -> None:
@@ -231,7 +247,7 @@ def negated_export(path: str) -> dict[str, Any]:
     negate(built)
     after = dict(whole_tensors(source))
     state = sum(storage.nbytes() for kind in ("gradients", "optimizer") for storage in _storages(built, kind))
-    parallel.leave_groups()
+    leave_groups()
     return {
         "names": sorted(before),
         "negated": sorted(name for name in after if torch.equal(after[name], -before[name])),
