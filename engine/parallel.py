@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 from engine import device, memory
-
-device.install()
-
-from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
-
-from engine.config import ParallelConfig  # noqa: E402
+from engine.config import ParallelConfig
+from engine.megatron import parallel_state as mpu
+from engine.megatron import tensor_parallel
 
 
 @dataclass(frozen=True)

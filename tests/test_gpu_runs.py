@@ -1,7 +1,7 @@
-"""Whole runs on GPUs, by the commands that users type: weights reach vLLM over NCCL, and over CUDA IPC where GPUs are shared.
+"""Whole runs on GPUs by the commands that users type: Megatron's weights reach vLLM over NCCL, or CUDA IPC where GPUs are shared.
 
-After every sync what the replica holds is read back and compared with what was sent (`sync.verify=readback`). That it is what was
-trained the log-probs tell: the learning rate moves them by far more than bfloat16 rounds.
+After every sync what the replica holds is read back and compared with what was sent (`sync.verify=readback`). The log-probs tell
+that this is what was trained: one step moves them by far more than bfloat16 rounds.
 
     python -m pytest -m gpu tests/test_gpu_runs.py
 """

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench import train
 from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
 from megasync.bench.machine import describe_machine
@@ -25,7 +26,8 @@ from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
-from megasync.config.check import MAX_SERVED_RANK, check_config
+from megasync.config.check import check_config
+from megasync.config.check_sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config, save_config
 from megasync.config.model_folder import check_model_folder
@@ -71,7 +73,7 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 
 def _check_ways(config: BenchRoot) -> None:
     bench = config.bench
-    if bench.update == "negate" and config.engine.wrap != "ddp":
+    if bench.update == "negate" and SHARDS_PARAMETERS[config.engine.wrap]:
         message = f"bench.update = negate: not with engine.wrap = {config.engine.wrap}, whose weights are shards"
         raise ConfigError(explain(message, choices="step", remedy="write bench.update=step"))
     impossible = [way for way in bench.ways if way in NEED_GPUS and not visible_devices()]

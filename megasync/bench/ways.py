@@ -115,12 +115,12 @@ class Ways(BenchRank):
             "unverified": Way(self.unverified, *whole, self.whole),
             "disk": Way(self.disk, *whole),
         }
-        is_ddp = self.config.engine.wrap == "ddp"  # mbridge does not export what Megatron-FSDP has wrapped
-        if is_ddp:
+        mbridge_exports = self.engine.wrapped.is_in_place  # it takes parameters as they lie
+        if mbridge_exports:
             ways["per_tensor"] = Way(self.per_tensor, *whole)
         if self.config.rollout.placement == "separate":
             ways |= {"floor": Way(self.floor, self.engine, None, self.pool), "packed": Way(self.packed, *whole)}
-            if is_ddp:
+            if mbridge_exports:
                 ways["mbridge packed"] = Way(self.mbridge_packed, *whole)
         if self.lora is not None:
             lora = self.lora
