@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     with main_errors(speak=rank == 0):
         config = load_config(given.config, given.overrides)
         check_config(config, given.world_size or world_size, needs_data=given.check)
+        if is_one_machine(config):
+            listen_on_loopback()  # before anything imports ray
         reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
         data = load_data(config) if reads_data and not given.check else None
     return 0 if given.check else run(config, data)
@@ -45,8 +47,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(config: Config, data: RunData | None) -> int:
     """Train by a checked config on this rank. Returns the exit code. `data`: None on the ranks that need none."""
-    if is_one_machine(config):
-        listen_on_loopback()  # before ray is imported
     from bridge.messages import SyncError
     from engine import parallel
     from engine.metrics import NonFiniteError

@@ -6,6 +6,7 @@ The trainer's place is taken by tests/rank_program.py, so that only submission i
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -81,10 +82,10 @@ def test_colocated_replicas_see_the_gpus_of_the_ranks(config: str, tmp_path: Pat
     overrides = ["run.name=devices", "rollout.placement=colocated", "rollout.replicas=2"]
     done = submit(config, *overrides, "--num-ranks", "2", *PROGRAM, environment=ENVIRONMENT | gpus, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.partition(")")[2].strip() for line in done.stdout.splitlines() if " is on " in line]
-    ranks, replicas = ({line for line in lines if line.startswith(word)} for word in ("rank", "replica"))
-    assert {line.partition(" is on ")[2] for line in ranks} == {"4", "6"}, done.stdout
-    assert {line.replace("replica", "rank") for line in replicas} == ranks, done.stdout
+    told = re.findall(r"(rank|replica) (\d) is on (\S+)", done.stdout)
+    ranks, replicas = ({number: gpu for who, number, gpu in told if who == kind} for kind in ("rank", "replica"))
+    assert sorted(ranks.values()) == ["4", "6"], done.stdout
+    assert replicas == ranks, done.stdout
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

@@ -20,7 +20,8 @@ import psutil
 
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108
 SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums between CPU workers; locks
-LONGEST_FOLDER = 23  # a socket's path has at most 107 characters (man 7 unix); Ray's below a folder of ours takes 84, vLLM's 68
+LONGEST_PATH = 107  # of a socket (man 7 unix)
+RAY_PATH, VLLM_PATH = 84, 68  # how much longer than their folder's the paths of Ray's and of vLLM's sockets get
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
 
@@ -44,10 +45,10 @@ def die_with(pid: int) -> None:
     threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
 
 
-def socket_folder() -> str:
-    """Where sockets may lie: the folder for temporary files, or /tmp where TMPDIR is too long for their paths."""
+def socket_folder(added: int = VLLM_PATH) -> str:
+    """The folder for temporary files, or /tmp where TMPDIR is too long for sockets whose paths are `added` longer."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= LONGEST_FOLDER else "/tmp"  # noqa: S108
+    return folder if len(folder) + added <= LONGEST_PATH else "/tmp"  # noqa: S108
 
 
 def make_sockets() -> str:

@@ -184,7 +184,11 @@ def abort_at(endpoint: str, reason: str) -> None:
 def open_store(address: str) -> Any:
     """A store that listens on `address` alone, on any free port; torch's own listens on all of the machine's addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as listener:
+    try:
+        listener = socket.create_server((address, 0), family=family)
+    except OSError:  # the address of a gateway before this machine
+        listener = socket.create_server(("", 0), family=family)
+    with listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
             address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener.detach()

@@ -39,10 +39,10 @@ class Place(NamedTuple):
 class TrainerRank:
     """One process of the trainer."""
 
-    def place(self) -> Place:
-        """Where Ray has put this rank."""
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(ray.get_runtime_context().get_node_id(), ",".join(gpus))
+    def place(self) -> tuple[str, str]:
+        """A Place."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ",".join(context.get_accelerator_ids().get("GPU", []))
 
     def open_store(self) -> tuple[str, int]:
         """Address and port of a new store through which the ranks find each other; it lives as long as this process."""
@@ -154,7 +154,7 @@ def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank:
     """Run the program on all ranks; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank)
     try:
-        places = ray.get([rank.place.remote() for rank in ranks])
+        places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks])]
         environments = rank_environments(places, *ray.get(ranks[0].open_store.remote()))
         running = {
             rank.run.remote(program, list(arguments), environment): index

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.replicas.processes import socket_folder
+from bridge.replicas.processes import RAY_PATH, socket_folder
 from megasync.launch.processes import end_with_parent
 from megasync.launch.scope import LOOPBACK, environment, listen_on_loopback
 
@@ -50,7 +50,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
     listen_on_loopback()
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder()))
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH)))
     port = free_port()
     log = folder / "start.log"
     with log.open("wb") as output:
@@ -83,7 +83,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     variables, folder = {}, None
     if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
-        folder = tempfile.mkdtemp(prefix="ray-", dir=socket_folder())
+        folder = tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH))
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False, "_temp_dir": folder}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
         variables = NO_IDLE_WORKERS | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})

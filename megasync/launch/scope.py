@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bridge.replicas.processes import LONGEST_FOLDER, shared_memory_below
+from bridge.replicas.processes import RAY_PATH, shared_memory_below, socket_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,9 +61,7 @@ def run_scope() -> Iterator[None]:
     stays where it is.
     """
     former = tempfile.gettempdir()
-    # sockets below have paths of up to 107 characters
-    place = former if len(f"{former}/ms-12345678") <= LONGEST_FOLDER else "/tmp"  # noqa: S108
-    folder = tempfile.mkdtemp(prefix="ms-", dir=place)
+    folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
     with environment({"TMPDIR": folder}):
