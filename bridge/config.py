@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-TRANSPORTS = ("auto", "shm", "nccl", "ipc")
-VERIFY = ("none", "digest", "readback")
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
+from pydantic_core import PydanticCustomError
+
+BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+Verify = Literal["none", "digest", "readback"]
 
 
-@dataclass(frozen=True)
-class SyncConfig:
+def _num_bytes(value: object) -> object:
+    """`512MiB` as a whole number; what is no text stays as it is."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    num_bytes = float(match[1]) * BYTE_UNITS.get(match[2], math.nan) if match else math.nan
+    if not num_bytes.is_integer():
+        choices = "a whole number of bytes, or one with " + ", ".join(unit for unit in BYTE_UNITS if unit)
+        raise PydanticCustomError("num_bytes", "a size in bytes is expected", {"choices": choices, "example": "64MiB"})
+    return int(num_bytes)
+
+
+ByteSize = Annotated[int, BeforeValidator(_num_bytes, json_schema_input_type=int | str)]
+
+
+class SyncConfig(BaseModel):
     """How weights travel to the replicas."""
 
-    # shm (one host) | nccl (process groups: NCCL, gloo on CPUs) | ipc (memory of GPUs that trainer and replicas share)
-    # auto: shm without CUDA; with it ipc where the placement is colocated, else nccl
-    transport: str = "auto"
-    bucket_bytes: int = 512 * 2**20  # YAML also takes 512MiB and the like
-    verify: str = "digest"  # none | digest | readback (digest, and every tensor read back and compared after commit)
-    timeout_seconds: float = 60.0  # deadline of one sync
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    transport: Literal["auto", "shm", "nccl", "ipc"] = "auto"
+    """shm: shared memory, on one host; nccl: process groups, over NCCL between GPUs and gloo between CPUs; ipc: memory of GPUs
+    that trainer and replicas share; auto: shm without CUDA, with it ipc where the placement is colocated, else nccl."""
+    bucket_bytes: Annotated[ByteSize, Field(ge=4096)] = 512 * 2**20
+    """Size of the two buffers that weights are streamed through, such as 512MiB."""
+    verify: Verify = "digest"
+    """digest: of every bucket, before it is loaded; readback: besides, every tensor is read back and compared once
+    the sync is done."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Deadline of one sync."""
 
 
 @dataclass(frozen=True)

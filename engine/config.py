@@ -1,65 +1,97 @@
 """What the YAML keys `model`, `engine` and `algorithm` mean. No torch in here: configs are checked without it.
 
-Leaves out loading and checking, which is megasync/config.py's.
+Leaves out loading (megasync/config/load.py) and what depends on the model and the number of ranks (megasync/config/check.py).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """`path` is a Hugging Face folder (config.json, *.safetensors, tokenizer); `dtype` that of weights and activations."""
+class Section(BaseModel):
+    """Keys of one YAML mapping: frozen, types taken as they are (true is no 1), no unknown keys, no infinities."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+OneOrMore = (BeforeValidator(_as_tuple), Field(min_length=1))  # of a tuple: YAML has a list, or one text alone
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
 
     path: str = ""
-    dtype: str = "bfloat16"  # float32 | bfloat16
+    """A Hugging Face folder: config.json, *.safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of weights and activations."""
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Sizes of the parallel groups; data parallelism takes what is left of the world size."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence: bool = False  # shard activations between tensor-parallel linears over the sequence
+    tensor: PositiveInt = 1
+    """Ranks that share every layer."""
+    pipeline: PositiveInt = 1
+    """Stages of consecutive layers."""
+    context: PositiveInt = 1
+    """Ranks that share a sequence."""
+    expert: PositiveInt = 1
+    """Ranks that share the experts of a layer."""
+    sequence: bool = False
+    """Shard activations between tensor-parallel linears over the sequence."""
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW with decoupled weight decay, global-norm clipping, linear warm-up and a decay."""
 
-    name: str = "adam"
-    learning_rate: float = 1e-6
-    min_learning_rate: float = 0.0
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    clip_grad_norm: float = 1.0  # 0 switches clipping off
-    warmup_steps: int = 0
-    decay: str = "constant"  # constant | linear | cosine
-    decay_steps: int | None = None  # None: run.steps
+    name: Literal["adam"] = "adam"
+    learning_rate: NonNegativeFloat = 1e-6
+    """After the warm-up."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where linear and cosine decay end."""
+    weight_decay: NonNegativeFloat = 0.1
+    beta1: FractionBelowOne = 0.9
+    beta2: FractionBelowOne = 0.95
+    epsilon: PositiveFloat = 1e-8
+    clip_grad_norm: NonNegativeFloat = 1.0
+    """Largest norm of all gradients together; 0 switches clipping off."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps until the rate is at its minimum; null: all of the run."""
 
 
-LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters beside frozen linears (LoRA, arXiv:2106.09685). `rank` 0: none, all weights are trained."""
+class LoraConfig(Section):
+    """Low-rank adapters beside frozen linears (LoRA, arXiv:2106.09685)."""
 
-    rank: int = 0
-    alpha: float = 32.0
-    dropout: float = 0.0  # of what goes into the adapters, in training passes only
-    targets: tuple[str, ...] = LORA_TARGETS  # linears of megatron-core's layers
-    rslora: bool = False  # rank-stabilised, arXiv:2312.03732: alpha / sqrt(rank) in place of alpha / rank
-    sync: str = "merged"  # merged: whole weights, W + scale B A, travel to the replicas | adapter: A and B alone
-    adapter_path: str = ""  # a PEFT folder to start from; empty: B is zero, so that training starts at the base model
+    rank: NonNegativeInt = 0
+    """0: no adapters, all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    dropout: FractionBelowOne = 0.0
+    """Of the adapters' inputs, in training and for the old log-probs, with the same masks."""
+    targets: Annotated[tuple[LoraTarget, ...], *OneOrMore] = LORA_TARGETS
+    """Linears of megatron-core's layers."""
+    rslora: bool = False
+    """Rank-stabilised (arXiv:2312.03732): alpha / sqrt(rank) in place of alpha / rank."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """merged: whole weights, W + scale B A, travel to the replicas; adapter: A and B alone."""
+    adapter_path: str = ""
+    """A PEFT folder to start from; empty: B is zero, so that training starts at the base model."""
 
     @property
     def scale(self) -> float:
@@ -67,34 +99,49 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-OFFLOAD_KINDS = ("parameters", "gradients", "optimizer")
+OffloadKind = Literal["parameters", "gradients", "optimizer"]
+OFFLOAD_KINDS: tuple[OffloadKind, ...] = get_args(OffloadKind)
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """How the model is wrapped, cut and stepped."""
+class EngineConfig(Section):
+    """How the model is wrapped, sharded and stepped."""
 
-    wrap: str = "megatron_fsdp"  # megatron_fsdp | ddp: the one flag
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    overrides: dict[str, Any] = field(default_factory=dict)  # fields of megatron-core's DistributedDataParallelConfig
-    tokens_per_microbatch: int = 16384
-    recompute: str = "none"  # none | full
-    fusions: str = "auto"  # auto: one kernel for each memory-bound piece of a step, with CUDA | all: everywhere | none
-    offload: tuple[str, ...] = OFFLOAD_KINDS  # goes to host memory while vLLM uses the trainer's GPUs (rollout.placement)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    wrap: Literal["megatron_fsdp", "ddp"] = "megatron_fsdp"
+    """Megatron-FSDP (optim_grads_params) or DDP with the distributed optimizer: the one flag."""
+    parallel: ParallelConfig = ParallelConfig()
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of megatron-core's DistributedDataParallelConfig, by name."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens of one forward pass; a longer sample makes a micro-batch of its own."""
+    recompute: Literal["none", "full"] = "none"
+    """full: activations are computed again in the backward pass, for less memory."""
+    fusions: Literal["auto", "all", "none"] = "auto"
+    """One kernel for each memory-bound piece of a step; auto: with CUDA."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
 
 
-@dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """The loss. GRPO: arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476."""
 
-    name: str = "grpo"  # grpo | sft
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_coefficient: float = 0.0  # above 0: k3 estimate of the KL to the start model, added to the loss
-    importance_correction: str = "tis"  # none | tis: truncated importance sampling, trainer over rollout
-    importance_cap: float = 2.0
-    loss_aggregation: str = "token_mean"  # token_mean | sequence_mean
+    name: Literal["grpo", "sft"] = "grpo"
+    """grpo: rollouts with rewards; sft: supervised steps on the data's answers."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The ratio of new to old probabilities counts down to 1 - clip_low."""
+    clip_high: NonNegativeFloat = 0.28
+    """The ratio of new to old probabilities counts up to 1 + clip_high."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
+    importance_correction: Literal["none", "tis"] = "tis"
+    """tis: truncated importance sampling, the trainer's probabilities over those of the rollout."""
+    importance_cap: PositiveFloat = 2.0
+    """Where importance sampling is truncated."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     normalize_advantage_by_std: bool = True
-    num_minibatches: int = 1  # optimizer steps a batch
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps a batch."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does: stop the run, or skip the optimizer step and count it."""
+    old_log_probs: Literal["auto", "separate"] = "auto"
+    """auto: with one optimizer step a batch, taken from the training pass; separate: always from a pass of their own."""

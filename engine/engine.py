@@ -21,7 +21,8 @@ from engine import device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.model import build_bridge, build_chunks, gpt_model
-from engine.optimizer import build_optimizer, build_schedule
+from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
+from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
 from engine.wrap import WrappedModel
@@ -67,18 +68,17 @@ class Engine:
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
         chunks = self._start_chunks(weights_path or model.path)
+        has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
             lora.add_adapters(chunks, engine.lora, seed)
-            if adapter := adapter_path or engine.lora.adapter_path:
-                peft.load_adapter(chunks, Path(adapter), engine.lora, self.hf_bridge, Path(model.path))
+            self._load_adapters(chunks, Path(model.path), adapter_path, has_reference)
         self.model_config: Any = gpt_model(chunks[0]).config
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
         self.chunks = self.wrapped.modules
-        optimizer = _reporting_norm(engine).optimizer
-        self.optimizer = build_optimizer(optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
+        self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
         self.reference: list[torch.nn.Module] | None = None
-        if algorithm.name == "grpo" and algorithm.kl_coefficient > 0:  # experts copy model_config, so before it has functions
+        if has_reference:  # experts copy model_config, so before it has functions
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
@@ -88,6 +88,18 @@ class Engine:
     def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
         return build_chunks(self.hf_bridge, path)
 
+    def _load_adapters(
+        self, chunks: list[torch.nn.Module], model_path: Path, resumed: str | Path | None, has_reference: bool
+    ) -> None:
+        """Those of `lora.adapter_path`, also for the KL's reference; in the policy the ones of `resumed` replace them."""
+        start = self.config.lora.adapter_path
+        if start and (has_reference or not resumed):
+            peft.load_adapter(chunks, Path(start), self.config.lora, self.hf_bridge, model_path)
+            if has_reference:
+                lora.keep_start(chunks)
+        if resumed:
+            peft.load_adapter(chunks, Path(resumed), self.config.lora, self.hf_bridge, model_path)
+
     def prepare(self, samples: Sequence[Sample]) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs."""
         if self.algorithm.name == "grpo":
@@ -96,24 +108,33 @@ class Engine:
             samples = [dataclasses.replace(s, advantage=value) for s, value in zip(samples, values, strict=True)]
         parts = split_evenly(len(samples), self.algorithm.num_minibatches)
         minibatches = [self._minibatch([samples[i] for i in part]) for part in parts if len(part)]
-        if self.algorithm.name == "grpo":
-            microbatches = [micro for mini in minibatches for micro in mini.microbatches]
-            for micro, values_ in zip(microbatches, self._log_probs(microbatches, self.chunks), strict=True):
+        microbatches = [micro for mini in minibatches for micro in mini.microbatches]
+        if self._needs_old_log_probs:
+            with lora.training(self.chunks), unchanged_random_state():  # the training pass draws the same dropout masks
+                old = self._log_probs(microbatches, self.chunks)
+            for micro, values_ in zip(microbatches, old, strict=True):
                 micro.old_log_probs = values_
-            if self.reference is not None:
-                with lora.disabled(self.reference):
-                    reference = self._log_probs(microbatches, self.reference)
-                for micro, values_ in zip(microbatches, reference, strict=True):
-                    micro.reference_log_probs = values_
+        if self.reference is not None:
+            with lora.reference(self.reference):
+                reference = self._log_probs(microbatches, self.reference)
+            for micro, values_ in zip(microbatches, reference, strict=True):
+                micro.reference_log_probs = values_
         return minibatches
+
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """Whether the loss cannot take them from its own forward pass, because a step lies between or by configuration."""
+        algorithm = self.algorithm
+        return algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
 
     def update(self, minibatches: Sequence[MiniBatch]) -> dict[str, float]:
         """One optimizer step a mini-batch. Returns metrics, the same on every rank.
 
         Raises:
-            metrics.NonFiniteError: a loss or a gradient norm is not finite.
+            metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
+                those before the step.
         """
-        return metrics.of_steps([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
+        return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
 
     def log_probs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Log-probs of the response tokens of each sample, float32 on the CPU, on every rank.
@@ -154,18 +175,27 @@ class Engine:
         )
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
+        self._zero_gradients()
+        with lora.training(self.chunks):
+            outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
+        norm = gradient_norm(self.optimizer)
+        sums = metrics.reduce(outputs if self._reports else [], self.algorithm.name, self.device)
+        skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
+        if not skipped:
+            self.schedule.step(increment=1)
+            apply_gradients(self.optimizer, norm)
+        elif self.algorithm.non_finite == "stop":
+            raise metrics.non_finite_error(sums["loss"], norm, self.chunks, self.device)
+        else:
+            self._zero_gradients()
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
+
+    def _zero_gradients(self) -> None:
         chunk: Any
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with lora.training(self.chunks):
-            outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
-        self.schedule.step(increment=1)
-        _, grad_norm, _ = self.optimizer.step()
-        reported = outputs if self._reports else []
-        sums = metrics.reduce(reported, self.algorithm.name, self.device)  # after the step: it waits for the device
-        metrics.require_finite(sums, float(grad_norm), self.chunks, self.device)
-        return {**sums, "grad_norm": float(grad_norm), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
         log_probs = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
@@ -256,13 +286,6 @@ class Engine:
     def _reports(self) -> bool:
         """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == 0
-
-
-def _reporting_norm(config: EngineConfig) -> EngineConfig:
-    """megatron-core reports no gradient norm without clipping: a bound of infinity gives the norm and clips nothing."""
-    if config.optimizer.clip_grad_norm > 0:
-        return config
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad_norm=math.inf))
 
 
 _ = mpu

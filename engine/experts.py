@@ -48,7 +48,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 
 def check(hf_config: Any, engine: EngineConfig) -> None:
-    """ValueError for what does not go with experts: megasync/config_check.py says the same before anything starts."""
+    """ValueError for what does not go with experts: megasync/config/check.py says the same before anything starts."""
     if hf_config.model_type not in FAMILIES:
         return
     if engine.parallel.expert > 1:

@@ -44,8 +44,13 @@ class _Adapted:
     lora_b: torch.nn.Parameter
     lora_scale: float
     lora_dropout: float
-    lora_enabled = True
     lora_training = False
+    lora_is_reference = False
+    lora_start: tuple[torch.Tensor, torch.Tensor] | None = None  # A and B of the start model, where it had any
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A and B of the policy or, under `reference`, of the start model."""
+        return self.lora_start if self.lora_is_reference else (self.lora_a, self.lora_b)
 
     def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
         """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
@@ -62,14 +67,14 @@ class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: igno
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)
-        if not self.lora_enabled:
+        if (factors := self._factors()) is None:
             return output, bias
-        low = F.linear(self._dropped(input_, is_shard=self.sequence_parallel), self.lora_a) * self.lora_scale
+        low = F.linear(self._dropped(input_, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + F.linear(low, self.lora_b), bias
+        return output + F.linear(low, factors[1]), bias
 
 
 class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[misc]
@@ -77,14 +82,14 @@ class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[mis
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(input_)
-        if not self.lora_enabled:
+        if (factors := self._factors()) is None:
             return output, bias
-        low = F.linear(self._dropped(input_, is_shard=True), self.lora_a) * self.lora_scale
+        low = F.linear(self._dropped(input_, is_shard=True), factors[0]) * self.lora_scale
         if self.sequence_parallel:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + F.linear(low, self.lora_b), bias
+        return output + F.linear(low, factors[1]), bias
 
 
 ADAPTED = {ColumnParallelLinear: AdaptedColumnParallelLinear, RowParallelLinear: AdaptedRowParallelLinear}
@@ -123,30 +128,36 @@ def adapted_linears(chunks: list[torch.nn.Module]) -> NamedLinears:
                 yield global_name(chunk, name), module
 
 
+def keep_start(chunks: list[torch.nn.Module]) -> None:
+    """Keep a copy of the adapters of now, not yet wrapped, as those of the start model."""
+    for _, linear in adapted_linears(chunks):
+        linear.lora_start = (linear.lora_a.detach().clone(), linear.lora_b.detach().clone())
+
+
 @contextmanager
-def disabled(chunks: list[torch.nn.Module]) -> Iterator[None]:
-    """The base model without its adapters; nothing changes where there are none."""
-    with _flag(chunks, "lora_enabled", False):
+def reference(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """The start model: the base model, with the adapters that `keep_start` kept. Chunks without adapters stay as they are."""
+    with _flag(chunks, "lora_is_reference"):
         yield
 
 
 @contextmanager
 def training(chunks: list[torch.nn.Module]) -> Iterator[None]:
     """With the adapters' dropout."""
-    with _flag(chunks, "lora_training", True):
+    with _flag(chunks, "lora_training"):
         yield
 
 
 @contextmanager
-def _flag(chunks: list[torch.nn.Module], name: str, value: bool) -> Iterator[None]:
+def _flag(chunks: list[torch.nn.Module], name: str) -> Iterator[None]:
     linears = [linear for _, linear in adapted_linears(chunks)]
     for linear in linears:
-        setattr(linear, name, value)
+        setattr(linear, name, True)
     try:
         yield
     finally:
         for linear in linears:
-            setattr(linear, name, not value)
+            setattr(linear, name, False)
 
 
 def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:

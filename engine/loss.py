@@ -16,6 +16,8 @@ from engine.config import AlgorithmConfig
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
+MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
+MAX_KL = 10.0
 Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
 
 
@@ -84,23 +86,28 @@ def grpo_loss(
     """Clipped policy gradient with truncated importance sampling and an optional k3 KL term.
 
     PPO's clip with separate bounds (DAPO, arXiv:2503.14476); `tis` multiplies by min(old / rollout, cap), no gradient
-    through it; KL as k3 = exp(d) - d - 1 with d = reference - current (Schulman 2020).
+    through it; KL as k3 = exp(d) - d - 1 with d = reference - current (Schulman 2020). Without `old_log_probs` the current
+    ones are the old ones: no optimizer step lies between.
+
+    Every exponent is clamped to +-20 and each token's KL to 10, as in verl (verl/trainer/ppo/core_algos.py,
+    compute_policy_loss and kl_penalty; trainer/ppo/rollout_corr_helper.py, SAFETY_BOUND), so that no token alone makes the loss
+    infinite.
     """
-    assert batch.old_log_probs is not None
     mask = batch.mask
+    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     # where masked, differences are set to 0 before exp: filling must not give inf * 0
-    ratio = torch.exp((log_probs - batch.old_log_probs) * mask)
+    ratio = _bounded((log_probs - old) * mask).exp()
     surrogate = torch.minimum(
         ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
     )
-    gap = (batch.old_log_probs - batch.rollout_log_probs) * mask
-    correction = gap.exp().clamp(max=config.importance_cap) if config.importance_correction == "tis" else mask
+    gap = (old - batch.rollout_log_probs) * mask
+    correction = _bounded(gap).exp().clamp(max=config.importance_cap) if config.importance_correction == "tis" else mask
     token_loss = -surrogate * correction
     sums: Sums = {}
     if config.kl_coefficient > 0:
         assert batch.reference_log_probs is not None
-        difference = (batch.reference_log_probs - log_probs) * mask
-        kl = difference.exp() - difference - 1
+        difference = _bounded((batch.reference_log_probs - log_probs) * mask)
+        kl = (difference.exp() - difference - 1).clamp(max=MAX_KL)
         token_loss = token_loss + config.kl_coefficient * kl
         sums["kl"] = (kl * mask).sum().detach().double()
     loss = (token_loss * weights).sum()
@@ -116,3 +123,7 @@ def grpo_loss(
             "importance": (correction * mask).sum().double(),
         }
     return loss, sums
+
+
+def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

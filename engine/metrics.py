@@ -1,4 +1,4 @@
-"""What an optimizer step reports: the losses' sums over all ranks, metrics made of them, and whether they are finite.
+"""What an optimizer step reports: sums over all ranks, the metrics made of them, and the error where they are not finite.
 
 Leaves out how the sums come about (loss.py). The functions that take a device are collective.
 """
@@ -37,12 +37,10 @@ def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dic
     return {**dict(zip(names, sums.tolist(), strict=True)), **dict(zip(MAXIMA, maxima.tolist(), strict=True))}
 
 
-def require_finite(
-    sums: dict[str, float], grad_norm: float, chunks: Sequence[torch.nn.Module], device: torch.device
-) -> None:
-    """Raises NonFiniteError on every rank, if `sums` and `grad_norm`, which are the same there, ask for it."""
-    if math.isfinite(sums["loss"]) and math.isfinite(grad_norm):
-        return
+def non_finite_error(
+    loss: float, grad_norm: float, chunks: Sequence[torch.nn.Module], device: torch.device
+) -> NonFiniteError:
+    """The error of a step whose loss or gradient norm is not finite; it names the ranks whose gradients are not."""
     num_ranks = dist.get_world_size()
     bad = torch.zeros(num_ranks, device=device)
     gradients = (p.main_grad if hasattr(p, "main_grad") else p.grad for c in chunks for p in c.parameters())
@@ -50,15 +48,21 @@ def require_finite(
     bad[dist.get_rank()] = float(any(not bool(torch.isfinite(g).all()) for g in local))
     dist.all_reduce(bad)
     ranks = bad.nonzero().flatten().tolist()
-    what = "loss" if not math.isfinite(sums["loss"]) else "gradient norm"
-    raise NonFiniteError(
-        f"{what} is not finite (loss {sums['loss']}, gradient norm {grad_norm}); "
-        f"non-finite gradients on rank(s) {ranks or 'none'} of {num_ranks}"
+    what = "gradient norm" if math.isfinite(loss) else "loss"
+    return NonFiniteError(
+        f"{what} is not finite (loss {loss}, gradient norm {grad_norm}); "
+        f"non-finite gradients on rank(s) {ranks or 'none'} of {num_ranks}; algorithm.non_finite=skip leaves such steps out"
     )
 
 
-def of_steps(history: Sequence[dict[str, float]], algorithm: str) -> dict[str, float]:
-    """What is logged of an update: `history` has for each optimizer step the sums, the gradient norm and the learning rate."""
+def step_metrics(history: Sequence[dict[str, float]], algorithm: str) -> dict[str, float]:
+    """What is logged of an update.
+
+    `history` has for each optimizer step the sums, the gradient norm, the learning rate and whether it was skipped. Means are
+    over the steps that were not, if there are any.
+    """
+    num_skipped = sum(sums["skipped"] for sums in history)
+    history = [sums for sums in history if not sums["skipped"]] or history
     tokens = sum(sums["tokens"] for sums in history)
     mean = {name: sum(sums[name] for sums in history) / max(tokens, 1) for name in SUMS[algorithm]}
     metrics = {
@@ -66,6 +70,7 @@ def of_steps(history: Sequence[dict[str, float]], algorithm: str) -> dict[str, f
         "grad_norm": sum(sums["grad_norm"] for sums in history) / len(history),
         "learning_rate": history[-1]["learning_rate"],
         "train/response_tokens": tokens,
+        "train/skipped_steps": num_skipped,
     }
     if algorithm == "grpo":
         first = history[0]

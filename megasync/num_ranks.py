@@ -41,7 +41,9 @@ def gpu_names() -> list[str]:
 
 def num_replica_gpus(config: Config) -> int:
     """GPUs that the config's vLLM replicas need beside the trainer's."""
-    return config.rollout.replicas * config.rollout.tensor_parallel if config.algorithm.name != "sft" else 0
+    if config.algorithm.name == "sft" or config.rollout.is_colocated:
+        return 0
+    return config.rollout.replicas * config.rollout.tensor_parallel
 
 
 def default_num_ranks(config: Config, gpus: int) -> int:

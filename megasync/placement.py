@@ -28,14 +28,14 @@ PARAMETERS = "parameters"
 class Turns:
     """Moves devices between trainer and replicas. Every method is collective, and does nothing unless the placement is colocated.
 
-    Awake, the replicas have all of their memory and the trainer nothing but what `engine.offload` leaves it; in a sync it has its
-    parameters besides. Asleep, it is the other way round.
+    Awake, the replicas have all of their memory and the trainer nothing but what `rollout.offload_trainer` leaves it; in a sync
+    it has its parameters besides. Asleep, it is the other way round.
     """
 
     def __init__(self, config: Config, engine: Engine, timeline: Timeline) -> None:
         self.is_shared = config.rollout.is_colocated
         self.keeps_weights = config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"  # the base is sent never
-        self.kinds, self.timeline = config.engine.offload, timeline
+        self.kinds, self.timeline = config.rollout.offload_trainer, timeline
         self.offload = Offload(engine)
         self.trainer_has_devices = True
         self.pool: ReplicaPool | None = None  # rank 0's

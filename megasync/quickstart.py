@@ -4,6 +4,9 @@ Both phases are the ordinary training program under torchrun, so that what works
 `engine.*` but for `engine.optimizer.*`, `run.seed`, `run.dir`, `run.progress` and `model.dtype` go to both phases;
 every other key goes to RL alone. A second quickstart in the same folder starts afresh.
 
+Without GPUs there are 2 ranks on the CPU. On one GPU trainer and replica take turns (`rollout.placement=colocated`); on more
+of them the replica has one of its own, and the trainer one or two.
+
     python -m megasync.quickstart [key=value ...] [--nproc N]      # or ./launch/quickstart.sh, which installs all first
 """
 
@@ -22,7 +25,8 @@ from megasync.config.check import check_config
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.launch.processes import run_to_end
+from megasync.launch.processes import run_to_end, torchrun
+from megasync.num_ranks import NUM_CPU_RANKS, default_num_ranks, num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +39,8 @@ WARM_UP, RL = CONFIGS / "quickstart_sft.yaml", CONFIGS / "quickstart.yaml"
 FOR_BOTH = ("engine.", "run.seed=", "run.dir=", "run.progress=", "model.dtype=")
 FOR_RL_ALONE = ("engine.optimizer.", "engine.lora.", "engine.lora=")
 MARKER = ".megasync-quickstart"  # in folders that a quickstart made and may clear
+# flash attention takes 16-bit types only; compiling and recording CUDA graphs takes longer than all of these steps
+ON_GPUS = ("model.dtype=bfloat16", "engine.fusions=none", "rollout.enforce_eager=true", "rollout.gpu_memory_utilization=0.3")
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,28 @@ class Phase:
 
     def run(self, num_ranks: int) -> int:
         """The exit code of all ranks."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        program = ["--nproc-per-node", str(num_ranks), "-m", "megasync.train", str(self.config_file)]
-        return run_to_end([*torchrun, *program, *self.overrides])
+        return run_to_end(torchrun(num_ranks, "megasync.train", str(self.config_file), *self.overrides))
 
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:
     """Those of the user's overrides that the warm-up gets, too."""
     return [one for one in overrides if one.startswith(FOR_BOTH) and not one.startswith(FOR_RL_ALONE)]
+
+
+def for_machine(overrides: Sequence[str], gpus: int) -> list[str]:
+    """The user's overrides, behind those that suit a machine with so many GPUs."""
+    if gpus == 0:
+        return list(overrides)
+    return [*ON_GPUS, f"rollout.placement={'colocated' if gpus == 1 else 'separate'}", *overrides]
+
+
+def num_quickstart_ranks(overrides: Sequence[str], gpus: int) -> int:
+    """As many as the GPUs allow, but no more than the small batches are worth.
+
+    Raises:
+        ConfigError: the replicas leave no GPU for the trainer.
+    """
+    return min(NUM_CPU_RANKS, default_num_ranks(load_config(RL, overrides), gpus))
 
 
 def override(key: str, path: Path) -> str:
@@ -160,11 +180,12 @@ def quickstart(overrides: Sequence[str], num_ranks: int) -> int:
     warm_up.check(num_ranks)
     rl_phase(overrides, folder, assets, assets.model).check(num_ranks)
 
-    announce(f"2/3  warm-up: supervised steps, {num_ranks} Megatron ranks, {config.engine.wrap}")
+    announce(f"2/3  warm-up: supervised steps, Megatron ranks: {num_ranks}, {config.engine.wrap}")
     if code := warm_up.run(num_ranks):
         return code
     rl = rl_phase(overrides, folder, assets, warm_up.config.run.folder / "hf")
-    announce(f"3/3  RL: {num_ranks} Megatron ranks, vLLM in a Ray actor, weights streamed after every step")
+    where = "vLLM in a Ray actor on the same GPUs" if rl.config.rollout.is_colocated else "vLLM in a Ray actor"
+    announce(f"3/3  RL: Megatron ranks: {num_ranks}, {where}, weights streamed after every step")
     if code := rl.run(num_ranks):
         return code
     show_summary(summarise(folder, rl.config.run.folder, time.monotonic() - started))
@@ -179,10 +200,12 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of configs/quickstart.yaml")
-    parser.add_argument("--nproc", type=int, default=2, help="trainer ranks (default: 2)")
+    parser.add_argument("--nproc", type=int, help="trainer ranks (default: 2, on 1 or 2 GPUs 1)")
     options = parser.parse_intermixed_args(argv)
     with main_errors():
-        return quickstart(options.overrides, options.nproc)
+        gpus = num_gpus()
+        overrides = for_machine(options.overrides, gpus)
+        return quickstart(overrides, options.nproc or num_quickstart_ranks(overrides, gpus))
 
 
 if __name__ == "__main__":

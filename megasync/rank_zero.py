@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
+
+import torch.distributed as dist
+
+NO_LIMIT = timedelta(days=365)
 
 
 class RankZeroError(RuntimeError):
@@ -20,17 +26,33 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
     Raises:
         RankZeroError: on every rank, with the text of what `work` raised.
     """
-    import torch.distributed as dist
-
     box: list[Any] = [None, None]
     failure: BaseException | None = None
+    group = control_group()
     if dist.get_rank() == 0:
         try:
             box[0] = work()
         except Exception as error:  # noqa: BLE001 # handed on to every rank below
             failure = error
             box[1] = str(error) if isinstance(error, EXPECTED) else traceback.format_exc()
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise RankZeroError(box[1]) from failure
     return box[0]
+
+
+def control_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks, for objects and for whoever waits on rank 0. The first call is collective.
+
+    A rank that waits here occupies no GPU, unlike in NCCL, whose kernel spins beside the replicas that generate. There is no
+    time limit, since a rollout takes as long as it takes; the wait ends with an error when rank 0 does.
+    """
+    return _control_group(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _control_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG001 # the key of the cache
+    """Made once for each `world`."""
+    group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -20,8 +20,8 @@ from megasync.config.schema import Config
 from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
-from megasync.rollouts.data import PromptOrder, load_examples
-from megasync.rollouts.prompts import Prompts
+from megasync.rollouts.data import PromptOrder
+from megasync.rollouts.prompts import RunData
 from megasync.rollouts.reward import resolve_reward
 from megasync.rollouts.rollout import RolloutBatch, Rollouts
 from megasync.weights import Weights
@@ -30,10 +30,10 @@ from megasync.weights import Weights
 class Session:
     """What a run holds on one rank. Built by train.py; `close` in any case."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
         self.begin_seconds = time.time()
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=config.rollout.is_colocated)
         self.checkpoints = config.run.folder / "checkpoints"
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
@@ -50,11 +50,10 @@ class Session:
         )
         if self.last_checkpoint:
             checkpoint.restore(self.last_checkpoint, self.engine)
-        self.prompts = Prompts(config.model.path, config.data.chat_template)
-        self.examples = load_examples(config.data.train, config.data.prompt_key, config.data.answer_key)
-        held_out = config.data.eval
-        self.held_out = load_examples(held_out, config.data.prompt_key, config.data.answer_key) if held_out else []
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
+        self._data_of_rank = data
+        for note in data.notes if data is not None else ():
+            self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
         self.rollouts: Rollouts | None = None
         self.accuracies: dict[int, float] = {}
@@ -87,8 +86,8 @@ class Session:
     def supervised_batch(self, step: int) -> list[Sample]:
         """The supervised examples of a step, the same on every rank. Not collective."""
         data = self.config.data
-        order = PromptOrder(len(self.examples), data.batch_size, self.config.run.seed, data.shuffle)
-        return [self.prompts.supervised(self.examples[index]) for index in order.indices(step)]
+        order = PromptOrder(len(self._data.train), data.batch_size, self.config.run.seed, data.shuffle)
+        return [self._data.prompts.supervised(self._data.train[index]) for index in order.indices(step)]
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
@@ -96,7 +95,9 @@ class Session:
         self.weights.start_replicas()
         pool = self.weights.pool
         if pool is not None:
-            self.rollouts = Rollouts(self.config, pool, self.prompts, self.examples, reward, self.log.timeline, self.first_step)
+            self.rollouts = Rollouts(
+                self.config, pool, self._data.prompts, self._data.train, reward, self.log.timeline, self.first_step
+            )
 
     def start_rollouts(self, until: int) -> None:
         """Let the batches up to that of step `until` begin to generate."""
@@ -125,13 +126,13 @@ class Session:
 
     def evaluate(self, step: int) -> float | None:
         """Greedy accuracy on the held-out file after `step` steps, None without one."""
-        if not self.held_out:
+        if not self.config.data.eval:
             return None
         if self.config.algorithm.name == "sft":
-            samples = [self.prompts.supervised(example) for example in self.held_out]
+            samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
             self.accuracies[step] = statistics.fmean(self.engine.greedy_matches(samples))
         else:
-            self.accuracies[step] = on_rank_zero(lambda: self._rollouts.evaluate(self.held_out))
+            self.accuracies[step] = on_rank_zero(lambda: self._rollouts.evaluate(self._data.held_out))
         self.log.evaluation(step, self.accuracies[step])
         return self.accuracies[step]
 
@@ -174,6 +175,11 @@ class Session:
         """Take replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
         self.weights.close()
         self.log.close()
+
+    @property
+    def _data(self) -> RunData:
+        assert self._data_of_rank is not None
+        return self._data_of_rank
 
     @property
     def _rollouts(self) -> Rollouts:

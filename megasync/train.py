@@ -18,9 +18,11 @@ from megasync.config.check import check_config
 from megasync.config.errors import main_errors
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
+from megasync.rollouts.prompts import load_data
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config
+    from megasync.rollouts.prompts import RunData
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,12 +36,14 @@ def main(arguments: Sequence[str]) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with main_errors(speak=rank == 0):
         config = load_config(given.config, given.overrides)
-        check_config(config, given.world_size or world_size)
-    return 0 if given.check else run(config)
+        check_config(config, given.world_size or world_size, needs_data=given.check)
+        reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
+        data = load_data(config) if reads_data and not given.check else None
+    return 0 if given.check else run(config, data)
 
 
-def run(config: Config) -> int:
-    """Train by a checked config on this rank. Returns the exit code."""
+def run(config: Config, data: RunData | None) -> int:
+    """Train by a checked config on this rank. Returns the exit code. `data`: None on the ranks that need none."""
     from bridge.messages import SyncError
     from engine import parallel
     from engine.metrics import NonFiniteError
@@ -52,7 +56,7 @@ def run(config: Config) -> int:
     session = None
     try:
         with main_errors(speak=rank == 0):
-            session = Session(config)
+            session = Session(config, data)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         session.finish()
     except (NonFiniteError, SyncError, RankZeroError) as error:

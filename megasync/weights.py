@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from bridge.transport.open import resolve_transport
 from engine import checkpoint
 from megasync.launch.ray_cluster import NO_IDLE_WORKERS
 from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
-from megasync.rank_zero import on_rank_zero
+from megasync.rank_zero import control_group, on_rank_zero
 
 if TYPE_CHECKING:
     from bridge.export.source import WeightSource
@@ -179,10 +178,10 @@ def replica_config(config: Config) -> ReplicaConfig:
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
     """Of whole weights, with adapters merged, or of the adapters alone."""
-    sync = replace(config.sync, transport=transport(config))
+    sync = config.sync.model_copy(update={"transport": transport(config)})
     if isinstance(source, AdapterSource):
-        return Publisher(source, pool, source.sync_config(sync), adapter=source.spec)
-    return Publisher(source, pool, sync)
+        return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
+    return Publisher(source, pool, sync, control_group())
 
 
 def transport(config: Config) -> str:

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megasync.assets import build_tokenizer
+from megasync.bench.config import BenchRoot
 from megasync.config.check import check_config
+from megasync.config.keys import all_keys, bounds, choices
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError
+from megasync.config.schema import Config
 from megasync.config.model_folder import check_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,15 +27,24 @@ MODEL = {
 }  # fmt: skip
 
 
+KEYS = all_keys(BenchRoot)
+CHOICES = {key: choices(field) for key, field in KEYS.items() if choices(field)}
+RANGES = {key: bounds(field) for key, field in KEYS.items() if bounds(field)}
+
+
+def root_of(key: str) -> type[Config]:
+    return BenchRoot if key.startswith("bench") else Config
+
+
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def refused(path: Path, *overrides: str) -> str:
+def refused(path: Path, *overrides: str, root: type[Config] = Config) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
+        load_config(path, overrides, root)
     message = str(caught.value)
     assert len(message.splitlines()) <= 12
     return message
@@ -47,6 +60,7 @@ def write_model(folder: Path, **changes: object) -> Path:
 def write_runnable(folder: Path) -> Path:
     """A config that can run, with the model and the data that it names."""
     model = write_model(folder / "model")
+    build_tokenizer().save_pretrained(model)
     data = write(folder / "train.jsonl", '{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer": 3}\n')
     text = f"run: {{dir: {folder}/runs}}\nmodel: {{path: {model}}}\ndata: {{train: {data}, batch_size: 4}}\n"
     return write(folder / "run.yaml", text)

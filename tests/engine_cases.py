@@ -57,7 +57,7 @@ def engine(
         optimizer=OptimizerConfig(**optimizer),
         lora=LoraConfig(**options.pop("lora", {})),
     )
-    model = ModelConfig(path, options.pop("dtype", "float32"))
+    model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"))
     num_steps = options.pop("num_steps", 10)
     start = {name: options.pop(name) for name in ("weights_path", "adapter_path") if name in options}
     parallel.initialize(config.parallel, seed=0)
@@ -223,7 +223,9 @@ def negated_export(path: str) -> dict[str, Any]:
     from megasync.bench.random_engine import FrozenEngine, negate
 
     parallel.initialize(ParallelConfig(), seed=0)
-    built = FrozenEngine(ModelConfig(path, "float32"), EngineConfig("ddp"), AlgorithmConfig("sft"), num_steps=1)
+    built = FrozenEngine(
+        ModelConfig(path=path, dtype="float32"), EngineConfig(wrap="ddp"), AlgorithmConfig(name="sft"), num_steps=1
+    )
     source = exporter(built)
     before = {name: tensor.clone() for name, tensor in whole_tensors(source)}
     negate(built)

@@ -80,7 +80,7 @@ def against_peft(cases: list[dict[str, Any]], folder: str) -> list[dict[str, flo
         path, adapter = case.pop("path"), case["lora"]["adapter_path"]
         with engine(path, name="sft", **case) as built:
             on = built.log_probs(samples)
-            with lora.disabled(built.chunks):
+            with lora.reference(built.chunks):
                 off = built.log_probs(samples)
             again = Path(folder) / f"again_{number}"
             save_adapter(built, again, path)

@@ -60,8 +60,9 @@ def publish_and_compare(
     pool = replica(path, tensor_parallel=tensor_parallel) if is_rank_zero() else None
     results = []
     for number, case in enumerate(cases):
+        config = SyncConfig(transport=transport, bucket_bytes=BUCKET_BYTES, verify=verify)
         with engine(path, name="sft", **case) as built:
-            results.append(follow(built, pool, num_steps, number * 100, SyncConfig(transport, BUCKET_BYTES, verify=verify)))
+            results.append(follow(built, pool, num_steps, number * 100, config))
     return results
 
 
@@ -172,7 +173,7 @@ def refused_syncs(path: str) -> dict[str, Any]:
         Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(1)
         for change in ("missing", "renamed"):
             try:
-                config = SyncConfig("shm" if change == "missing" else "nccl", BUCKET_BYTES)
+                config = SyncConfig(transport="shm" if change == "missing" else "nccl", bucket_bytes=BUCKET_BYTES)
                 Publisher(Renamed(source, change, name), pool, config).publish(2)
             except SyncError as error:
                 told[change] = str(error)
@@ -181,7 +182,7 @@ def refused_syncs(path: str) -> dict[str, Any]:
         dist.barrier()
         Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(3)
         told["serves"] = pool.versions if pool is not None else None
-        publisher = Publisher(source, pool, SyncConfig("nccl", BUCKET_BYTES))
+        publisher = Publisher(source, pool, SyncConfig(transport="nccl", bucket_bytes=BUCKET_BYTES))
         publisher.publish(4)
         with mock.patch.object(GroupWriter, "finish", damaging(GroupWriter.finish)):
             try:

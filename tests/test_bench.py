@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bridge.layout.manifest import read_folder_manifest
 from megasync.bench.cli import main
-from megasync.bench.config import NEED_GPUS, WAYS
+from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
 from megasync.model_shapes import SHAPES
 from megasync.bench.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
 from megasync.bench.model import write_shapes
@@ -282,7 +282,7 @@ def test_a_rollout_that_cannot_be_starts_nothing(
 
 
 def test_the_config_is_of_about_100_m_parameters() -> None:
-    sizes = load_config(CONFIG).bench
+    sizes = load_config(CONFIG, root=BenchRoot).bench
     attention = sizes.hidden_size * sizes.head_dim * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
     layer = attention + 3 * sizes.hidden_size * sizes.intermediate_size
     assert 95e6 < sizes.num_layers * layer + sizes.vocabulary_size * sizes.hidden_size < 105e6

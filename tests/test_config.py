@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from megasync.config.schema import CHOICES, RANGES, Config, RolloutConfig, RunConfig
-from megasync.config.load import _all_keys, config_to_dict, load_config, save_config
-from tests.config_files import ROOT, write
+from engine.config import EngineConfig, OptimizerConfig
+from megasync.bench.config import SHAPE_NAMES, BenchRoot
+from megasync.config.json_schema import json_schema
+from megasync.config.keys import kind_of
+from megasync.config.load import load_config, save_config
+from megasync.config.schema import Config, RolloutConfig, RunConfig
+from megasync.model_shapes import SHAPES
+from tests.config_files import KEYS, RANGES, ROOT, write
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -33,9 +39,10 @@ def test_all_shipped_configs_are_there() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_config_loads_and_saves(path: Path, tmp_path: Path) -> None:
-    config = load_config(path)
+    root = BenchRoot if path.stem.startswith("bench") else Config
+    config = load_config(path, root=root)
     save_config(config, tmp_path / "saved.yaml")
-    assert load_config(tmp_path / "saved.yaml") == config
+    assert load_config(tmp_path / "saved.yaml", root=root) == config
 
 
 def test_empty_file_is_the_defaults(empty: Path) -> None:
@@ -97,6 +104,22 @@ def test_interpolation_of_defaults_and_environment(tmp_path: Path, monkeypatch: 
     assert load_config(path).data.train == "/elsewhere/run.jsonl"
 
 
+@pytest.mark.parametrize(("name", "root"), [("config", Config), ("bench", BenchRoot)])
+def test_editors_get_the_schema_of_what_loads(name: str, root: type[Config]) -> None:
+    path = ROOT / "docs" / f"{name}.schema.json"
+    remedy = f"python -m megasync.config.json_schema --root {root.__module__}:{root.__name__} --to docs/{name}.schema.json"
+    assert path.read_text(encoding="utf-8") == json_schema(root), remedy
+    check = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
+    for config in CONFIGS:
+        said = f"# yaml-language-server: $schema=../docs/{name}.schema.json\n"
+        if config.stem.startswith("bench") == (name == "bench"):
+            assert config.read_text(encoding="utf-8").startswith(said)
+            check.validate(OmegaConf.to_container(OmegaConf.load(config)))
+    for wrong in ({"run": {"stepps": 1}}, {"run": {"steps": 0}}, {"engine": {"wrap": "fsdp2"}}, {"sync": {"bucket_bytes": 1.5}}):
+        assert not check.is_valid(wrong)
+    assert check.is_valid({"base": "other.yaml", "sync": {"bucket_bytes": "1MiB"}})
+
+
 @settings(deadline=None, max_examples=20)
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8).filter(
@@ -108,31 +131,27 @@ def test_interpolation_of_defaults_and_environment(tmp_path: Path, monkeypatch: 
 def test_a_saved_config_loads_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, steps: int, rate: float
 ) -> None:
-    config = Config()
-    optimizer = replace(config.engine.optimizer, learning_rate=rate)
-    config = replace(
-        config,
-        run=replace(config.run, name=name, steps=steps),
-        engine=replace(config.engine, optimizer=optimizer, overrides={"a": 1, "b": [True, None]}),
-    )
+    engine = EngineConfig(optimizer=OptimizerConfig(learning_rate=rate), overrides={"a": 1, "b": [True, None]})
+    config = Config(run=RunConfig(name=name, steps=steps), engine=engine)
     path = tmp_path_factory.mktemp("saved") / "config.yaml"
     save_config(config, path)
     assert load_config(path) == config
 
 
-def test_config_to_dict_is_plain(empty: Path) -> None:
-    assert json.loads(json.dumps(config_to_dict(load_config(empty))))["engine"]["parallel"]["tensor"] == 1
+def test_a_config_dumps_as_plain_values(empty: Path) -> None:
+    assert json.loads(json.dumps(load_config(empty).model_dump()))["engine"]["parallel"]["tensor"] == 1
 
 
-def test_every_rule_has_its_key_and_every_number_its_range() -> None:
-    keys = _all_keys(Config, "")
-    assert set(CHOICES) | set(RANGES) <= set(keys)
-    for key in keys:
-        kind: type = Config
-        for name in key.split("."):
-            kind = get_type_hints(kind)[name]
-        if {int, float} & set(get_args(kind) or (kind,)):
-            assert key in RANGES, f"{key} is a number without a range"
+def test_every_number_has_its_range_and_every_key_says_what_it_is() -> None:
+    for key, field in KEYS.items():
+        assert (kind_of(field) in (int, float)) == (key in RANGES), f"{key} is a number without a range"
+    assert set(SHAPE_NAMES) == set(SHAPES)
+
+
+def test_nothing_changes_after_loading(empty: Path) -> None:
+    config = load_config(empty)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 5  # type: ignore[misc]
 
 
 def test_replicas_are_started_with_what_the_config_says() -> None:
@@ -144,7 +163,7 @@ def test_replicas_are_started_with_what_the_config_says() -> None:
         tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True
     )
     started = replica_config(Config(rollout=said, run=RunConfig(seed=3)))
-    names = {field.name for field in fields(RolloutConfig)} & {field.name for field in fields(ReplicaConfig)}
+    names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)}
     assert {name: getattr(started, name) for name in names} == {name: getattr(said, name) for name in names}
     assert all(getattr(said, name) != getattr(RolloutConfig(), name) for name in names)
     assert started.seed == 3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from megasync.config.check import check_config
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError, main_errors
+from megasync.rollouts.prompts import load_data
 from tests.config_files import ROOT, cannot_run, write, write_model, write_runnable
 
 
@@ -24,7 +25,7 @@ def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
     config = load_config(
         runnable, ["engine.parallel.tensor=2", "engine.parallel.sequence=true", f"data.eval={runnable}"]
     )
-    config = replace(config, data=replace(config.data, eval=config.data.train))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"eval": config.data.train})})
     check_config(config, 2)
     check_config(config, 8)
     assert list(config.run.folder.iterdir()) == []
@@ -93,6 +94,28 @@ def test_other_impossible_combinations(runnable: Path) -> None:
     check_config(load_config(runnable, ["algorithm.num_minibatches=32", "rollout.tensor_parallel=4"]), 2)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.group_size=1"], "the advantage 0"),
+        (["engine.tokens_per_microbatch=4"], "engine.tokens_per_microbatch = 4: leaves no room for a prompt"),
+        (["engine.tokens_per_microbatch=1024"], "more than rollout.max_new_tokens = 1024"),
+        (["rollout.max_model_len=3000"], "max_position_embeddings = 2048"),
+        (["rollout.max_new_tokens=2048"], "rollout.max_new_tokens = 2048: leaves no room for a prompt"),
+        (["rollout.kv_cache_bytes=512KiB"], "at least 1048576"),
+        (["engine.optimizer.min_learning_rate=1"], "above engine.optimizer.learning_rate = 1e-06"),
+        (["engine.optimizer.warmup_steps=5", "engine.optimizer.decay_steps=5"], "engine.optimizer.decay_steps=6"),
+        (["run.stop_at_accuracy=0.5"], "algorithm.name=sft, data.eval"),
+    ],
+)  # fmt: skip
+def test_what_could_not_work_is_refused(runnable: Path, overrides: list[str], words: str) -> None:
+    write_model(runnable.parent / "model", max_position_embeddings=2048)
+    message = cannot_run(runnable, *overrides)
+    assert words in message
+    assert message.startswith(overrides[-1].partition("=")[0])
+    assert "remedy:" in message
+
+
 def test_transports_that_cannot_be(runnable: Path) -> None:
     check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
     with pytest.raises(ConfigError, match=r"sync.transport = 'rdma'[\s\S]*auto, shm, nccl, ipc"):
@@ -103,15 +126,16 @@ def test_transports_that_cannot_be(runnable: Path) -> None:
 
 def test_placements_that_cannot_be(runnable: Path) -> None:
     colocated = "rollout.placement=colocated"
-    check_config(load_config(runnable, [colocated, "sync.transport=ipc", "rollout.replicas=2", "engine.offload=[optimizer]"]), 2)
+    good = [colocated, "sync.transport=ipc", "rollout.replicas=2", "rollout.offload_trainer=[optimizer]"]
+    check_config(load_config(runnable, good), 2)
     for override, words in {
         "sync.transport=nccl": "sync.transport = nccl: trainer and replicas share GPUs",
         "rollout.max_staleness=1": "write rollout.max_staleness=0",
         "rollout.replicas=3": "write rollout.replicas=2 or start 3 ranks",
     }.items():
         assert words in cannot_run(runnable, colocated, override)
-    with pytest.raises(ConfigError, match=r"engine.offload[\s\S]*parameters, gradients, optimizer"):
-        load_config(runnable, ["engine.offload=[weights]"])
+    with pytest.raises(ConfigError, match=r"rollout.offload_trainer[\s\S]*parameters, gradients, optimizer"):
+        load_config(runnable, ["rollout.offload_trainer=[weights]"])
 
 
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
@@ -129,7 +153,83 @@ def test_reward_names(runnable: Path) -> None:
     assert "rollout.reward = 'exact_mach'" in message
     assert "nearest: exact_match" in message
     assert "no such reward" in cannot_run(runnable, "rollout.reward=my.module:1st")
-    check_config(load_config(runnable, ["rollout.reward=my_package.my_module:fun"]), 2)
+    wrong = {"no.such:thing": "No module named 'no'", "json:Decoder": "is not in", "json:dump": "with one argument"}
+    for path, words in wrong.items():
+        message = cannot_run(runnable, f"rollout.reward={path}")
+        assert f"rollout.reward = '{path}'" in message and words in message
+    check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "node:port", "http://node:8265", "node:70000", "ray://", "", "a b:1"])
+def test_malformed_ray_address(runnable: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.ray_address = [\s\S]*local, auto, HOST:PORT, ray://HOST:PORT"):
+        load_config(runnable, [f"rollout.ray_address='{address}'"])
+
+
+def test_ray_addresses(runnable: Path) -> None:
+    for address in ("local", "auto", "node-1:6379", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"):
+        assert load_config(runnable, [f"rollout.ray_address='{address}'"]).rollout.ray_address == address
+
+
+# -------------------------------------------------------------------------------------------------------- lengths
+
+
+def write_prompts(path: Path, *lengths: int) -> Path:
+    """Prompts of so many characters, each a token of the quickstart's tokenizer."""
+    return write(path, "".join(json.dumps({"question": "1" * length, "answer": "2"}) + "\n" for length in lengths))
+
+
+def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path, tmp_path: Path) -> None:
+    train = write_prompts(tmp_path / "long.jsonl", 3, 29, 28, 40, 5, 6)
+    fits = [f"data.train={train}", f"data.eval={train}", "rollout.max_new_tokens=4", "rollout.max_model_len=32"]
+    data = load_data(load_config(runnable, fits))
+    assert [len(example.prompt) for example in data.train] == [3, 28, 5, 6] == [len(example.prompt) for example in data.held_out]
+    assert data.notes == [
+        f"{key}: 2 of 6 examples are too long and dropped: prompt and rollout.max_new_tokens = 4 together have more than "
+        "rollout.max_model_len = 32 tokens"
+        for key in ("data.train", "data.eval")
+    ]
+    message = cannot_run(runnable, *fits, "data.too_long=refuse")
+    assert message.startswith("data.train: 2 of 6 examples are too long")
+    assert "longest: line 4, 44 tokens" in message and "allowed: 32 tokens: rollout.max_model_len" in message
+    assert "left:    4, 5 are needed" in cannot_run(runnable, *fits, "data.batch_size=5")
+    longer = write_prompts(tmp_path / "longer.jsonl", 50, 60)
+    message = cannot_run(runnable, *fits, f"data.train={longer}")
+    assert message.startswith("data.train: 2 of 2 examples are too long") and "left:    0, 2 are needed" in message
+    assert "data.eval: 2 of 2 examples" in cannot_run(runnable, *fits, f"data.eval={longer}")
+
+
+def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
+    """Positions for all, a micro-batch for what is trained on; of a supervised example the answer and the end too."""
+    train = write_prompts(tmp_path / "long.jsonl", *[10] * 4, 20, 30)
+    data = [f"data.train={train}", f"data.eval={train}", "rollout.max_new_tokens=4"]
+    numbers = {}
+    for name, more in {"grpo": [], "sft": ["algorithm.name=sft"]}.items():
+        kept = load_data(load_config(runnable, [*data, *more, "engine.tokens_per_microbatch=22"]))
+        numbers[name] = (len(kept.train), len(kept.held_out))
+    assert numbers == {"grpo": (4, 6), "sft": (5, 5)}
+    write_model(runnable.parent / "model", max_position_embeddings=32)
+    kept = load_data(load_config(runnable, data))
+    assert (len(kept.train), len(kept.held_out)) == (5, 5)
+    assert "the model's max_position_embeddings = 32" in kept.notes[0]
+    tokenizer = runnable.parent / "model" / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 16}))
+    kept = load_data(load_config(runnable, data))
+    assert "the tokenizer's model_max_length = 16" in kept.notes[0] and len(kept.held_out) == 4
+
+
+def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
+    data = load_data(load_config(runnable, ["algorithm.name=sft"]))
+    samples = [data.prompts.supervised(example) for example in data.train]
+    assert list(data.prompts.lengths(data.train, with_answers=True)) == [len(s.prompt_ids + s.response_ids) for s in samples]
+    prompts = list(data.prompts.lengths(data.train, with_answers=False))
+    assert prompts == [len(data.prompts.prompt_ids(example)) for example in data.train]
+
+
+def test_a_model_without_a_tokenizer(runnable: Path) -> None:
+    for file in (runnable.parent / "model").glob("tokenizer*"):
+        file.unlink()
+    assert "the folder holds no tokenizer" in cannot_run(runnable)
 
 
 # -------------------------------------------------------------------------------------------------------- data, folder
@@ -184,8 +284,11 @@ def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyError("a mistake of ours")
 
 
-def test_no_torch_is_imported() -> None:
-    names = ["config_check", "log", "model_folder", "report", "reward", "train"]
+def test_no_torch_is_imported(runnable: Path) -> None:
+    names = ["config.check", "reporting.log", "config.model_folder", "report", "rollouts.reward", "train"]
     code = f"import sys, {', '.join('megasync.' + name for name in names)}; assert 'torch' not in sys.modules"
     done = command("-c", code)
+    assert done.returncode == 0, done.stderr
+    check = "from megasync.train import main; assert main(['--check', sys.argv[1]]) == 0"  # reads and tokenises the data too
+    done = command("-c", f"import sys; {check}; assert 'torch' not in sys.modules", str(runnable))
     assert done.returncode == 0, done.stderr

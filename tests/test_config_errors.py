@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.config.schema import CHOICES, RANGES
+from megasync.bench.config import BenchRoot
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError, nearest_name
-from tests.config_files import refused, write
+from tests.config_files import CHOICES, RANGES, refused, root_of, write
 
 
 @pytest.fixture
@@ -28,8 +28,12 @@ def empty(tmp_path: Path) -> Path:
     [
         ("engine.wrp", "engine.wrap"), ("wrap", "engine.wrap"),
         ("engine.optimizer.lr", "engine.optimizer.learning_rate"),
-        ("rolout.replicas", "rollout"), ("sync.bucket_byte", "sync.bucket_bytes"),
+        ("rolout.replicas", "rollout.replicas"), ("rolout", "rollout"), ("sync.bucket_byte", "sync.bucket_bytes"),
         ("run.batch_size", "data.batch_size"),
+        ("optimizer.lr", "engine.optimizer.learning_rate"), ("lr", "engine.optimizer.learning_rate"),
+        ("optimizer.learning_rat", "engine.optimizer.learning_rate"), ("wait_decay", "engine.optimizer.weight_decay"),
+        ("tp", "engine.parallel.tensor"), ("rollout.tp", "rollout.tensor_parallel"), ("parallel.pp", "engine.parallel.pipeline"),
+        ("lora.rank", "engine.lora.rank"), ("train.batch_size", "data.batch_size"), ("rollout.n", "rollout.group_size"),
         ("engine.parallel.tensr", "engine.parallel.tensor"), ("engine..wrap", ""), ("base", ""),
     ],
 )  # fmt: skip
@@ -55,6 +59,13 @@ def test_unknown_key_in_yaml(tmp_path: Path, text: str, key: str) -> None:
     message = refused(path)
     assert message.startswith(f"{key}: there is no such key")
     assert str(path) in message
+
+
+def test_the_benches_keys_are_no_keys_of_a_run(empty: Path) -> None:
+    message = refused(empty, "bench.num_ranks=1")
+    assert message.startswith("bench.num_ranks: there is no such key")
+    assert "take bench out: a run does without it; python -m megasync.bench --config FILE reads it" in message
+    assert load_config(empty, ["bench.num_ranks=1"], BenchRoot).bench.num_ranks == 1
 
 
 def test_a_bad_key_in_a_base_names_that_file(tmp_path: Path) -> None:
@@ -100,11 +111,11 @@ def test_a_whole_float_is_told_how_to_be_written(empty: Path) -> None:
 
 @pytest.mark.parametrize("key", list(CHOICES))
 def test_choices(empty: Path, key: str) -> None:
-    message = refused(empty, f"{key}=nonsense")
+    message = refused(empty, f"{key}=nonsense", root=root_of(key))
     assert message.startswith(f"{key} = 'nonsense'")
     assert f"choices: {', '.join(CHOICES[key])}" in message.replace("choices:  ", "choices: ")
     for choice in CHOICES[key]:
-        load_config(empty, [f"{key}={choice}"])
+        load_config(empty, [f"{key}={choice}"], root_of(key))
 
 
 def test_fsdp2_is_pointed_to_megatron_fsdp(empty: Path) -> None:
@@ -116,10 +127,12 @@ def test_fsdp2_is_pointed_to_megatron_fsdp(empty: Path) -> None:
 
 @pytest.mark.parametrize("key", list(RANGES))
 def test_ranges(empty: Path, key: str) -> None:
-    for number in ("-1", "1e30" if RANGES[key].most or RANGES[key].below else "-7"):
-        text = refused(empty, f"{key}={number}")
+    for number in ("-1", "1e30" if "most" in RANGES[key] or "below" in RANGES[key] else "-7"):
+        text = refused(empty, f"{key}={number}", root=root_of(key))
         assert text.startswith(f"{key} = ")
-    assert "allowed:" in refused(empty, f"{key}=-1")
+    text = refused(empty, f"{key}=-1", root=root_of(key))
+    assert f"allowed:  {RANGES[key]}\n" in text
+    assert f"write a number {RANGES[key]}" in text
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,7 @@ def test_ranges(empty: Path, key: str) -> None:
     [
         "sync.bucket_bytes=0", "sync.bucket_bytes=4095", "sync.bucket_bytes=1KiB", "run.steps=0", "rollout.top_p=0",
         "rollout.top_p=1.01", "engine.optimizer.beta1=1", "engine.optimizer.learning_rate=.nan",
-        "rollout.temperature=0",
+        "rollout.temperature=0", "rollout.temperature=0.009",
         "engine.optimizer.learning_rate=.inf", "engine.parallel.tensor=0", "data.batch_size=0",
         "sync.timeout_seconds=0",
     ],

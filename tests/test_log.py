@@ -6,7 +6,6 @@ import json
 import math
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
 
 
 def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
-    config = replace(Config(), run=RunConfig(name="a", dir=str(tmp_path), steps=2, progress="none"))
+    config = Config(run=RunConfig(name="a", dir=str(tmp_path), steps=2, progress="none"))
     log = RunLog(config, first_step=0, write=True)
     log.evaluation(0, accuracy=0.25)
     with log.timeline.span("train", track="trainer"):
@@ -134,7 +133,7 @@ def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_write_take_the_same_calls(tmp_path: Path) -> None:
-    config = replace(Config(), run=RunConfig(name="a", dir=str(tmp_path)))
+    config = Config(run=RunConfig(name="a", dir=str(tmp_path)))
     log = RunLog(config, first_step=0, write=False)
     log.evaluation(0, accuracy=0.25)
     log.timeline.add("train", "trainer", 0.0, 1.0)

@@ -21,7 +21,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megasync.assets import main as write_any_assets
 from megasync.assets import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
 from megasync.config.errors import ConfigError
-from megasync.quickstart import MARKER, WARM_UP, prepare_folder, rl_phase, shared_overrides, warm_up_phase
+from megasync.quickstart import (
+    MARKER,
+    WARM_UP,
+    for_machine,
+    num_quickstart_ranks,
+    prepare_folder,
+    rl_phase,
+    shared_overrides,
+    warm_up_phase,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,6 +115,30 @@ def test_overrides_go_to_the_phases_they_are_for(assets: Assets, tmp_path: Path)
     assert warm_up.config.run.steps > 7
     assert (rl.config.run.steps, rl.config.run.name, rl.config.rollout.max_staleness) == (7, "mine", 1)
     assert WARM_UP.name == "quickstart_sft.yaml"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_ranks", "placement", "dtype"),
+    [
+        (0, 2, "separate", "float32"),
+        (1, 1, "colocated", "bfloat16"),
+        (2, 1, "separate", "bfloat16"),
+        (8, 2, "separate", "bfloat16"),
+    ],
+)
+def test_placement_and_ranks_suit_the_gpus(
+    assets: Assets, tmp_path: Path, gpus: int, num_ranks: int, placement: str, dtype: str
+) -> None:
+    overrides = for_machine(["run.steps=7"], gpus)
+    assert num_quickstart_ranks(overrides, gpus) == num_ranks
+    warm_up, rl = warm_up_phase(overrides, tmp_path, assets), rl_phase(overrides, tmp_path, assets, assets.model)
+    for phase in (warm_up, rl):
+        phase.check(num_ranks)
+        assert phase.config.model.dtype == dtype
+    assert (rl.config.rollout.placement, rl.config.run.steps) == (placement, 7)
+    mine = for_machine(["rollout.placement=colocated", "model.dtype=float32"], gpus)
+    rl = rl_phase(mine, tmp_path, assets, assets.model)
+    assert (rl.config.rollout.placement, rl.config.model.dtype) == ("colocated", "float32"), "what the user says wins"
 
 
 def test_only_what_a_quickstart_made_is_deleted(tmp_path: Path) -> None:

@@ -156,9 +156,9 @@ def test_whoever_leaves_a_sync_may_find_a_segment_gone(writer) -> None:
 
 def test_a_misspelt_verification_starts_nothing() -> None:
     source = DictSource({"t": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"sync\.verify is digset; choose none, digest or readback"):
-        Publisher(source, object(), SyncConfig(verify="digset"))
-    with pytest.raises(ValueError, match=r"sync\.verify is digset"):
+    with pytest.raises(ValueError, match=r"verify\n.*'none', 'digest' or 'readback'.*'digset'"):
+        SyncConfig(verify="digset")
+    with pytest.raises(ValueError, match=r"sync\.verify is digset; choose none, digest, readback"):
         Publisher(source, object(), SyncConfig()).publish(1, verify="digset")
     assert source.num_given == 0
 
@@ -176,7 +176,7 @@ class LostPool:
 
 
 def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
-    publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool(), SyncConfig("shm"))
+    publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool(), SyncConfig(transport="shm"))
     with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
         publisher.publish(1)
     assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*"))

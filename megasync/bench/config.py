@@ -1,52 +1,49 @@
-"""The keys of `bench` and `bench_train` and what they choose from. No torch in here."""
+"""The keys of `bench` and `bench_train`, beside those of a run. No torch in here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from engine.config import OneOrMore, Section
+from megasync.config.schema import Config
+
+Way = Literal["floor", "stream", "unverified", "packed", "mbridge packed", "per_tensor", "disk", "lora merged", "lora adapter"]
+WAYS: tuple[Way, ...] = get_args(Way)  # ways.py says what they are
 NEED_GPUS = ("packed", "mbridge packed")
-WAYS = ("floor", "stream", "unverified", *NEED_GPUS, "per_tensor", "disk", "lora merged", "lora adapter")  # ways.py
 CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # all that are worth it there
 GPU_WAYS = tuple(way for way in WAYS if way not in ("per_tensor", "disk"))
+ShapeName = Literal["3b", "7b", "30b-a3b", "tiny", "tiny-moe"]
+SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/model_shapes.py
 
 
-@dataclass(frozen=True)
-class BenchConfig:
-    """What `megasync.bench` measures of sync and rollout. Sizes are those of the Qwen3 that it writes where no model.path is."""
+class BenchConfig(Section):
+    """What `python -m megasync.bench sync` and `rollout` measure."""
 
-    num_ranks: int = 2  # trainer ranks
-    rounds: int = 5  # that count, after one to warm up
-    ways: tuple[str, ...] = ("all",)  # of a sync, those that are possible here; stream is always among them
-    update: str = "step"  # what changes the weights before each sync: an optimizer step, or negate (all signs; quick, for ddp)
-    shapes: str = "none"  # one of SHAPES: random weights, nowhere on the disk, in the place of the sizes below
-    hidden_size: int = 768
-    intermediate_size: int = 2048
-    num_layers: int = 12
-    num_heads: int = 12
-    num_kv_heads: int = 4
-    head_dim: int = 64
-    vocabulary_size: int = 32768
-    lora_rank: int = 32  # of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them
-    num_prompts: int = 16  # rollout: one completion each, of rollout.max_new_tokens
-    prompt_tokens: int = 16
-
-
-@dataclass(frozen=True)
-class TrainBenchConfig:
-    """What `python -m megasync.bench train` measures."""
-
-    shapes: str = "3b"  # one of SHAPES, where model.path is empty
-    num_ranks: int = 2
-    steps: int = 4  # that count
-    warm_up_steps: int = 2  # before, kernels are compiled in them
-    num_microbatches: int = 4  # of each data-parallel rank in a step
-    num_sequences: int = 4  # packed in a micro-batch
-    sequence_length: int = 2048
-    variants: tuple[str, ...] = ("ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product")
-    variant_seconds: float = 300.0  # a variant that takes longer is ended
-    profile: tuple[str, ...] = ("none",)  # variants that, with CUDA, take one more step to see which kernels take longest
-    offload: tuple[str, ...] = ("none",)  # variants whose state is moved to host memory and back at the end, and timed
+    num_ranks: PositiveInt = 2
+    """Trainer ranks."""
+    rounds: PositiveInt = 5
+    """That count, after one to warm up."""
+    ways: Annotated[tuple[Literal["all", Way], ...], *OneOrMore] = ("all",)
+    """Of a sync, those that are possible here; stream is always among them."""
+    update: Literal["step", "negate"] = "step"
+    """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
+    shapes: Literal["none", ShapeName] = "none"
+    """Random weights of these shapes, nowhere on the disk; none: a Qwen3 of the sizes below is written where no model.path is."""
+    hidden_size: PositiveInt = 768
+    intermediate_size: PositiveInt = 2048
+    num_layers: PositiveInt = 12
+    num_heads: PositiveInt = 12
+    num_kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    vocabulary_size: PositiveInt = 32768
+    lora_rank: NonNegativeInt = 32
+    """Of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them."""
+    num_prompts: PositiveInt = 16
+    """rollout: one completion each, of rollout.max_new_tokens."""
+    prompt_tokens: PositiveInt = 16
+    """rollout: of each prompt."""
 
 
 class Variant(NamedTuple):
@@ -57,7 +54,10 @@ class Variant(NamedTuple):
     dot_product: bool = False  # megatron-core's DotProductAttention, all activations recomputed: else it does not fit
 
 
-VARIANTS = {
+VariantName = Literal[
+    "ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product", "megatron_fsdp_dot_product"
+]
+VARIANTS: dict[str, Variant] = {
     "ddp": Variant("ddp"),
     "megatron_fsdp": Variant("megatron_fsdp"),
     "ddp_no_fusions": Variant("ddp", fusions=False),
@@ -65,3 +65,38 @@ VARIANTS = {
     "ddp_dot_product": Variant("ddp", dot_product=True),
     "megatron_fsdp_dot_product": Variant("megatron_fsdp", dot_product=True),
 }
+NoneOrVariants = Annotated[tuple[Literal["none", VariantName], ...], *OneOrMore]
+
+
+class TrainBenchConfig(Section):
+    """What `python -m megasync.bench train` measures."""
+
+    shapes: ShapeName = "3b"
+    """Of the random model where model.path is empty."""
+    num_ranks: PositiveInt = 2
+    """Trainer ranks."""
+    steps: PositiveInt = 4
+    """That count."""
+    warm_up_steps: NonNegativeInt = 2
+    """Before them; kernels are compiled in these."""
+    num_microbatches: PositiveInt = 4
+    """Of each data-parallel rank in a step."""
+    num_sequences: PositiveInt = 4
+    """Packed in a micro-batch."""
+    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    """Tokens of each sequence."""
+    variants: Annotated[tuple[VariantName, ...], *OneOrMore] = get_args(VariantName)[:5]
+    """Measured one after another."""
+    variant_seconds: PositiveFloat = 300.0
+    """A variant that takes longer is ended."""
+    profile: NoneOrVariants = ("none",)
+    """Variants that, with CUDA, take one more step to see which kernels take longest."""
+    offload: NoneOrVariants = ("none",)
+    """Variants whose state is moved to host memory and back at the end, and timed."""
+
+
+class BenchRoot(Config):
+    """A run's config with what the benches add."""
+
+    bench: BenchConfig = BenchConfig()
+    bench_train: TrainBenchConfig = TrainBenchConfig()

@@ -5,7 +5,6 @@ Leaves out the measuring (sync.py, rollout.py).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from engine.config import LoraConfig
@@ -13,11 +12,11 @@ from engine.lora import adapted_linears
 from megasync.weights import build_adapter_source, build_exporter, transport
 
 if TYPE_CHECKING:
+    from megasync.bench.config import BenchRoot
     from megasync.bench.rank import BenchRank
-    from megasync.config.schema import Config
 
 
-def lora_config(config: Config) -> LoraConfig:
+def lora_config(config: BenchRoot) -> LoraConfig:
     """Adapters of rank `bench.lora_rank` on all linears."""
     return LoraConfig(rank=config.bench.lora_rank, alpha=2.0 * config.bench.lora_rank)
 
@@ -27,7 +26,7 @@ class LoraSide:
 
     def __init__(self, bench: BenchRank) -> None:
         lora = lora_config(bench.config)
-        self.engine = bench.build_engine(dataclasses.replace(bench.config.engine, lora=lora))
+        self.engine = bench.build_engine(bench.config.engine.model_copy(update={"lora": lora}))
         self.merged = build_exporter(self.engine, on_all_ranks=transport(bench.config) == "ipc")
         self.adapter = build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=lora.rank)

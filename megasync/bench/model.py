@@ -13,12 +13,12 @@ from megasync.model_shapes import SHAPES
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megasync.config.schema import Config
+    from megasync.bench.config import BenchRoot
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
 
 
-def write_model(config: Config, folder: Path) -> None:
+def write_model(config: BenchRoot, folder: Path) -> None:
     """What `bench` names: the shapes of `bench.shapes`, or a Qwen3 of its sizes with random weights. No tokenizer."""
     if config.bench.shapes != "none":
         write_shapes(folder, config.bench.shapes, config.model.dtype, config.rollout.max_model_len or 4096)
@@ -26,7 +26,7 @@ def write_model(config: Config, folder: Path) -> None:
         write_qwen3(config, folder)
 
 
-def write_qwen3(config: Config, folder: Path) -> None:
+def write_qwen3(config: BenchRoot, folder: Path) -> None:
     """Random weights drawn from the seed, tied embeddings."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -21,6 +21,7 @@ from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.model_shapes import SHAPES
 from megasync.placement import replica_devices
+from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config, start_ray
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from bridge.export.source import WeightSource
     from engine.config import EngineConfig
-    from megasync.config.schema import Config
+    from megasync.bench.config import BenchRoot
 
 SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
 Measured = dict[str, Any]
@@ -37,9 +38,9 @@ Measured = dict[str, Any]
 class BenchRank(ABC):
     """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BenchRoot) -> None:
         self.config = config
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=config.rollout.is_colocated)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
@@ -108,7 +109,7 @@ class BenchRank(ABC):
     def from_all(self, value: Any) -> list[Any]:
         """Each rank's value, on every rank."""
         values: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=control_group())
         return values
 
     def close(self) -> None:

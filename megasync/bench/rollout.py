@@ -20,8 +20,8 @@ from megasync.bench.rank import BenchRank, Measured
 if TYPE_CHECKING:
     from bridge.export.source import WeightSource
     from bridge.messages import Completion
+    from megasync.bench.config import BenchRoot
     from megasync.bench.replica import BenchPool
-    from megasync.config.schema import Config
 
 NUM_STEPS = 3
 
@@ -29,7 +29,7 @@ NUM_STEPS = 3
 class RolloutBench(BenchRank):
     """Everything of one rank. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BenchRoot) -> None:
         super().__init__(config)
         self.lora = LoraSide(self)
         self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.send.publish import Publisher
+    from megasync.bench.config import BenchRoot
     from megasync.bench.replica import BenchPool
-    from megasync.config.schema import Config
 
 
 class SyncBench(Ways):
     """The rounds. Methods are collective; rank 0 alone has results."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BenchRoot) -> None:
         super().__init__(config)
         self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
         self._segments: dict[Publisher, str] = {}  # where each publisher's shared memory lies, once it has some

@@ -9,7 +9,6 @@ Model FLOP/s count 6 for each token and each parameter that it meets, attention 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -21,23 +20,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.config.load import config_to_dict, save_config
+from megasync.config.load import save_config
 from megasync.files import write_atomically
-from megasync.launch.processes import end_with_parent
+from megasync.launch.processes import end_with_parent, torchrun
 from megasync.model_shapes import SHAPES
 from megasync.num_ranks import num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megasync.config.schema import Config
+    from megasync.bench.config import BenchRoot
 
 PACKAGES = ("torch", "triton", "megatron-core", "megatron-fsdp", "mbridge", "transformers")
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
 TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")
 
 
-def prepare(config: Config) -> Config:
+def prepare(config: BenchRoot) -> BenchRoot:
     """The config with a model folder: one with only a config.json is written where model.path is empty."""
     if config.model.path:
         return config
@@ -45,23 +44,21 @@ def prepare(config: Config) -> Config:
     bench = config.bench_train
     hf_config = {**SHAPES[bench.shapes].hf_config(bench.sequence_length), "torch_dtype": config.model.dtype}
     write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
 class Ranks:
     """The processes of one variant. They import everything, then wait for `go`."""
 
-    def __init__(self, config: Config, variant: str) -> None:
+    def __init__(self, config: BenchRoot, variant: str) -> None:
         folder = config.run.folder
         self.results, self.log, self.turn = (folder / f"{variant}.{kind}" for kind in ("json", "log", "go"))
         for path in (self.results, self.turn):
             path.unlink(missing_ok=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-        ranks = ["--nproc-per-node", str(config.bench_train.num_ranks), "-m", "megasync.bench.train_rank"]
         arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*torchrun, *ranks, *arguments],
+                torchrun(config.bench_train.num_ranks, "megasync.bench.train_rank", *arguments),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -95,14 +92,14 @@ class Ranks:
         self.process.wait()
 
 
-def measure_train(config: Config, paths: Sequence[Path]) -> dict[str, Any]:
+def measure_train(config: BenchRoot, paths: Sequence[Path]) -> dict[str, Any]:
     """All variants, one after another; what is known so far is written to `paths` after each.
 
     With GPUs the next variant's ranks import their libraries while one is measured, which needs only the CPU.
     """
     bench = config.bench_train
     save_config(config, config.run.folder / "config.yaml")
-    results = {"bench": "train", **_environment(), "config": config_to_dict(config), "variants": {}}
+    results = {"bench": "train", **_environment(), "config": config.model_dump(), "variants": {}}
     waiting: list[Ranks] = []
     ahead = 1 if num_gpus() else 0
     try:
@@ -164,7 +161,7 @@ def show(results: dict[str, Any]) -> None:
     console.print(table)
 
 
-def run(config: Config, json_path: Path | None) -> int:
+def run(config: BenchRoot, json_path: Path | None) -> int:
     """Measure by a prepared config and show it. Exit code 0: all measured; 1: a variant failed, the others are there."""
     results = measure_train(config, [config.run.folder / "bench_train.json", *([json_path] if json_path is not None else [])])
     show(results)

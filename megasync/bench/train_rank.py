@@ -5,7 +5,6 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.benc
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import resource
@@ -25,10 +24,9 @@ from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
 from engine.offload import Offload
 from engine.sample import Sample
-from megasync.bench.config import VARIANTS
+from megasync.bench.config import VARIANTS, BenchRoot
 from megasync.bench.random_engine import RandomEngine
 from megasync.config.load import load_config
-from megasync.config.schema import Config
 from megasync.files import write_atomically
 from megasync.model_shapes import Shapes
 
@@ -52,23 +50,23 @@ class DotProductCore(CoreAttention):
         return out.transpose(0, 1).reshape(query.shape[0], -1)
 
 
-def build_engine(config: Config, variant_name: str) -> Engine:
+def build_engine(config: BenchRoot, variant_name: str) -> Engine:
     """The variant's engine; its process groups are there."""
     variant, bench = VARIANTS[variant_name], config.bench_train
-    settings = dataclasses.replace(
-        config.engine,
-        wrap=variant.wrap,
-        fusions=config.engine.fusions if variant.fusions else "none",
-        recompute="full" if variant.dot_product else config.engine.recompute,
-        tokens_per_microbatch=bench.num_sequences * bench.sequence_length,
-    )
+    changes = {
+        "wrap": variant.wrap,
+        "fusions": config.engine.fusions if variant.fusions else "none",
+        "recompute": "full" if variant.dot_product else config.engine.recompute,
+        "tokens_per_microbatch": bench.num_sequences * bench.sequence_length,
+    }
+    settings = config.engine.model_copy(update=changes)
     if variant.dot_product:
         vars(engine.model)["CoreAttention"] = DotProductCore  # what the layer spec names
-    algorithm = dataclasses.replace(config.algorithm, name="sft", num_minibatches=1)
+    algorithm = config.algorithm.model_copy(update={"name": "sft", "num_minibatches": 1})
     return RandomEngine(config.model, settings, algorithm, num_steps=bench.warm_up_steps + bench.steps)
 
 
-def random_samples(config: Config, step: int, data_size: int, vocabulary_size: int) -> list[Sample]:
+def random_samples(config: BenchRoot, step: int, data_size: int, vocabulary_size: int) -> list[Sample]:
     """A step's sequences, the same on every rank; all but the first token of each are trained on."""
     bench = config.bench_train
     count = data_size * bench.num_microbatches * bench.num_sequences
@@ -98,7 +96,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(config: Config, variant_name: str, results_path: Path) -> None:
+def measure(config: BenchRoot, variant_name: str, results_path: Path) -> None:
     """Train and time; rank 0 writes the results."""
     bench = config.bench_train
     shapes = Shapes.read(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
@@ -142,7 +140,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _speed(config: Config, shapes: Shapes, rounds: list[Measured], ceiling: float) -> Measured:
+def _speed(config: BenchRoot, shapes: Shapes, rounds: list[Measured], ceiling: float) -> Measured:
     """Per GPU, from the median step."""
     bench = config.bench_train
     seconds = sorted(step["update_seconds"] for step in rounds)[len(rounds) // 2]
@@ -196,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     config_path, variant_name, results_path, *go = arguments
     while go and not Path(go[0]).exists():  # all is imported; the device is another variant's
         time.sleep(0.1)
-    config = load_config(config_path)
+    config = load_config(config_path, root=BenchRoot)
     parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
     measure(config, variant_name, Path(results_path))
     dist.barrier()

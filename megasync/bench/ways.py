@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from bridge.export.source import Part, WeightSource
     from bridge.send.publish import Publisher
     from engine.engine import Engine
+    from megasync.bench.config import BenchRoot
     from megasync.bench.replica import BenchPool
-    from megasync.config.schema import Config
 
 DISK_STAGES = ("save", "flush", "reload")
 
@@ -82,7 +82,7 @@ class Way:
 class Ways(BenchRank):
     """Everything that the ways need. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: BenchRoot) -> None:
         super().__init__(config)
         self.has_gpus = torch.cuda.is_available()
         self.engine = self.build_engine(config.engine)

@@ -16,6 +16,7 @@ from pathlib import Path
 import ray
 
 from engine import parallel
+from megasync.bench.config import BenchRoot
 from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.rollout import RolloutBench
 from megasync.bench.sync import SyncBench
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
     bench = None
     try:
-        bench = BENCHES[verb](load_config(config_path))
+        bench = BENCHES[verb](load_config(config_path, root=BenchRoot))
         bench.keep = functools.partial(write, is_complete=False)
         results = bench.run()
         if bench.layout.rank == 0:

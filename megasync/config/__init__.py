@@ -1,8 +1,11 @@
 """A run's config: what the keys mean, how they are read, and what is checked before anything starts. No torch.
 
-schema.py         all keys, joined once
+schema.py         all keys, joined once; the models of `model`, `engine`, `algorithm` and `sync` are in engine/ and bridge/
+keys.py           what those models say of a key: name, choices, bounds, nearest
 load.py           reads YAML files and `key=value` overrides
+invalid.py        what pydantic refuses, in words
 check.py          tries a config against model, data and number of ranks
+json_schema.py    writes the JSON schema that editors use
 model_folder.py   what a Hugging Face folder says of its model
 errors.py         errors that name key, value, choices and remedy
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from engine.ddp_fields import ddp_fields
@@ -18,8 +18,8 @@ from engine.peft_folder import check_peft_folder
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name
 from megasync.config.load import load_config
 from megasync.config.model_folder import ModelShape, check_model_folder
-from megasync.rollouts.data import load_examples
-from megasync.rollouts.reward import check_reward_name
+from megasync.rollouts.prompts import load_data, read_files
+from megasync.rollouts.reward import resolve_reward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megasync.config.schema import Config
 
 MAX_STALENESS = 1
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 
 
@@ -38,40 +39,42 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     _check_parallel(config, world_size)
     _check_overrides(config)
     _check_algorithm(config)
-    if not config.model.path:
-        remedy = "set model.path to a Hugging Face folder"
-        raise ConfigError(explain("model.path is not set", remedy=remedy))
+    _check_schedule(config)
+    _refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
     shape = check_model_folder(config.model.path)
     _check_engine_divides(config, shape)
     _check_lora(config, shape)
     if config.algorithm.name == "grpo":
-        _check_rollout(config, shape, world_size)
+        _check_rollout(config, shape)
+        _check_lengths(config, shape)
+        _check_placement(config, world_size)
     if needs_data:
         _check_data(config)
     _check_run_folder(config)
 
 
+def _refuse_if(is_wrong: object, message: str, **lines: str) -> None:
+    if is_wrong:
+        raise ConfigError(explain(message, **lines))
+
+
 def _check_parallel(config: Config, world_size: int) -> None:
     parallel = config.engine.parallel
     for name, size in (("context", parallel.context), ("expert", parallel.expert)):
-        if size > 1:
-            key = f"engine.parallel.{name}"
-            raise ConfigError(explain(f"{key} = {size}: not supported yet", choices="1", remedy=f"write {key}=1"))
-    if parallel.sequence and parallel.tensor == 1:
-        message = "engine.parallel.sequence = true: needs engine.parallel.tensor above 1, which is 1"
-        raise ConfigError(explain(message, remedy="write engine.parallel.sequence=false, or a larger tensor size"))
-    if world_size < 1:
-        raise ConfigError(explain(f"{world_size} ranks", remedy="start at least 1 rank"))
+        key = f"engine.parallel.{name}"
+        _refuse_if(size > 1, f"{key} = {size}: not supported yet", choices="1", remedy=f"write {key}=1")
+    message = "engine.parallel.sequence = true: needs engine.parallel.tensor above 1, which is 1"
+    remedy = "write engine.parallel.sequence=false, or a larger tensor size"
+    _refuse_if(parallel.sequence and parallel.tensor == 1, message, remedy=remedy)
+    _refuse_if(world_size < 1, f"{world_size} ranks", remedy="start at least 1 rank")
     product = parallel.tensor * parallel.pipeline * parallel.context
-    if world_size % product:
-        sizes = f"{parallel.tensor} x {parallel.pipeline} x {parallel.context}"
-        raise ConfigError(
-            explain(
-                f"engine.parallel.tensor x pipeline x context = {sizes}: {product} does not divide {world_size} ranks",
-                choices=f"products of {_list(_divisors(world_size))}",
-                remedy=f"start a multiple of {product} ranks, or make the product one of the choices",
-            )
-        )
+    sizes = f"{parallel.tensor} x {parallel.pipeline} x {parallel.context}"
+    _refuse_if(
+        world_size % product,
+        f"engine.parallel.tensor x pipeline x context = {sizes}: {product} does not divide {world_size} ranks",
+        choices=f"products of {_list(_divisors(world_size))}",
+        remedy=f"start a multiple of {product} ranks, or make the product one of the choices",
+    )
 
 
 def _check_overrides(config: Config) -> None:
@@ -85,14 +88,33 @@ def _check_overrides(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    is_grpo = config.algorithm.name == "grpo"
+    is_grpo, run = config.algorithm.name == "grpo", config.run
+    factors = "data.batch_size x rollout.group_size" if is_grpo else "data.batch_size"
     group_size = config.rollout.group_size if is_grpo else 1
     num_samples = config.data.batch_size * group_size
-    if config.algorithm.num_minibatches > num_samples:
-        factors = "data.batch_size x rollout.group_size" if is_grpo else "data.batch_size"
-        message = f"algorithm.num_minibatches = {config.algorithm.num_minibatches}: more than the samples of a step"
-        remedy = f"write algorithm.num_minibatches={num_samples} or less"
-        raise ConfigError(explain(message, samples=f"{factors} = {num_samples}", remedy=remedy))
+    message = f"algorithm.num_minibatches = {config.algorithm.num_minibatches}: more than the samples of a step"
+    remedy = f"write algorithm.num_minibatches={num_samples} or less"
+    too_many = config.algorithm.num_minibatches > num_samples
+    _refuse_if(too_many, message, samples=f"{factors} = {num_samples}", remedy=remedy)
+    message = "rollout.group_size = 1: a single sample of a prompt has the advantage 0, so that GRPO trains nothing"
+    _refuse_if(is_grpo and group_size == 1, message, allowed="at least 2", remedy="write for example rollout.group_size=8")
+    if run.stop_at_accuracy:
+        is_measured = not is_grpo and config.data.eval and config.rollout.evaluate_every_steps
+        message = f"run.stop_at_accuracy = {run.stop_at_accuracy:g}: the accuracy is not measured while the run trains"
+        needs = "algorithm.name=sft, data.eval, rollout.evaluate_every_steps above 0"
+        _refuse_if(not is_measured, message, needs=needs, remedy="set what it needs, or write run.stop_at_accuracy=0")
+
+
+def _check_schedule(config: Config) -> None:
+    """megatron-core/core/optimizer_param_scheduler.py asserts the same."""
+    optimizer = config.engine.optimizer
+    least, rate = optimizer.min_learning_rate, optimizer.learning_rate
+    message = f"engine.optimizer.min_learning_rate = {least:g}: above engine.optimizer.learning_rate = {rate:g}"
+    _refuse_if(least > rate, message, remedy=f"write engine.optimizer.min_learning_rate={rate:g} or less")
+    end, warmup = optimizer.decay_steps, optimizer.warmup_steps
+    message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
+    is_over = end is not None and end <= warmup
+    _refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
 
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
@@ -109,20 +131,17 @@ def _check_engine_divides(config: Config, shape: ModelShape) -> None:
 def _check_lora(config: Config, shape: ModelShape) -> None:
     lora = config.engine.lora
     if lora.rank == 0:
-        given = [field.name for field in fields(lora) if getattr(lora, field.name) != field.default]
-        if given:
-            message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{given[0]} could be for"
+        if given := lora.model_dump(exclude_defaults=True):
+            message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{next(iter(given))} could be for"
             raise ConfigError(explain(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out"))
         return
     _check_lora_of_experts(config, shape)
     smallest = shape.hidden_size if shape.num_experts else min(shape.hidden_size, shape.intermediate_size)
-    if lora.rank > smallest:
-        message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
-        remedy = f"write engine.lora.rank={min(32, smallest)}"
-        raise ConfigError(explain(message, model=config.model.path, remedy=remedy))
-    if lora.sync == "adapter" and lora.rank > MAX_SERVED_RANK:
-        message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
-        raise ConfigError(explain(message, remedy=f"write engine.lora.sync=merged, or engine.lora.rank={MAX_SERVED_RANK}"))
+    message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
+    _refuse_if(lora.rank > smallest, message, model=config.model.path, remedy=f"write engine.lora.rank={min(32, smallest)}")
+    message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
+    remedy = f"write engine.lora.sync=merged, or engine.lora.rank={MAX_SERVED_RANK}"
+    _refuse_if(lora.sync == "adapter" and lora.rank > MAX_SERVED_RANK, message, remedy=remedy)
     if lora.adapter_path:
         try:
             check_peft_folder(lora.adapter_path, lora, config.model.path)
@@ -140,9 +159,9 @@ def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
         message = f"engine.lora.targets = {', '.join(lora.targets)}: {wrong[0]} is in the experts of {shape.model_type}"
         remedy = f"write engine.lora.targets=[{','.join(adapted)}]"
         raise ConfigError(explain(message, model=config.model.path, choices=", ".join(adapted), remedy=remedy))
-    if lora.sync == "adapter":
-        message = f"engine.lora.sync = adapter: not supported for the mixture of experts {shape.model_type}"
-        raise ConfigError(explain(message, model=config.model.path, choices="merged", remedy="write engine.lora.sync=merged"))
+    message = f"engine.lora.sync = adapter: not supported for the mixture of experts {shape.model_type}"
+    lines = {"model": config.model.path, "choices": "merged", "remedy": "write engine.lora.sync=merged"}
+    _refuse_if(lora.sync == "adapter", message, **lines)
 
 
 def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names: Sequence[str]) -> None:
@@ -168,21 +187,14 @@ def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
+def _check_rollout(config: Config, shape: ModelShape) -> None:
     rollout = config.rollout
     try:
-        check_reward_name(rollout.reward)
+        resolve_reward(rollout.reward)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if rollout.max_staleness > MAX_STALENESS:
-        message = f"rollout.max_staleness = {rollout.max_staleness}: not supported yet"
-        remedy = "write rollout.max_staleness=1"
-        raise ConfigError(explain(message, choices="0 (synchronous), 1 (one-step-off)", remedy=remedy))
-    if rollout.max_model_len is not None and rollout.max_model_len <= rollout.max_new_tokens:
-        message = f"rollout.max_model_len = {rollout.max_model_len}: leaves no room for a prompt"
-        needed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
-        raise ConfigError(explain(message, allowed=needed, remedy="raise it, or write rollout.max_model_len=null"))
-    _check_placement(config, world_size)
+    message, choices = f"rollout.max_staleness = {rollout.max_staleness}: not supported yet", "0 (synchronous), 1 (one-step-off)"
+    _refuse_if(rollout.max_staleness > MAX_STALENESS, message, choices=choices, remedy="write rollout.max_staleness=1")
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
     good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
@@ -193,44 +205,59 @@ def _check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
         raise _wrong_size(config, "rollout.tensor_parallel", size, problem, good)
 
 
+def _check_lengths(config: Config, shape: ModelShape) -> None:
+    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: _check_data."""
+    rollout, positions = config.rollout, shape.max_position_embeddings
+    allowed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
+    limits = {"rollout.max_model_len": rollout.max_model_len, "engine.tokens_per_microbatch": config.engine.tokens_per_microbatch}
+    for key, limit in limits.items():
+        is_short = limit is not None and limit <= rollout.max_new_tokens
+        remedy = f"write {key}={rollout.max_new_tokens + 256} or more, or a lower rollout.max_new_tokens"
+        _refuse_if(is_short, f"{key} = {limit}: leaves no room for a prompt", allowed=allowed, remedy=remedy)
+    model = f"max_position_embeddings = {positions} in {config.model.path}"
+    message = f"rollout.max_model_len = {rollout.max_model_len}: more than the model has positions"
+    is_long = rollout.max_model_len is not None and 0 < positions < rollout.max_model_len
+    _refuse_if(is_long, message, model=model, remedy=f"write rollout.max_model_len={positions} or less")
+    message = f"rollout.max_new_tokens = {rollout.max_new_tokens}: leaves no room for a prompt"
+    remedy = f"write rollout.max_new_tokens={positions // 2}"
+    _refuse_if(0 < positions <= rollout.max_new_tokens, message, model=model, remedy=remedy)
+    longest = rollout.max_model_len or positions
+    size = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    kv_heads = max(1, shape.num_key_value_heads // rollout.tensor_parallel)
+    needed = 2 * shape.num_hidden_layers * kv_heads * size * DTYPE_BYTES[config.model.dtype] * longest
+    message = f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes}: too small for one sequence of {longest} tokens"
+    remedy = "write more, or a lower rollout.max_model_len"
+    is_small = rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed
+    _refuse_if(is_small, message, allowed=f"at least {needed}", remedy=remedy)
+
+
 def _check_placement(config: Config, world_size: int) -> None:
     rollout, transport = config.rollout, config.sync.transport
+    lines = {"placement": rollout.placement, "remedy": "write sync.transport=auto"}
     if not rollout.is_colocated:
-        if transport == "ipc":
-            message = "sync.transport = ipc: trainer and replicas have GPUs of their own, and ipc is for GPUs that they share"
-            raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))
+        message = "sync.transport = ipc: trainer and replicas have GPUs of their own, and ipc is for GPUs that they share"
+        _refuse_if(transport == "ipc", message, **lines)
         return
-    if transport == "nccl":
-        message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
-        raise ConfigError(explain(message, placement=rollout.placement, remedy="write sync.transport=auto"))
-    if rollout.max_staleness:
-        message = f"rollout.max_staleness = {rollout.max_staleness}: replicas on the trainer's GPUs sleep while it trains"
-        raise ConfigError(explain(message, placement=rollout.placement, remedy="write rollout.max_staleness=0"))
+    message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
+    _refuse_if(transport == "nccl", message, **lines)
+    message = f"rollout.max_staleness = {rollout.max_staleness}: replicas on the trainer's GPUs sleep while it trains"
+    _refuse_if(rollout.max_staleness, message, placement=rollout.placement, remedy="write rollout.max_staleness=0")
     workers = rollout.replicas * rollout.tensor_parallel
-    if workers > world_size:
-        message = f"rollout.replicas = {rollout.replicas}: with rollout.tensor_parallel more workers than the trainer has ranks"
-        remedy = f"write rollout.replicas={max(1, world_size // rollout.tensor_parallel)} or start {workers} ranks"
-        sizes = f"{rollout.replicas} x {rollout.tensor_parallel} = {workers} on {world_size} ranks"
-        raise ConfigError(explain(message, placement=rollout.placement, workers=sizes, remedy=remedy))
+    message = f"rollout.replicas = {rollout.replicas}: with rollout.tensor_parallel more workers than the trainer has ranks"
+    remedy = f"write rollout.replicas={max(1, world_size // rollout.tensor_parallel)} or start {workers} ranks"
+    sizes = f"{rollout.replicas} x {rollout.tensor_parallel} = {workers} on {world_size} ranks"
+    _refuse_if(workers > world_size, message, placement=rollout.placement, workers=sizes, remedy=remedy)
 
 
 def _check_data(config: Config) -> None:
-    data = config.data
-    if not data.train:
-        raise ConfigError(explain("data.train is not set", remedy="set data.train to a JSONL file"))
-    for key, path in (("data.train", data.train), ("data.eval", data.eval)):
-        if path:
-            try:
-                load_examples(path, data.prompt_key, data.answer_key)
-            except ValueError as error:
-                raise ConfigError(f"{key}: {error}") from error
+    """Tokenises it where transformers is installed; a machine that only submits runs may not have it."""
+    (load_data if find_spec("transformers") else read_files)(config)
 
 
 def _check_run_folder(config: Config) -> None:
     name, folder = config.run.name, config.run.folder
-    if name in ("", ".", "..") or "/" in name:
-        message = f"run.name = {name!r}: the name of one folder is expected"
-        raise ConfigError(explain(message, remedy="put the folders above it into run.dir"))
+    message = f"run.name = {name!r}: the name of one folder is expected"
+    _refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:

@@ -36,6 +36,8 @@ class ModelShape:
     num_experts: int = 0  # 0, and so the next two: no mixture of experts
     moe_intermediate_size: int = 0
     num_experts_per_tok: int = 0
+    max_position_embeddings: int = 0  # 0: no limit is given
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
 
     @property
     def split_size(self) -> str:
@@ -43,6 +45,7 @@ class ModelShape:
         return "moe_intermediate_size" if self.num_experts else "intermediate_size"
 
 
+OPTIONAL_SIZES = ("max_position_embeddings", "head_dim")
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -53,11 +56,16 @@ def check_model_folder(folder: str | Path) -> ModelShape:
         problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
         remedy = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
         raise ConfigError(explain(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy))
-    fields = _read_model_config(folder / "config.json")
-    shape = _read_shape(folder / "config.json", fields)
+    shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
     _refuse_unsupported(folder / "config.json", shape.model_type, fields)
     check_weights(folder)
     return shape
+
+
+def model_shape(folder: str | Path) -> ModelShape:
+    """ConfigError where config.json is missing or of an architecture that the engine does not know."""
+    path = Path(folder) / "config.json"
+    return _read_shape(path, _read_model_config(path))
 
 
 def _read_model_config(path: Path) -> dict[str, Any]:
@@ -87,9 +95,10 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
         )
     defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
     fields = {name: fields.get(other) for name, other in defaults.items()} | fields
-    names = [name for name in ModelShape.__dataclass_fields__ if name != "model_type"]
+    unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
+    unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
     sizes: dict[str, int] = {}
-    for name in names if family in MOE_FAMILIES else [name for name in names if name not in SIZES_OF_EXPERTS]:
+    for name in [name for name in ModelShape.__dataclass_fields__ if name not in unused]:
         size = fields.get(name)
         if type(size) is not int or size < 1:
             message = f"{path}: {name} = {size!r}: a whole number of at least 1 is expected"

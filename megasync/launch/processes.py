@@ -1,6 +1,6 @@
 """Child processes that do not outlive this one. Linux only: the kernel tells the child that its parent died.
 
-code = run_to_end(["python", "-m", "torch.distributed.run", ...])
+code = run_to_end(torchrun(2, "megasync.train", "configs/quickstart.yaml"))
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def end_on_sigterm() -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
+
+
+def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs `python -m module arguments` on so many ranks of this machine."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
+    return [sys.executable, *launcher, "-m", module, *arguments]
 
 
 def run_to_end(command: Sequence[str]) -> int:

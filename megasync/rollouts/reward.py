@@ -11,12 +11,14 @@ A function of your own takes one RewardInput and returns a finite number.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import math
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megasync.config.errors import explain, nearest_name
 
@@ -47,11 +49,29 @@ def token_count(sample: RewardInput) -> float:
     return sample.num_tokens / sample.max_tokens
 
 
+MATH = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[|\\boxed")  # what math-verify takes for the delimiters of LaTeX
+COMMAND = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\w*\s*\{[^}]*\}|\\[A-Za-z]+")
+PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}|[A-Za-z]{3,}[:\s]|\n")
+FINAL_LINE = re.compile(r"(?:\A|\n)####([^\n]*)\s*\Z")
+ARITHMETIC = re.compile(r"[-+*/=.%$\d\s]*")
+
+
+def _delimited(text: str) -> str:
+    r"""The final answer in `text`; LaTeX without delimiters, in which math-verify finds a number at best, is put into \boxed.
+
+    Where the last line begins with ####, as in GSM8K, it is what follows. Prose and plain numbers stay as they are.
+    """
+    final = FINAL_LINE.search(text)
+    text = (final[1] if final else text).strip()
+    is_bare = not (MATH.search(text) or PROSE.search(COMMAND.sub("", text)) or ARITHMETIC.fullmatch(text))
+    return f"\\boxed{{{text}}}" if is_bare else text
+
+
 def math_verify(sample: RewardInput) -> float:
     """1 where the package math-verify finds the response's expression equal to the answer's, else 0.
 
-    Whatever the parser stumbles over is worth 0, its reason logged. Its time limits use signals: outside of the main
-    thread there are none.
+    Answers may be bare LaTeX, as in MATH's and AIME's answer columns. Where the parser fails, the reward is 0 and the reason is
+    logged. Its time limits use signals: outside of the main thread there are none.
     """
     import math_verify as package  # type: ignore[import-untyped]
     from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
@@ -59,7 +79,7 @@ def math_verify(sample: RewardInput) -> float:
     timeout_seconds = 5 if threading.current_thread() is threading.main_thread() else None
     try:
         gold, found = (
-            package.parse(text, parsing_timeout=timeout_seconds, raise_on_error=True)
+            package.parse(_delimited(text), parsing_timeout=timeout_seconds, raise_on_error=True)
             for text in (sample.answer, sample.response)
         )
         return float(package.verify(gold, found, timeout_seconds=timeout_seconds, raise_on_error=True))
@@ -77,19 +97,13 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
 
 
-def check_reward_name(name: str) -> None:
-    """ValueError unless `name` is in the registry or has the form of an import path. Imports nothing."""
-    if name in REWARDS or IMPORT_PATH.fullmatch(name):
-        return
-    message = f"rollout.reward = {name!r}: there is no such reward"
-    choices = ", ".join([*REWARDS, "package.module:function"])
-    raise ValueError(explain(message, choices=choices, nearest=nearest_name(name, REWARDS), remedy=PATH_REMEDY))
-
-
 def resolve_reward(name: str) -> RewardFunction:
-    """The function of that name, imported if need be; it raises ValueError where its result is no finite number."""
-    check_reward_name(name)
-    function = REWARDS[name] if name in REWARDS else _import_function(name)
+    """The function of that name, imported if need be; it raises ValueError where its result is no finite number.
+
+    Raises:
+        ValueError: there is no such function, or it does not take one RewardInput.
+    """
+    function = REWARDS.get(name) or _import_function(name)
 
     def checked(sample: RewardInput) -> float:
         value = function(sample)
@@ -106,18 +120,36 @@ def resolve_reward(name: str) -> RewardFunction:
 
 
 def _import_function(path: str) -> RewardFunction:
-    module_name, _, function_name = path.partition(":")
     headline = f"rollout.reward = {path!r}"
+    if not IMPORT_PATH.fullmatch(path):
+        choices = ", ".join([*REWARDS, "package.module:function"])
+        near = nearest_name(path, REWARDS)
+        raise ValueError(explain(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY))
+    module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ValueError(explain(f"{headline}: cannot be imported: {error}", remedy=remedy)) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        problem = "is no function" if hasattr(module, function_name) else f"is not in {module.__file__}"
-        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = nearest_name(function_name, functions)
-        message = f"{headline}: {function_name} {problem}"
-        raise ValueError(explain(message, nearest=near, remedy="name a function that takes a RewardInput"))  # noqa: TRY004
+        raise ValueError(explain(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy)) from error
+    function: Any = getattr(module, function_name, None)
+    if function is None:
+        problem = f"is not in {module.__file__}"
+    elif not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        problem = "is no ordinary function"
+    else:
+        problem = _wrong_arguments(function)
+    if problem:
+        near = nearest_name(function_name, [name for name, value in vars(module).items() if inspect.isfunction(value)])
+        remedy = "name a function that takes one RewardInput and returns a number"
+        raise ValueError(explain(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy))
     return function  # type: ignore[no-any-return]
+
+
+def _wrong_arguments(function: RewardFunction) -> str:
+    try:
+        inspect.signature(function).bind("a RewardInput")
+    except TypeError as error:
+        return f"cannot be called with one argument: {error}"
+    except ValueError:  # a function of C that does not tell
+        return ""
+    return ""

@@ -1,0 +1,154 @@
+"""What tests/test_steps.py runs on its ranks (see ranks.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.batch import MicroBatch
+from engine.engine import Engine
+from engine.optimizer import inner_optimizers
+from engine.sample import Sample
+from tests.engine_cases import engine, exporter, random_samples
+from tests.lora_cases import save_adapter
+
+
+def old_log_prob_metrics(cases: list[dict[str, Any]], num_steps: int = 3) -> list[list[list[dict[str, float]]]]:
+    """For each case the metrics of its steps, with `algorithm.old_log_probs` auto and separate."""
+    results = []
+    for case in cases:
+        case = dict(case)
+        path, both = case.pop("path"), []
+        for choice in ("auto", "separate"):
+            with engine(path, name="grpo", old_log_probs=choice, **case) as built:
+                batches = [built.prepare(random_samples(16, seed=0))]
+                both.append([built.update(batches[0])])
+                both[-1] += [built.update(built.prepare(random_samples(16, seed=step))) for step in range(1, num_steps)]
+                has_old = [micro.old_log_probs is not None for mini in batches[0] for micro in mini.microbatches]
+                assert not built.layout.is_last_stage or set(has_old) == {choice == "separate"}
+        results.append(both)
+    return results
+
+
+def first_ratios_with_dropout(cases: list[dict[str, Any]], num_steps: int = 4) -> list[list[float]]:
+    """ratio/first_minibatch_mean of steps in which the adapters have grown."""
+    results = []
+    for case in cases:
+        case = dict(case)
+        with engine(case.pop("path"), name="grpo", **case) as built:
+            steps = [built.update(built.prepare(random_samples(16, seed=step))) for step in range(num_steps)]
+        results.append([step["ratio/first_minibatch_mean"] for step in steps])
+    return results
+
+
+def spoilt(samples: list[Sample], how: str) -> list[Sample]:
+    """One sample with a log-prob that is NaN, or with a reward whose gradient overflows."""
+    first = samples[0]
+    if how == "loss":
+        return [dataclasses.replace(first, rollout_log_probs=(math.nan,) * len(first.response_ids)), *samples[1:]]
+    return [dataclasses.replace(first, reward=1e38), *samples[1:]]
+
+
+def state_of(built: Engine) -> dict[str, torch.Tensor]:
+    """The exported weights, and the optimizer's own tensors."""
+    state = {name: tensor.clone() for name, tensor in exporter(built)}
+    for number, inner in enumerate(inner_optimizers(built.optimizer)):
+        for group in inner.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                for key, value in {"weight": parameter, **inner.state.get(parameter, {})}.items():
+                    local = getattr(value, "_local_tensor", value)
+                    state[f"{number} {index} {key}"] = torch.as_tensor(local).detach().clone()
+    return state
+
+
+def gradients(built: Engine) -> list[torch.Tensor]:
+    """The buffers that the wrap reduces gradients in."""
+    if built.config.wrap == "ddp":
+        return [buffer.grad_data for chunk in built.chunks for buffer in chunk.buffers]
+    groups = (group for chunk in built.chunks for group in chunk.module.param_and_grad_buffer.parameter_groups)
+    return [group.main_grad_buffer.data for group in groups if group.main_grad_buffer is not None]
+
+
+def skipped_steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A run whose second of three batches cannot be trained on, beside one that never saw it."""
+    options = {"name": "grpo", "non_finite": "skip", "normalize_advantage_by_std": False, "num_steps": 6}
+    results = []
+    for case in cases:
+        case = dict(case)
+        path, how = case.pop("path"), case.pop("how")
+        batches = [random_samples(16, seed=seed) for seed in range(3)]
+        with engine(path, **options, **case) as built:
+            built.update(built.prepare(batches[0]))
+            without = built.update(built.prepare(batches[2]))
+        with engine(path, **options, **case) as built:
+            built.update(built.prepare(batches[0]))
+            before, num_steps = state_of(built), built.schedule.num_steps
+            skipped = built.update(built.prepare(spoilt(batches[1], how)))
+            after = state_of(built)
+            zero = [bool((gradient == 0).all()) for gradient in gradients(built)]
+            same_schedule = num_steps == built.schedule.num_steps
+            following = built.update(built.prepare(batches[2]))
+        results.append(
+            {
+                "skipped": skipped["train/skipped_steps"],
+                "loss": skipped["loss/policy"],
+                "grad_norm": skipped["grad_norm"],
+                "changed": [name for name in before if not torch.equal(before[name], after[name])],
+                "num_tensors": len(before),
+                "zero": zero,
+                "same_schedule": same_schedule,
+                "same_after": following == without,
+                "finite_after": math.isfinite(following["loss/policy"]) and following["grad_norm"] > 0,
+            }
+        )
+    return results
+
+
+def stopped_weights(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """The tensors that changed although the step stopped the run."""
+    from engine.metrics import NonFiniteError
+
+    results = []
+    for case in cases:
+        case = dict(case)
+        with engine(case.pop("path"), name="grpo", **case) as built:
+            before = state_of(built)
+            try:
+                built.update(built.prepare(spoilt(random_samples(16, seed=0), "loss")))
+            except NonFiniteError as error:
+                assert "loss is not finite" in str(error)
+                after = state_of(built)
+        results.append([name for name in before if not torch.equal(before[name], after[name])])
+    return results
+
+
+def start_adapters(cases: list[dict[str, Any]], folder: str) -> list[list[dict[str, float]]]:
+    """Metrics of four steps from an adapter, the last of them once more by an engine that resumes from the third's weights."""
+    results = []
+    for number, case in enumerate(cases):
+        case = dict(case)
+        path, saved = case.pop("path"), Path(folder) / str(number)
+        options = {"name": "grpo", "kl_coefficient": 0.1, **case}
+        with engine(path, **options) as built:
+            steps = [built.update(built.prepare(random_samples(16, seed=step))) for step in range(3)]
+            save_adapter(built, saved, path)
+            steps.append(built.update(built.prepare(random_samples(16, seed=3))))
+        with engine(path, adapter_path=str(saved), **options) as built:
+            steps.append(built.update(built.prepare(random_samples(16, seed=3))))
+        results.append(steps)
+    return results
+
+
+def micro_batch(log_ratio: float, advantage: float) -> MicroBatch:
+    """Three response tokens, whose old log-probs are `log_ratio` less than 0, that of the first token; else equal."""
+    from engine.batch import pack
+
+    sample = Sample((5, 6), (7, 8, 9), (0.0, 0.0, 0.0), advantage=advantage)
+    micro = pack([sample], [0], 1, torch.device("cpu"))
+    micro.old_log_probs = torch.tensor([0.0, -log_ratio, 0.0, 0.0, 0.0])
+    micro.reference_log_probs = torch.tensor([0.0, log_ratio, 0.0, 0.0, 0.0])
+    return micro
