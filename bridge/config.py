@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
+Transport = Literal["auto", "shm", "nccl", "ipc"]
 Verify = Literal["none", "digest", "readback"]
 
 
@@ -35,7 +36,7 @@ class SyncConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    transport: Literal["auto", "shm", "nccl", "ipc"] = "auto"
+    transport: Transport = "auto"
     """shm: shared memory, on one host; nccl: process groups, over NCCL between GPUs and gloo between CPUs; ipc: memory of GPUs
     that trainer and replicas share; auto: shm without CUDA, with it ipc where the placement is colocated, else nccl."""
     bucket_bytes: Annotated[ByteSize, Field(ge=4096)] = 512 * 2**20

@@ -8,9 +8,9 @@ Leaves out the loss (loss.py).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
@@ -84,50 +84,38 @@ class MicroBatch:
         return self.tokens.shape[1]
 
 
-def pack(
-    samples: Sequence[Sample], indices: list[int], multiple: int, device: torch.device, filler: Sample | None = None
-) -> MicroBatch:
+def pack(samples: Sequence[Sample], indices: list[int], multiple: int, device: torch.device) -> MicroBatch:
     """Lay `samples[i] for i in indices` one after another; fill with token 0 up to a multiple of `multiple`.
 
-    An empty `indices` gives a micro-batch of the `filler` with no weight, so that every rank runs as many passes.
+    Empty `indices` give a micro-batch of the first sample with no weight, so that every rank runs as many passes.
     """
-    chosen = [samples[i] for i in indices] if indices else [filler or samples[0]]
+    chosen = [samples[i] for i in indices] or [samples[0]]
     weight = 1.0 if indices else 0.0
-    tokens: list[int] = []
-    labels: list[int] = []
-    mask: list[float] = []
-    advantages: list[float] = []
-    rollout: list[float] = []
-    lengths: list[int] = []
-    for sample in chosen:
-        ids = [*sample.prompt_ids, *sample.response_ids]
-        before, answer = len(sample.prompt_ids) - 1, len(sample.response_ids)
-        tokens += ids
-        labels += [*ids[1:], 0]
-        mask += [0.0] * before + [weight] * answer + [0.0]
-        advantages += [sample.advantage] * len(ids)
-        rollout += [0.0] * before + list(sample.rollout_log_probs or [0.0] * answer) + [0.0]
-        lengths.append(len(ids))
-    filling = -len(tokens) % multiple
+    lengths = [sample.num_tokens for sample in chosen]
+    filling = -sum(lengths) % multiple
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     if filling:
         lengths.append(filling)
-        segment = torch.cat([segment, torch.full((filling,), int(segment[-1]))])
-        tokens, labels = tokens + [0] * filling, labels + [0] * filling
-        mask, advantages, rollout = mask + [0.0] * filling, advantages + [0.0] * filling, rollout + [0.0] * filling
+        segment = torch.cat([segment, segment[-1:].expand(filling)])
     positions = torch.cat([torch.arange(length) for length in lengths])
 
-    def per_token(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def packed(values: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor([*chain.from_iterable(values), *[0] * filling], dtype=dtype, device=device)
 
     return MicroBatch(
         samples=indices,
-        tokens=torch.tensor([tokens], device=device),
-        labels=torch.tensor([labels], device=device),
+        tokens=packed(((*s.prompt_ids, *s.response_ids) for s in chosen), torch.int64)[None],
+        labels=packed(((*s.prompt_ids[1:], *s.response_ids, 0) for s in chosen), torch.int64)[None],
         position_ids=positions[None].to(device),
         sequences=PackedSequences.from_lengths(lengths, device),
-        mask=per_token(mask),
+        mask=packed(_at_predictions(s, (weight,) * len(s.response_ids)) for s in chosen),
         segment=segment.to(device),
-        advantages=per_token(advantages),
-        rollout_log_probs=per_token(rollout),
+        advantages=packed((s.advantage,) * s.num_tokens for s in chosen),
+        rollout_log_probs=packed(_at_predictions(s, s.rollout_log_probs) for s in chosen),
     )
+
+
+def _at_predictions(sample: Sample, values: tuple[float, ...]) -> tuple[float, ...]:
+    """A value for each token of the sample: `values`, one a response token, at the positions that predict those; else 0."""
+    before = (0.0,) * (len(sample.prompt_ids) - 1)
+    return (*before, *(values or (0.0,) * len(sample.response_ids)), 0.0)

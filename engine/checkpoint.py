@@ -2,7 +2,8 @@
 
     checkpoints/step_00000010/hf/            the weights, a Hugging Face folder that transformers and vLLM load
                               adapter/       with LoRA in its place: the adapter alone, a folder that PEFT loads
-                              rank_00000.pt  this rank's optimizer state, main weights, schedule and random states
+                              rank_00000.pt  this rank's optimizer state, main weights, schedule and random states:
+                                             tensors, numbers and text only, read without unpickling anything else
                               layout.json    what the ranks were
 
 A checkpoint is written under a temporary name and renamed when every rank is done, so a folder named step_* is whole.
@@ -13,14 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
+import pickle
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -29,18 +29,21 @@ from safetensors.torch import save_file
 from engine import peft
 from engine.engine import Engine
 from engine.optimizer import inner_optimizers
-
-from megatron.core import tensor_parallel
+from engine.random_state import random_state, set_random_state
 
 STEP = re.compile(r"step_(\d{8})")
 MAX_SHARD_BYTES = 4 * 2**30
 NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf")
 
 
+def _steps(root: Path) -> list[Path]:
+    """The whole checkpoints, oldest first."""
+    return sorted(path for path in root.glob("step_*") if STEP.fullmatch(path.name))
+
+
 def newest(root: Path) -> Path | None:
     """The checkpoint of the highest step, or None."""
-    found = [path for path in root.glob("step_*") if STEP.fullmatch(path.name)] if root.is_dir() else []
-    return max(found, key=lambda path: path.name, default=None)
+    return max(_steps(root), default=None)
 
 
 def step_of(folder: Path) -> int:
@@ -68,35 +71,41 @@ def save(
     `weights` is this stage's export; every rank iterates it, senders write it. With LoRA it is left alone, and the adapter
     is written; the base model stays in `model_path`. Returns the folder.
     """
-    weights_folder = "adapter" if engine.config.lora.rank else "hf"
     final, partial = root / f"step_{step:08d}", root / f".partial_step_{step:08d}"
+    has_adapters = bool(engine.config.lora.rank)
+    weights_folder = partial / ("adapter" if has_adapters else "hf")
     if engine.layout.rank == 0:
         for leftover in root.glob(".partial_*"):
             shutil.rmtree(leftover)
-        (partial / weights_folder).mkdir(parents=True)
+        weights_folder.mkdir(parents=True)
     dist.barrier()
-    if engine.config.lora.rank:
-        peft.save_stage(partial / weights_folder, engine.layout.pipeline_rank, engine.adapter_tensors())
+    if has_adapters:
+        peft.save_stage(weights_folder, engine.layout.pipeline_rank, engine.adapter_tensors())
     else:
-        save_weights(partial / weights_folder, engine.layout.pipeline_rank, weights)
+        save_weights(weights_folder, engine.layout.pipeline_rank, weights)
     torch.save(_state(engine), partial / f"rank_{engine.layout.rank:05d}.pt")
     dist.barrier()
     if engine.layout.rank == 0:
-        if engine.config.lora.rank:
-            peft.finish_folder(partial / weights_folder, engine.config.lora, model_path)
+        if has_adapters:
+            peft.finish_folder(weights_folder, engine.config.lora, model_path)
         else:
-            finish_folder(partial / weights_folder, model_path)
+            finish_folder(weights_folder, model_path)
         (partial / "layout.json").write_text(json.dumps(_layout(engine), indent=1))
-        for path in partial.rglob("*"):
-            _flush(path)
-        if final.exists():  # a resumed run comes by the same step again
-            shutil.rmtree(final)
-        partial.rename(final)
-        _flush(root)
-        for old in sorted(path for path in root.glob("step_*") if STEP.fullmatch(path.name))[:-keep]:
+        _commit(partial, final)
+        for old in _steps(root)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return final
+
+
+def _commit(partial: Path, final: Path) -> None:
+    """Bring the folder onto the disk, then give it its name."""
+    for path in (*partial.rglob("*"), partial):
+        flush(path)
+    if final.exists():  # a resumed run comes by the same step again
+        shutil.rmtree(final)
+    partial.rename(final)
+    flush(final.parent)
 
 
 def save_weights(folder: Path, stage: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -116,12 +125,15 @@ def save_weights(folder: Path, stage: int, weights: Iterable[tuple[str, torch.Te
 def finish_folder(folder: Path, model_path: Path) -> None:
     """Index the shards and add config, tokenizer and what else stands beside the start model's weights."""
     shards = sorted(folder.glob("model-*.safetensors"))
-    sizes = {shard: _tensor_bytes(shard) for shard in shards}
     if len(shards) == 1:
         shards[0].rename(folder / "model.safetensors")
     else:
-        weight_map = {name: shard.name for shard in shards for name in sizes[shard]}
-        total = sum(sum(each.values()) for each in sizes.values())
+        weight_map, total = {}, 0
+        for shard in shards:
+            with safe_open(shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is no dict
+                    weight_map[name] = shard.name
+                    total += file.get_tensor(name).nbytes  # mapped, not read
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for path in model_path.iterdir():
@@ -133,32 +145,39 @@ def restore(folder: Path, engine: Engine) -> None:
     """Put optimizer, schedule and random states back. The engine was built from `start(folder)`.
 
     Raises:
-        ValueError: the checkpoint is of another layout or wrap.
+        ValueError: the checkpoint is of another layout or wrap, or holds objects other than tensors, numbers and text.
     """
     saved = json.loads((folder / "layout.json").read_text())
     differing = {key: (value, saved.get(key)) for key, value in _layout(engine).items() if saved.get(key) != value}
     if differing:
         told = "; ".join(f"{key} is {now}, the checkpoint has {then}" for key, (now, then) in differing.items())
         raise ValueError(
-            f"{folder}: cannot resume with another layout: {told}. Start with the checkpoint's layout, or begin anew from "
-            f"its weights: {_begin_anew(folder)} checkpoint.resume=never"
+            f"{folder}: cannot resume with another layout: {told}. Start with the checkpoint's layout, or begin another "
+            f"run from its weights: {_from_weights(folder)}"
         )
-    state = torch.load(folder / f"rank_{engine.layout.rank:05d}.pt", map_location=engine.device, weights_only=False)
+    state = _read_state(folder, engine)
     for optimizer, entries in zip(inner_optimizers(engine.optimizer), state["optimizers"], strict=True):
         _restore_optimizer(optimizer, entries)
     engine.schedule.load_state_dict(state["schedule"])
-    random.setstate(state["random"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-    tensor_parallel.get_cuda_rng_tracker().set_states({k: v.cpu() for k, v in state["tracker"].items()})
+    set_random_state(state["random_state"])
 
 
-def _begin_anew(folder: Path) -> str:
-    """The keys that start a run from the checkpoint's weights."""
+def _read_state(folder: Path, engine: Engine) -> dict[str, Any]:
+    path = folder / f"rank_{engine.layout.rank:05d}.pt"
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=engine.device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path}: holds objects that no checkpoint of this version has, none of which was loaded: it is damaged, of another "
+            f"version or not to be trusted. Begin another run from its weights: {_from_weights(folder)}"
+        ) from error
+    return state
+
+
+def _from_weights(folder: Path) -> str:
+    """The keys that start another run from the checkpoint's weights."""
     ((name, path),) = start(folder).items()
-    return f"{'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"
+    return f"run.name=NAME {'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"
 
 
 def _layout(engine: Engine) -> dict[str, Any]:
@@ -178,11 +197,7 @@ def _state(engine: Engine) -> dict[str, Any]:
     return {
         "optimizers": [_optimizer_state(optimizer) for optimizer in inner_optimizers(engine.optimizer)],
         "schedule": engine.schedule.state_dict(),
-        "random": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "random_state": random_state(),
     }
 
 
@@ -240,13 +255,7 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _tensor_bytes(path: Path) -> dict[str, int]:
-    """The size of each tensor of a safetensors file, which is mapped and not read."""
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name).nbytes for name in file.offset_keys()}
-
-
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Force a file or a folder's entries onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Engine: a wrapped model that gives log-probs, takes optimizer steps and hands out whole parameters. SPMD: every rank calls.
+"""Engine: a wrapped model that takes optimizer steps and hands out whole parameters. SPMD: every rank calls.
 
 Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/test_engine.py.
 """
@@ -136,23 +136,12 @@ class Engine:
         """
         return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
 
-    def log_probs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probs of the response tokens of each sample, float32 on the CPU, on every rank.
-
-        The same code as for training: packed, data-parallel, at the positions that predict the tokens.
-        """
-        minibatch = self._minibatch(samples)
-        local = [(micro, values) for micro, values in self._evaluate(minibatch, self._log_prob_values)]
-        return self._collect(samples, local)
-
     def greedy_matches(self, samples: Sequence[Sample]) -> list[bool]:
         """Whether greedy decoding of each prompt gives exactly the response.
 
         One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
         """
-        minibatch = self._minibatch(samples)
-        local = [(micro, values) for micro, values in self._evaluate(minibatch, self._greedy_values)]
-        return [bool(values.all()) for values in self._collect(samples, local)]
+        return [bool(values.all()) for values in self._response_values(samples, self._greedy_values)]
 
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
@@ -256,28 +245,25 @@ class Engine:
     def _log_probs(
         self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]
     ) -> list[torch.Tensor] | list[None]:
+        """float32 [T] of each micro-batch on the last stage; no gradients."""
         with torch.no_grad():
             values = self._run(microbatches, chunks, self._log_prob_values, forward_only=True)
         return values or [None] * len(microbatches)
 
-    def _evaluate(self, minibatch: MiniBatch, values: LossFunction) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+    def _response_values(self, samples: Sequence[Sample], values: LossFunction) -> list[torch.Tensor]:
+        """What `values` gives at the positions that predict each sample's response tokens, float32 on the CPU, on every rank."""
+        microbatches = self._minibatch(samples).microbatches
         with torch.no_grad():
-            outputs = self._run(minibatch.microbatches, self.chunks, values, forward_only=True)
-        return zip(minibatch.microbatches, outputs, strict=False)
-
-    def _collect(
-        self, samples: Sequence[Sample], local: list[tuple[MicroBatch, torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """Bring per-token values of the response tokens to every rank, in the order of `samples`."""
+            outputs = self._run(microbatches, self.chunks, values, forward_only=True)
         offsets = [0]
         for sample in samples:
             offsets.append(offsets[-1] + len(sample.response_ids))
         flat = torch.zeros(offsets[-1], device=self.device)
-        for micro, values in local if self._reports else []:
+        for micro, output in zip(microbatches, outputs, strict=True) if self._reports else []:
             position = 0
             for index in micro.samples:
                 prompt, answer = len(samples[index].prompt_ids), len(samples[index].response_ids)
-                flat[offsets[index] : offsets[index + 1]] = values[position + prompt - 1 : position + prompt + answer - 1]
+                flat[offsets[index] : offsets[index + 1]] = output[position + prompt - 1 : position + prompt + answer - 1]
                 position += prompt + answer
         dist.all_reduce(flat)
         return [part.cpu() for part in torch.split(flat, [len(sample.response_ids) for sample in samples])]

@@ -105,9 +105,7 @@ def grpo_loss(
     token_loss = -surrogate * correction
     sums: Sums = {}
     if config.kl_coefficient > 0:
-        assert batch.reference_log_probs is not None
-        difference = _bounded((batch.reference_log_probs - log_probs) * mask)
-        kl = (difference.exp() - difference - 1).clamp(max=MAX_KL)
+        kl = _kl(log_probs, batch)
         token_loss = token_loss + config.kl_coefficient * kl
         sums["kl"] = (kl * mask).sum().detach().double()
     loss = (token_loss * weights).sum()
@@ -123,6 +121,13 @@ def grpo_loss(
             "importance": (correction * mask).sum().double(),
         }
     return loss, sums
+
+
+def _kl(log_probs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Each token's estimate k3 of the KL to the reference, from 0 to MAX_KL."""
+    assert batch.reference_log_probs is not None
+    difference = _bounded((batch.reference_log_probs - log_probs) * batch.mask)
+    return (difference.exp() - difference - 1).clamp(max=MAX_KL)
 
 
 def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:

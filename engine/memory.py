@@ -1,4 +1,4 @@
-"""This rank's memory: how torch hands out its GPU's, and how much is in use. Leaves out who may have it when: offload.py."""
+"""This rank's memory: the setting of torch's allocator, and how much is in use. Leaves out offloading (offload.py)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from engine.device import has_cuda
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
 
 
-def let_blocks_grow() -> None:
-    """Let torch's allocator lengthen a block of GPU memory in place of taking another. No-op without a GPU, or with settings of
-    the user's own.
+def enable_expandable_segments() -> None:
+    """Let torch's caching allocator extend a segment in place of allocating another. No-op without a GPU, or with settings of the
+    user's own.
 
-    Packed batches differ in length, so each step asks for other sizes than the one before, and blocks that fit none of them
-    pile up until the GPU is full. Call before the first tensor is on the GPU. Other processes cannot map such memory by
-    CUDA's IPC handles.
+    Packed batches differ in length, so each step asks for other sizes than the one before, and without it cached segments that
+    fit none of them pile up until the GPU is full. Call before the first tensor is on the GPU. Other processes cannot map such
+    memory by CUDA's IPC handles.
     """
     if has_cuda() and not any(os.environ.get(name) for name in ENVIRONMENT):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def in_use() -> dict[str, float]:
-    """Metrics, in bytes: what is resident of this process; of its GPU what anyone uses, what torch has given this process's
-    tensors now, and the most since the last call.
-    """
+def memory_metrics() -> dict[str, float]:
+    """In bytes: host RSS; device memory used by all processes; allocated by torch now, and at most since the last call."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     found = {"memory/host_bytes": float(resident)}
     if has_cuda():

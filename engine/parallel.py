@@ -63,7 +63,7 @@ def initialize(
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not shares_memory_over_ipc:
-        memory.let_blocks_grow()
+        memory.enable_expandable_segments()
     if not dist.is_initialized():
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)

@@ -41,11 +41,11 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
     """
     folder = Path(folder)
     fields = _read_fields(folder)
-    keys, metadata = _read_header(folder / WEIGHTS_FILE)
+    names, metadata = _read_names(folder / WEIGHTS_FILE)
     _check_method(folder, fields)
-    _check_base(folder, fields, metadata, Path(model_path))
+    _check_base(folder, fields, metadata.get("base_fingerprint"), Path(model_path))
     _check_rank(folder, fields, lora)
-    for key in keys:
+    for key in names:
         match = KEY.fullmatch(key)
         target = TARGET_OF.get(match[1].rpartition(".")[2]) if match else None
         if target is None:
@@ -54,11 +54,11 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
             raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {', '.join(lora.targets)}")
 
 
-def _read_header(path: Path) -> tuple[list[str], dict[str, str]]:
-    """A safetensors file's names and metadata."""
+def _read_names(path: Path) -> tuple[list[str], dict[str, str]]:
+    """A safetensors file's tensor names and metadata."""
     try:
         with safe_open(path, framework="np") as file:
-            return file.keys(), file.metadata() or {}
+            return list(file.keys()), file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"engine.lora.adapter_path: {path} is no safetensors file: {error}") from error
 
@@ -99,9 +99,8 @@ def _check_method(folder: Path, fields: dict[str, Any]) -> None:
         raise ValueError(f"{folder}: {used[0]}={fields[used[0]]!r} is not supported; start from a plain LoRA adapter")
 
 
-def _check_base(folder: Path, fields: dict[str, Any], metadata: dict[str, str], model_path: Path) -> None:
-    """By the fingerprint that our own adapters carry; else by the base model's name."""
-    written_on = metadata.get("base_fingerprint")
+def _check_base(folder: Path, fields: dict[str, Any], written_on: str | None, model_path: Path) -> None:
+    """By the fingerprint `written_on` that our own adapters carry; else by the base model's name."""
     base = str(fields.get("base_model_name_or_path") or "")
     if written_on is not None:
         is_same = written_on == fingerprint(model_path)

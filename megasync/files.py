@@ -1,13 +1,34 @@
-"""Writing files so that a reader, or the next start after a crash, sees the former content or the new one, whole.
+"""Files of a run: written so that a reader, or the next start after a crash, sees the former content or the new one, whole.
 
 write_atomically(run_folder / "summary.json", text)
+former = set_aside(run_folder)      # runs/NAME becomes runs/NAME.1 if it holds the results of a former run
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
+
+CHECKPOINTS = "checkpoints"
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+def has_results(run_folder: Path) -> bool:
+    """Whether a run left steps, evaluations or checkpoints in it."""
+    records = (run_folder / name for name in (METRICS_FILE, EVALUATIONS_FILE))
+    return any(path.is_file() and path.stat().st_size for path in records) or any((run_folder / CHECKPOINTS).glob("step_*"))
+
+
+def set_aside(run_folder: Path) -> Path | None:
+    """Renames a folder with results to the first name of FOLDER.1, FOLDER.2, ... that is free; returns it. No results: None."""
+    if not has_results(run_folder):
+        return None
+    names = (run_folder.with_name(f"{run_folder.name}.{number}") for number in itertools.count(1))
+    free = next(path for path in names if not path.exists())
+    return run_folder.rename(free)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
+from megasync.files import CHECKPOINTS, set_aside
 from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
@@ -35,11 +36,12 @@ class Session:
         self.begin_seconds = time.time()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
-        self.checkpoints = config.run.folder / "checkpoints"
+        self.checkpoints = config.run.folder / CHECKPOINTS
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
         self.first_step = checkpoint.step_of(self.last_checkpoint) if self.last_checkpoint else 0
         self.step = self.first_step
+        former = None if self.last_checkpoint else on_rank_zero(lambda: set_aside(config.run.folder))
         self.engine = Engine(
             config.model,
             config.engine,
@@ -53,6 +55,8 @@ class Session:
             checkpoint.restore(self.last_checkpoint, self.engine)
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
         self._data_of_rank = data
+        if former:
+            self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
         for note in data.notes if data is not None else ():
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
@@ -80,7 +84,7 @@ class Session:
         seconds = time.time() - self.step_begin_seconds
         tokens = metrics.get("train/response_tokens", 0.0)
         times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
-        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.in_use()})
+        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
 
     # ------------------------------------------------------------------------------------------------ data
 

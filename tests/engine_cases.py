@@ -146,7 +146,7 @@ def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[di
                         freed = offload.offload(kinds)
                         left += sum(storage.nbytes() for kind in kinds for storage in _storages(built, kind))
                         offload.reload()
-                history.append([values.tolist() for values in built.log_probs(random_samples(4, seed=99))])
+                history.append([values.tolist() for values in log_probs(built, random_samples(4, seed=99))])
                 histories.append(history)
         results.append({"same": histories[0] == histories[1], "left": left, "freed": freed})
     return results
@@ -241,6 +241,11 @@ def negated_export(path: str) -> dict[str, Any]:
     }
 
 
+def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
+    """Of each sample's response tokens, by the code that training runs; on every rank."""
+    return built._response_values(samples, built._log_prob_values)
+
+
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:
     """The same log-probs from transformers, one sample at a time."""
     from transformers import AutoModelForCausalLM
@@ -265,8 +270,8 @@ def log_probs_against_hf(cases: list[dict[str, Any]]) -> list[float]:
         path = case.pop("path")
         samples = random_samples(12, seed=5)
         with engine(path, name="sft", **case) as built:
-            mine = built.log_probs(samples)
-            again = built.log_probs([dataclasses.replace(s) for s in reversed(samples)])
+            mine = log_probs(built, samples)
+            again = log_probs(built, [dataclasses.replace(s) for s in reversed(samples)])
         reference = hf_log_probs(path, samples)
         worst = max(float((a - b).abs().max()) for a, b in zip(mine, reference, strict=True))
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(mine, reversed(again), strict=True)))
@@ -299,7 +304,7 @@ def resumed_losses(path: str, root: str, cases: list[dict[str, Any]], steps: int
         with engine(path, **checkpoint.start(saved), **options) as built:
             checkpoint.restore(saved, built)
             rest = run(built, checkpoint.step_of(saved))
-            final = built.log_probs(random_samples(6, seed=99))
+            final = log_probs(built, random_samples(6, seed=99))
             checkpoint.save(folder, steps, built, whole_tensors(exporter(built)), Path(path), keep=1)
         reference = hf_log_probs(str(folder / f"step_{steps:08d}" / "hf"), random_samples(6, seed=99))
         worst = max(float((a - b).abs().max()) for a, b in zip(final, reference, strict=True))

@@ -13,7 +13,7 @@ from engine import checkpoint, lora, peft
 from engine.engine import Engine
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
-from tests.engine_cases import converted, engine, exporter, random_samples
+from tests.engine_cases import converted, engine, exporter, log_probs, random_samples
 
 
 def write_peft_adapter(
@@ -79,9 +79,9 @@ def against_peft(cases: list[dict[str, Any]], folder: str) -> list[dict[str, flo
         case = dict(case)
         path, adapter = case.pop("path"), case["lora"]["adapter_path"]
         with engine(path, name="sft", **case) as built:
-            on = built.log_probs(samples)
+            on = log_probs(built, samples)
             with lora.reference(built.chunks):
-                off = built.log_probs(samples)
+                off = log_probs(built, samples)
             again = Path(folder) / f"again_{number}"
             save_adapter(built, again, path)
         reference = peft_log_probs(path, adapter, samples)
@@ -177,13 +177,13 @@ def resumed(path: str, root: str, cases: list[dict[str, Any]], steps: int, stop:
 
         with engine(path, **options) as built:
             whole = run(built, 0)
-            end = built.log_probs(random_samples(6, seed=99))
+            end = log_probs(built, random_samples(6, seed=99))
         saved = checkpoint.newest(folder)
         assert saved is not None
         with engine(path, **checkpoint.start(saved), **options) as built:
             checkpoint.restore(saved, built)
             rest = run(built, stop)
-            end_again = built.log_probs(random_samples(6, seed=99))
+            end_again = log_probs(built, random_samples(6, seed=99))
         results.append(
             {
                 "whole": whole,

@@ -13,8 +13,8 @@ from bridge.messages import GenerationRequest, SyncError
 from bridge.send.publish import Publisher
 from engine.sample import Sample
 from megasync.weights import build_adapter_source
+from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.replicas import OpenPool
-from tests.engine_cases import engine, exporter, random_samples
 from tests.lora_cases import save_adapter, worst_difference
 from tests.sync_cases import is_rank_zero, replica
 
@@ -45,7 +45,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
                 result["seconds"][way].append(report.seconds)
                 result["bytes"][way] = report.num_bytes
             samples = random_samples(6, seed=1000 + step)
-            mine = built.log_probs(samples)
+            mine = log_probs(built, samples)
             if is_rank_zero():
                 result["tokens"].append({way: greedy(pool, samples) for way, pool in pools.items()})
                 result["tokens"][-1]["peft"] = peft_greedy(path, folder, samples)

@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.batch import MicroBatch
 from engine.engine import Engine
+from engine.metrics import NonFiniteError
 from engine.optimizer import inner_optimizers
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
@@ -111,18 +113,14 @@ def skipped_steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def stopped_weights(cases: list[dict[str, Any]]) -> list[list[str]]:
     """The tensors that changed although the step stopped the run."""
-    from engine.metrics import NonFiniteError
-
     results = []
     for case in cases:
         case = dict(case)
         with engine(case.pop("path"), name="grpo", **case) as built:
             before = state_of(built)
-            try:
+            with pytest.raises(NonFiniteError, match="loss is not finite"):
                 built.update(built.prepare(spoilt(random_samples(16, seed=0), "loss")))
-            except NonFiniteError as error:
-                assert "loss is not finite" in str(error)
-                after = state_of(built)
+            after = state_of(built)
         results.append([name for name in before if not torch.equal(before[name], after[name])])
     return results
 
@@ -153,3 +151,27 @@ def micro_batch(log_ratio: float, advantage: float) -> MicroBatch:
     micro.old_log_probs = torch.tensor([0.0, -log_ratio, 0.0, 0.0, 0.0])
     micro.reference_log_probs = torch.tensor([0.0, log_ratio, 0.0, 0.0, 0.0])
     return micro
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.marker),)
+
+
+def restore_planted(path: str, root: str, how: str, marker: str) -> str:
+    """What resuming says to a checkpoint with such an object in it, as the whole of a rank's file or as one of its values."""
+    from engine import checkpoint
+
+    with engine(path, name="sft") as built:
+        folder = checkpoint.save(Path(root), 1, built, exporter(built), Path(path), keep=1)
+        file = folder / "rank_00000.pt"
+        state = torch.load(file, weights_only=True)
+        torch.save(Planted(marker) if how == "whole" else {**state, "schedule": Planted(marker)}, file)
+        with pytest.raises(ValueError, match="holds objects") as caught:
+            checkpoint.restore(folder, built)
+    return str(caught.value)

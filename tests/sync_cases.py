@@ -17,8 +17,8 @@ from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
 from megasync.weights import start_ray
+from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.replicas import OpenPool
-from tests.engine_cases import engine, exporter, random_samples
 
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
 _replicas: dict[str, OpenPool] = {}  # rank 0's, by their config
@@ -83,7 +83,7 @@ def follow(
         if step == 0:
             num_pickled.count = 0  # only the first sync may agree on objects
         samples = random_samples(6, seed=1000 + step)
-        mine = built.log_probs(samples)
+        mine = log_probs(built, samples)
         exported = {name: tensor.clone() for name, tensor in whole_tensors(source)}
         if pool is None:
             continue

@@ -39,7 +39,8 @@ class Conversions:
             return [name, f"{name}.half"], [tensor + 1, tensor.half()]
         if name.endswith("fused"):
             heads = tensor.view(2, 3, -1, tensor.shape[1])
-            return [f"{name}.q", f"{name}.k"], [part.reshape(-1, tensor.shape[1]) for part in (heads[:, :2], heads[:, 2])]
+            parts = [heads[:, :2].reshape(-1, tensor.shape[1]), heads[:, 2].reshape(-1, tensor.shape[1])]
+            return [f"{name}.q", f"{name}.k"], parts
         return [name], [tensor]
 
 
@@ -89,8 +90,8 @@ def test_parts_are_what_the_conversions_give(is_in_place, gather_bytes) -> None:
         assert list(tensors) == list(wanted) == [spec.name for spec in source.manifest().tensors]
         for spec in source.manifest().tensors:
             assert torch.equal(tensors[spec.name], wanted[spec.name]), (change, spec)
-            value = wanted[spec.name]
-            assert spec == TensorSpec(spec.name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            dtype = str(wanted[spec.name].dtype).removeprefix("torch.")
+            assert spec == TensorSpec(spec.name, dtype, tuple(wanted[spec.name].shape))
         parts = list(source.parts())
         copies, memory = [part.copies for part in parts], [part.memory for part in parts]
         if former:
@@ -112,5 +113,5 @@ def test_ranks_without_tensors_walk_along() -> None:
     assert len(source.manifest().tensors) == len(expected(units))
     assert list(source.parts()) == [] and dict(whole_tensors(source)) == {}
     assert walks == [1, 2] * 3
-    shared = Exporter(walk, Conversions(), data_rank=1, on_all_ranks=True)
-    assert [name for name, _ in whole_tensors(shared)] == list(expected(units))
+    everywhere = Exporter(walk, Conversions(), data_rank=1, on_all_ranks=True)
+    assert [name for name, _ in whole_tensors(everywhere)] == list(expected(units))

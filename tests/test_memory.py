@@ -15,18 +15,18 @@ from engine import memory
 VARIED = """
 import torch
 from engine import memory
-memory.let_blocks_grow()
+memory.enable_expandable_segments()
 for step in range(40):
     tensors = [torch.empty((500 + 13 * step + 7 * index) * 2**20, dtype=torch.uint8, device="cuda") for index in range(4)]
     del tensors
-print(memory.in_use()["memory/tensors_peak_bytes"], torch.cuda.memory_reserved())
+print(memory.memory_metrics()["memory/tensors_peak_bytes"], torch.cuda.memory_reserved())
 """
 
 
 def test_host_memory_follows_what_is_touched() -> None:
-    before = memory.in_use()["memory/host_bytes"]
+    before = memory.memory_metrics()["memory/host_bytes"]
     held = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert memory.in_use()["memory/host_bytes"] - before > 0.9 * held.numel()
+    assert memory.memory_metrics()["memory/host_bytes"] - before > 0.9 * held.numel()
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_blocks_grow_unless_the_user_has_settings(
     for other in memory.ENVIRONMENT:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, own)
-    memory.let_blocks_grow()
+    memory.enable_expandable_segments()
     assert allocator() == (before if own else "expandable_segments:True")
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bridge.config import Verify
+from bridge.config import SyncConfig, Verify
 from bridge.layout.manifest import TIED_HEAD
 from bridge.messages import BeginSync, Spans, SyncError, SyncReport
 from bridge.send.collectives import Ranks
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from bridge.config import SyncConfig
     from bridge.export.adapter import AdapterSpec
     from bridge.export.source import WeightSource
     from bridge.messages import Replicas
@@ -72,7 +71,7 @@ class Publisher:
         self._connection: Connection | None = None
         self._spans = Spans()
 
-    def publish(self, version: int, verify: str | None = None) -> SyncReport:
+    def publish(self, version: int, verify: Verify | None = None) -> SyncReport:
         """Bring every replica to this rank's weights, as `version`.
 
         `verify`: for this sync in the place of SyncConfig.verify; the same on every rank.
@@ -81,9 +80,7 @@ class Publisher:
             ValueError: there is no such way to verify.
             SyncError: on every rank alike; refused (replicas serve on) or failed (replicas named are out of service).
         """
-        verify = verify or self._config.verify
-        if verify not in get_args(Verify):
-            raise ValueError(f"sync.verify is {verify}; choose {', '.join(get_args(Verify))}")
+        verify = SyncConfig(verify=verify or self._config.verify).verify
         self._spans = Spans()
         connection = self._connect(version)
         with self._spans.measure("pause"):

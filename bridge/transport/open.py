@@ -18,11 +18,12 @@ from bridge.transport.shm import ShmReader, ShmWriter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bridge.config import Transport
     from bridge.layout.bucket import StagePlan
     from bridge.transport.protocol import Reader, Writer
 
 
-def resolve_transport(name: str, *, shares_devices: bool = False) -> str:
+def resolve_transport(name: Transport, *, shares_devices: bool = False) -> Transport:
     """sync.transport with what `auto` means here: shm without CUDA; with CUDA ipc on shared GPUs, else nccl."""
     if name != "auto":
         return name

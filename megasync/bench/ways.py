@@ -41,6 +41,7 @@ from megasync.weights import build_exporter, transport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from bridge.config import Verify
     from bridge.export.source import Part, WeightSource
     from bridge.send.publish import Publisher
     from engine.engine import Engine
@@ -143,7 +144,7 @@ class Ways(BenchRank):
         assert self.lora is not None
         return self._publish(self.lora.publisher, self.lora.pool, version)
 
-    def _publish(self, publisher: Publisher, pool: BenchPool | None, version: int, verify: str | None = None) -> Measured:
+    def _publish(self, publisher: Publisher, pool: BenchPool | None, version: int, verify: Verify | None = None) -> Measured:
         report = publisher.publish(version, verify)
         stages: dict[str, float] = defaultdict(float)
         for span in report.stages:

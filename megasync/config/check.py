@@ -11,6 +11,7 @@ import argparse
 import math
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.ddp_fields import ddp_fields
@@ -18,6 +19,7 @@ from engine.peft_folder import check_peft_folder
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name
 from megasync.config.load import load_config
 from megasync.config.model_folder import ModelShape, check_model_folder
+from megasync.files import CHECKPOINTS, has_results
 from megasync.rollouts.prompts import load_data, read_files
 from megasync.rollouts.reward import resolve_reward
 
@@ -258,6 +260,7 @@ def _check_run_folder(config: Config) -> None:
     name, folder = config.run.name, config.run.folder
     message = f"run.name = {name!r}: the name of one folder is expected"
     _refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")
+    _check_former_run(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
@@ -267,6 +270,20 @@ def _check_run_folder(config: Config) -> None:
         message = f"run.dir, run.name = {folder}: the run's folder cannot be written: {error.strerror}"
         remedy = "write run.dir=FOLDER for a folder of yours"
         raise ConfigError(explain(message, looked_at=str(folder.resolve()), remedy=remedy)) from error
+
+
+def _check_former_run(config: Config) -> None:
+    """What the run starts from may not be moved aside with the results of a former run (see megasync/files.py:set_aside)."""
+    folder = config.run.folder
+    resumes = config.checkpoint.resume == "auto" and any((folder / CHECKPOINTS).glob("step_*"))
+    if resumes or not has_results(folder):
+        return
+    inputs = {"model.path": config.model.path, "engine.lora.adapter_path": config.engine.lora.adapter_path}
+    for key, path in {**inputs, "data.train": config.data.train, "data.eval": config.data.eval}.items():
+        if path and folder.resolve() in Path(path).resolve().parents:
+            message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"
+            remedy = "write run.name=NAME for another run"
+            raise ConfigError(explain(message, run_folder=str(folder), remedy=remedy))
 
 
 def main() -> None:

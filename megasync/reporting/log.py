@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from megasync.config.errors import explain
 from megasync.config.load import save_config
-from megasync.files import write_atomically
+from megasync.files import EVALUATIONS_FILE, METRICS_FILE, write_atomically
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
 
