@@ -41,8 +41,10 @@ class Layout:
         return self.tensor_rank == 0 and self.data_rank == 0
 
 
-def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0, *, is_mapped: bool = False) -> Layout:
-    """Join the world and build the groups. `is_mapped`: other processes will map this rank's GPU memory (CUDA IPC).
+def initialize(
+    config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0, *, shares_memory_over_ipc: bool = False
+) -> Layout:
+    """Join the world and build the groups. `shares_memory_over_ipc`: other processes will map this rank's GPU memory.
 
     Raises:
         ValueError: the world size is no multiple of tensor * pipeline * context.
@@ -56,7 +58,7 @@ def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.
         )
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if not is_mapped:
+    if not shares_memory_over_ipc:
         memory.enable_expandable_segments()
     if not dist.is_initialized():
         backend, timeout = device.communication_backend(), timedelta(seconds=timeout_seconds)

@@ -34,7 +34,8 @@ class Session:
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
         self.begin_seconds = time.time()
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
+        is_colocated = config.rollout.is_colocated
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.checkpoints = config.run.folder / CHECKPOINTS
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)

@@ -1,7 +1,7 @@
 """A process group of one sender and its readers, beside torch.distributed's own: NCCL on CUDA devices, gloo on CPUs.
 
-The sender is rank 0 and holds the store through which the members find each other and tell of an abort. A member that
-aborts writes its reason there; the others look while they wait, so that nobody waits for one who is gone. Leaves out what
+The sender is rank 0 and holds the store through which the members find each other. A member that aborts writes its reason there;
+the others look while they wait, so that nobody waits for one who is gone. Leaves out what
 is sent (nccl.py).
 """
 

@@ -41,7 +41,8 @@ class BenchRank(ABC):
 
     def __init__(self, config: BenchRoot) -> None:
         self.config = config
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
+        is_colocated = config.rollout.is_colocated
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
