@@ -1,7 +1,8 @@
 """The training engine: Megatron-Core models, wrapped, fed and stepped. Knows no Ray and no vLLM.
 
 config.py      the dataclasses of the YAML keys `model`, `engine` and `algorithm`
-device.py      lets megatron-core, megatron-fsdp and mbridge run where there is no CUDA
+device.py      the device that a rank computes on; stand_in.py lets megatron-core, megatron-fsdp and mbridge run without CUDA
+megatron.py    what is used of megatron-core, imported once that is in place
 parallel.py    process groups
 model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge
 experts.py     mixtures of experts in that
@@ -16,8 +17,9 @@ optimizer.py   Adam, clipping and the learning-rate schedule
 batch.py       Samples become packed, balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 metrics.py     what a step reports
-engine.py      Engine: prepare, update, log_probs, whole_parameters
+engine.py      Engine: prepare, update, whole_parameters
+random_state.py  the states of all random generators, and going back to them
 checkpoint.py  save and resume, cut-off safe
-memory.py      how a GPU's memory is handed out, and how much is in use
+memory.py      the setting of torch's allocator, and how much memory is in use
 offload.py     parameters, gradients and optimizer state to host memory and back
 """

@@ -1,8 +1,8 @@
 """What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
 
 No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through torch.nn.attention.varlen; otherwise
-sequences of similar length are laid side by side for scaled_dot_product_attention. With fusions the rotary embedding is done
-here too (megatron-core's, rope_utils.py:185, asks the device for the lengths twice a layer). Leaves out context parallelism
+sequences of similar length are padded and batched for scaled_dot_product_attention. With fusions the rotary embedding is done
+here too (megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out context parallelism
 and dropout.
 """
 
@@ -16,15 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
-
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_config import TransformerConfig
+from engine import fused
+from engine.megatron import PackedSeqParams, TransformerConfig
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """megatron-core's description of a packed batch, and how to lay it out for scaled_dot_product_attention."""
+    """megatron-core's description of a packed batch, and its layout for scaled_dot_product_attention."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
 
@@ -41,11 +39,11 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """Sequences of similar length, together: a group's longest is less than twice its shortest.
+        """Sequences grouped by length for padded attention: a group's longest is less than twice its shortest.
 
-        Returns the groups and the way back. A group is (index, slots): `index` int64 [sequences, longest] names the packed
-        token of each slot (0 where empty), `slots` int64 the filled places of the flattened group. The way back, int64
-        [tokens], puts the groups' filled slots, one group after another, into packing order.
+        Returns the groups and an inverse permutation. A group is (index, valid): `index` int64 [sequences, longest] gathers the
+        packed tokens (0 where padded), `valid` int64 lists what is not padding in the flattened group. The permutation, int64
+        [tokens], brings the groups' valid tokens, concatenated, back into packing order.
         """
         offsets, device = self.cu_seqlens_q.tolist(), self.cu_seqlens_q.device
         by_magnitude: dict[int, list[tuple[int, int]]] = {}
@@ -122,12 +120,12 @@ class CoreAttention(torch.nn.Module):
     def _grouped(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        groups, way_back = packed.length_groups
+        groups, inverse = packed.length_groups
         pieces = []
-        for index, slots in groups:
+        for index, valid in groups:
             q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
-            pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[slots])
-        return torch.cat(pieces)[way_back]
+            pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[valid])
+        return torch.cat(pieces)[inverse]
 
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams

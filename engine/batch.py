@@ -1,7 +1,7 @@
 """Samples become packed, balanced micro-batches. Pure functions, except for `pack`, which makes tensors.
 
-No padding: the samples of a micro-batch lie one after another (thd), only filled up to a multiple that sequence parallelism
-needs. Every rank works the same plan out of the same samples, so nothing has to be sent but the samples themselves.
+Samples of a micro-batch are concatenated (thd) and padded at the end only, to the multiple that sequence parallelism needs.
+Every rank computes the same plan from the same samples, so that no plan is communicated.
 Leaves out the loss (loss.py).
 """
 
@@ -61,19 +61,19 @@ def plan_microbatches(lengths: Sequence[int], data_size: int, tokens_per_microba
 
 @dataclass
 class MicroBatch:
-    """Packed samples of one forward pass. All per-token tensors are [tokens]; T counts the filling at the end.
+    """Packed samples of one forward pass. T counts its tokens with the padding at the end.
 
     `labels[t]` is the token after t within the same sample; `mask[t]` is 1 where that is a response token, so that every
     log-prob of the engine lives at the position that predicts it.
     """
 
-    samples: list[int]  # indices in the mini-batch; empty: a filler with no weight
+    samples: list[int]  # indices in the mini-batch; empty: a stand-in with no weight
     tokens: torch.Tensor  # int64 [1, T]
     labels: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     sequences: PackedSequences
     mask: torch.Tensor  # float32 [T]
-    segment: torch.Tensor  # int64 [T]: which sample of `samples`; filling counts as the last
+    segment: torch.Tensor  # int64 [T]: which sample of `samples`; padding counts as the last
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
     old_log_probs: torch.Tensor | None = None  # float32 [T]
@@ -85,22 +85,22 @@ class MicroBatch:
 
 
 def pack(samples: Sequence[Sample], indices: list[int], multiple: int, device: torch.device) -> MicroBatch:
-    """Lay `samples[i] for i in indices` one after another; fill with token 0 up to a multiple of `multiple`.
+    """Concatenate `samples[i] for i in indices`; pad with token 0 to a multiple of `multiple`.
 
-    Empty `indices` give a micro-batch of the first sample with no weight, so that every rank runs as many passes.
+    Empty `indices` give a micro-batch of the first sample with no weight, so that every rank runs the same number of passes.
     """
     chosen = [samples[i] for i in indices] or [samples[0]]
     weight = 1.0 if indices else 0.0
     lengths = [sample.num_tokens for sample in chosen]
-    filling = -sum(lengths) % multiple
+    padding = -sum(lengths) % multiple
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    if filling:
-        lengths.append(filling)
-        segment = torch.cat([segment, segment[-1:].expand(filling)])
+    if padding:
+        lengths.append(padding)
+        segment = torch.cat([segment, segment[-1:].expand(padding)])
     positions = torch.cat([torch.arange(length) for length in lengths])
 
     def packed(values: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor([*chain.from_iterable(values), *[0] * filling], dtype=dtype, device=device)
+        return torch.tensor([*chain.from_iterable(values), *[0] * padding], dtype=dtype, device=device)
 
     return MicroBatch(
         samples=indices,

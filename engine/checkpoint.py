@@ -1,4 +1,4 @@
-"""Checkpoints that a cut-off write never harms, and resuming with the same layout bit for bit.
+"""Checkpoints, written atomically, and resuming bit for bit with the same layout.
 
     checkpoints/step_00000010/hf/            the weights, a Hugging Face folder that transformers and vLLM load
                               adapter/       with LoRA in its place: the adapter alone, a folder that PEFT loads
@@ -175,7 +175,7 @@ def _read_state(folder: Path, engine: Engine) -> dict[str, Any]:
 
 
 def _from_weights(folder: Path) -> str:
-    """The keys that start another run from the checkpoint's weights."""
+    """Overrides that start another run from the checkpoint's weights."""
     ((name, path),) = start(folder).items()
     return f"run.name=NAME {'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"
 

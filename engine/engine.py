@@ -17,20 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import device, fused, lora, loss, metrics, parallel, peft
+from engine import device, fused, lora, loss, metrics, parallel, peft, upstream
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.megatron import get_forward_backward_func, tensor_parallel
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
 from engine.wrap import WrappedModel
-
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
@@ -64,7 +60,7 @@ class Engine:
         self.layout = parallel.layout()
         self.device = device.compute_device()
         self.hf_bridge = build_bridge(model, engine)
-        self.use_fused = fused.chosen(engine.fusions)
+        self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
         chunks = self._start_chunks(weights_path or model.path)
@@ -80,7 +76,7 @@ class Engine:
         self.reference: list[torch.nn.Module] | None = None
         if has_reference:  # experts copy model_config, so before it has functions
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
-        self.model_config.finalize_model_grads_func = finalize_model_grads
+        self.model_config.finalize_model_grads_func = upstream.finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
@@ -174,7 +170,7 @@ class Engine:
             self.schedule.step(increment=1)
             apply_gradients(self.optimizer, norm)
         elif self.algorithm.non_finite == "stop":
-            raise metrics.non_finite_error(sums["loss"], norm, self.chunks, self.device)
+            raise metrics.non_finite_error(sums["loss"], norm, self.wrapped.gradients(), self.device)
         else:
             self._zero_gradients()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -272,6 +268,3 @@ class Engine:
     def _reports(self) -> bool:
         """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == 0
-
-
-_ = mpu

@@ -20,19 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
 from engine.config import LoraConfig
+from engine.megatron import ColumnParallelLinear, RowParallelLinear, tensor_parallel
 from engine.model import global_name, gpt_model
-
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 NamedLinears = Iterator[tuple[str, Any]]
 
@@ -58,7 +48,7 @@ class _Adapted:
             return inputs
         if not is_shard:
             return F.dropout(inputs, self.lora_dropout)
-        with get_cuda_rng_tracker().fork():
+        with tensor_parallel.get_cuda_rng_tracker().fork():
             return F.dropout(inputs, self.lora_dropout)
 
 
@@ -71,9 +61,9 @@ class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: igno
             return output, bias
         low = F.linear(self._dropped(input_, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
         if self.sequence_parallel:
-            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+            low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
-            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         return output + F.linear(low, factors[1]), bias
 
 
@@ -86,9 +76,9 @@ class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[mis
             return output, bias
         low = F.linear(self._dropped(input_, is_shard=True), factors[0]) * self.lora_scale
         if self.sequence_parallel:
-            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
-            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
         return output + F.linear(low, factors[1]), bias
 
 
@@ -190,7 +180,7 @@ def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
     linear.lora_a = torch.nn.Parameter(first.to(linear.weight))
     linear.lora_b = torch.nn.Parameter(linear.weight.new_zeros(rows, config.rank))
     sharded, whole = (linear.lora_b, linear.lora_a) if is_column else (linear.lora_a, linear.lora_b)
-    set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
+    tensor_parallel.set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
     if linear.sequence_parallel:
         whole.sequence_parallel = True
     linear.lora_scale = config.scale

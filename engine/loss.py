@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from engine import fused, parallel  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
+from engine import fused
 from engine.batch import MicroBatch
 from engine.config import AlgorithmConfig
-
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
+from engine.megatron import parallel_state as mpu
+from engine.megatron import tensor_parallel
 
 MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
 MAX_KL = 10.0
@@ -27,7 +26,7 @@ def token_log_probs(
     """Natural log-prob of each label under softmax(logits / temperature).
 
     Args:
-        logits: [1, T, vocabulary / tensor size], this tensor-parallel rank's part of the vocabulary; not changed.
+        logits: [1, T, vocabulary / tensor size], this tensor-parallel rank's shard of the vocabulary; not changed.
         labels: int64 [1, T].
         use_fused: see fused.token_log_probs; else megatron-core's cross entropy on float32 logits.
 
@@ -69,13 +68,13 @@ def aggregation_weights(batch: MicroBatch, num_tokens: int, num_samples: int, ag
     """
     if aggregation == "token_mean":
         return batch.mask / max(num_tokens, 1)
-    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # asking `segment` would wait for the device
+    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # segment.max() would synchronise
     counts.index_add_(0, batch.segment, batch.mask)
     return batch.mask / counts.clamp(min=1)[batch.segment] / max(num_samples, 1)
 
 
 def sft_loss(log_probs: torch.Tensor, batch: MicroBatch, weights: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Negative log-likelihood of the responses. Returns this micro-batch's part of the mini-batch loss, and sums."""
+    """Negative log-likelihood of the responses. Returns this micro-batch's share of the mini-batch loss, and sums."""
     loss = -(log_probs * weights).sum()
     return loss, {"loss": loss.detach().double(), "tokens": batch.mask.sum().double()}
 
@@ -93,9 +92,8 @@ def grpo_loss(
     compute_policy_loss and kl_penalty; trainer/ppo/rollout_corr_helper.py, SAFETY_BOUND), so that no token alone makes the loss
     infinite.
     """
-    mask = batch.mask
-    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    # where masked, differences are set to 0 before exp: filling must not give inf * 0
+    mask, old = batch.mask, log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    # masked differences are 0 before exp: padding must not give inf * 0
     ratio = _bounded((log_probs - old) * mask).exp()
     surrogate = torch.minimum(
         ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages

@@ -6,7 +6,7 @@ Leaves out how the sums come about (loss.py). The functions that take a device a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,14 +38,12 @@ def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dic
 
 
 def non_finite_error(
-    loss: float, grad_norm: float, chunks: Sequence[torch.nn.Module], device: torch.device
+    loss: float, grad_norm: float, gradients: Iterable[torch.Tensor], device: torch.device
 ) -> NonFiniteError:
-    """The error of a step whose loss or gradient norm is not finite; it names the ranks whose gradients are not."""
+    """The error of a step whose loss or gradient norm is not finite; it names the ranks whose `gradients` are not."""
     num_ranks = dist.get_world_size()
     bad = torch.zeros(num_ranks, device=device)
-    gradients = (p.main_grad if hasattr(p, "main_grad") else p.grad for c in chunks for p in c.parameters())
-    local = (g._local_tensor if hasattr(g, "_local_tensor") else g for g in gradients if g is not None)
-    bad[dist.get_rank()] = float(any(not bool(torch.isfinite(g).all()) for g in local))
+    bad[dist.get_rank()] = float(any(not bool(torch.isfinite(gradient).all()) for gradient in gradients))
     dist.all_reduce(bad)
     ranks = bad.nonzero().flatten().tolist()
     what = "gradient norm" if math.isfinite(loss) else "loss"

@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 
-from engine import device, experts, fused, parallel, upstream
+from engine import device, experts, fused, upstream
+from engine.attention import CoreAttention, RMSNorm
+from engine.config import EngineConfig, ModelConfig
+from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from transformers import AutoConfig
-
-import mbridge  # noqa: F401  (fills the registry)
-
-from engine.attention import CoreAttention, RMSNorm
-from engine.config import EngineConfig, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES)
@@ -88,7 +85,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     hf_config.rope_theta = upstream.rope_theta(hf_config)
     experts.check(hf_config, engine)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
-    use_fused = fused.chosen(engine.fusions)
+    use_fused = fused.is_enabled(engine.fusions)
     recompute: dict[str, Any] = {}
     if engine.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -155,6 +152,3 @@ def is_tied_copy(chunk: torch.nn.Module, name: str) -> bool:
     """Whether the parameter is the last pipeline stage's copy of tied embeddings, which the first stage exports."""
     model = gpt_model(chunk)
     return name.endswith("output_layer.weight") and bool(model.share_embeddings_and_output_weights)
-
-
-_ = parallel  # imported for its effect: the device layer comes before megatron-core

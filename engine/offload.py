@@ -11,8 +11,7 @@ begins by setting them to zero. Without CUDA the same is done with ordinary host
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -79,7 +78,7 @@ class Offload:
         seen = {storage._cdata for storages in self.away.values() for storage in storages}
         found: dict[str, list[torch.UntypedStorage]] = {}
         for kind in OFFLOAD_KINDS:
-            for storage in _storages(self.engine, kind):
+            for storage in storages(self.engine, kind):
                 if storage._cdata not in seen and storage.nbytes() and storage.resizable():
                     seen.add(storage._cdata)
                     found.setdefault(kind, []).append(storage)
@@ -116,47 +115,24 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _storages(engine: Engine, kind: str) -> Iterator[torch.UntypedStorage]:
+def storages(engine: Engine, kind: str) -> Iterator[torch.UntypedStorage]:
+    """Of one of OFFLOAD_KINDS; some more than once."""
     tensors = {"parameters": _parameters, "gradients": _gradients, "optimizer": _optimizer}[kind](engine)
-    for tensor in tensors:
-        yield getattr(tensor, "_local_tensor", tensor).untyped_storage()
-
-
-def _fsdp_groups(chunk: Any) -> list[Any]:
-    """Megatron-FSDP's parameter groups; none for DDP."""
-    buffer = getattr(getattr(chunk, "module", None), "param_and_grad_buffer", None)
-    return list(buffer.parameter_groups) if buffer is not None else []
-
-
-def _group_buffers(engine: Engine, names: Iterable[str]) -> Iterator[torch.Tensor]:
-    for group in (group for chunk in engine.chunks for group in _fsdp_groups(chunk)):
-        for buffer in (getattr(group, name, None) for name in names):
-            if buffer is not None and buffer.data is not None:
-                yield buffer.data
+    return (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
 
 
 def _parameters(engine: Engine) -> Iterator[torch.Tensor]:
-    for chunk in (*engine.chunks, *(engine.reference or [])):
+    yield from engine.wrapped.parameters()
+    for chunk in engine.reference or []:
         yield from (parameter.data for parameter in chunk.parameters())
-        for group in _fsdp_groups(chunk):
-            yield from (parameter.data for parameter in group.params)  # whole ones, where they stay gathered
-    yield from _group_buffers(engine, ("model_weight_buffer",))
 
 
 def _gradients(engine: Engine) -> Iterator[torch.Tensor]:
-    for chunk in engine.chunks:
-        yield from (buffer.grad_data for buffer in _ddp_buffers(chunk))
-    yield from _group_buffers(engine, ("main_grad_buffer",))
-
-
-def _ddp_buffers(chunk: Any) -> list[Any]:
-    """megatron-core's DDP names its list of buffers like torch's method Module.buffers."""
-    buffers = getattr(chunk, "buffers", [])
-    return [*buffers, *chunk.expert_parallel_buffers] if isinstance(buffers, list) else []
+    return engine.wrapped.gradients()
 
 
 def _optimizer(engine: Engine) -> Iterator[torch.Tensor]:
-    yield from _group_buffers(engine, ("main_weight_buffer",))
+    yield from engine.wrapped.main_weights()
     for inner in inner_optimizers(engine.optimizer):
         for group in inner.param_groups:
             yield from (parameter.data for parameter in group["params"])

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from engine import parallel, upstream  # noqa: F401  (parallel installs the device layer before megatron-core is imported)
+from engine import upstream
 from engine.config import OptimizerConfig
-
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from engine.megatron import OptimizerConfig as MegatronOptimizerConfig
+from engine.megatron import OptimizerParamScheduler, clip_grad_by_total_norm_fp32, get_megatron_optimizer
 
 
 def build_optimizer(

@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 from engine import device, memory
-
-device.install()
-
-from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
-
-from engine.config import ParallelConfig  # noqa: E402
+from engine.config import ParallelConfig
+from engine.megatron import parallel_state as mpu
+from engine.megatron import tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,12 @@ def initialize(
     if not shares_memory_over_ipc:
         memory.enable_expandable_segments()
     if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(name, value)
-        dist.init_process_group(device.communication_backend(), timeout=timedelta(seconds=timeout_seconds))
+        backend, timeout = device.communication_backend(), timedelta(seconds=timeout_seconds)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # one rank, which no launcher has started, meets no other: its store needs no socket
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
@@ -89,20 +88,6 @@ def layout() -> Layout:
         data_rank=mpu.get_data_parallel_rank(with_context_parallel=True),
         data_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
     )
-
-
-def leave_groups() -> None:
-    """Give megatron-core's groups up and stay in the world, for an `initialize` with another layout.
-
-    megatron-core 0.16.1 forgets its groups without ending them (core/parallel_state.py:2085), and each has threads.
-    """
-    if mpu.is_initialized():
-        dist.barrier()
-        groups, mpu._global_process_group_list = mpu._global_process_group_list or [], None
-        for group in groups:
-            if group is not None:  # None stands for the world
-                dist.destroy_process_group(group)
-        mpu.destroy_model_parallel()
 
 
 def shutdown() -> None:

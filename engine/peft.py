@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import LoraConfig
 from engine.lora import adapted_linears
+from engine.megatron import ColumnParallelLinear
 from engine.parallel import Layout
 from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint
 from engine.weights import AdapterItem
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
 
@@ -49,9 +49,10 @@ class Heads:
 
 
 def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
-    """For each Hugging Face linear that is fused into `linear` its rows of `whole` [rows, n], tensor-parallel shards end to end.
+    """The rows of `whole` [rows, n] that belong to each Hugging Face linear fused into `linear`.
 
-    Views [..., n]; what is before n are the rows, in order. Invariant: together they hold each row once.
+    `whole` is the concatenation of the tensor-parallel shards. Returns views [*, n]; flattening * gives a linear's rows in order.
+    Invariant: together they hold each row once.
     """
     if linear.endswith("linear_qkv"):
         queries = heads.num_heads // heads.num_groups
@@ -68,7 +69,7 @@ def hf_linears(hf_bridge: Any, linear: str) -> list[str]:
     return [name.removesuffix(".weight") for name in names]
 
 
-# ---------------------------------------------------------------------------------------------------------------- out
+# -------------------------------------------------------------------------------------------------------------- write
 
 
 @torch.no_grad()
@@ -138,7 +139,7 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1))
 
 
-# ----------------------------------------------------------------------------------------------------------------- in
+# --------------------------------------------------------------------------------------------------------------- read
 
 
 @torch.no_grad()

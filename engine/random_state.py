@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import parallel  # noqa: F401  (installs the device layer before megatron-core is imported)
-
-from megatron.core import tensor_parallel
+from engine.megatron import tensor_parallel
 
 
 def random_state() -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Megatron-FSDP's units made whole for a while, one after the other: what an export walks over.
+"""All-gathers Megatron-FSDP's sharded parameters, one FSDP unit (transformer layer) at a time, for an export.
 
-Units (transformer layers) are gathered from their shards into two memories of this module's own, each while the one before is
-in use. A pass gives the same tensors as the one before, most often at the same place, so that what was worked out for them stays
-good. Megatron-FSDP's own gather does the rest: embeddings, final norm, and whatever is not plainly sharded. Sources:
-megatron-fsdp 0.6.1 param_and_grad_buffer.py, megatron_fsdp.py. Leaves out DDP and names (wrap.py).
+Units are gathered into two scratch buffers in turn, each while the unit before it is in use. Every pass yields the same tensor
+objects, most often at the same address, so that a copy plan made for one pass is good for the next. Megatron-FSDP's own gather
+does the rest: embeddings, final norm, and whatever is not plainly sharded. Sources: megatron-fsdp 0.6.1
+param_and_grad_buffer.py, megatron_fsdp.py. Leaves out DDP (wrap.py) and names (weights.py).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch.distributed as dist
 
 from engine.weights import NamedTensors
 
-NUM_MEMORIES = 2
+NUM_SCRATCH = 2
 ALIGNMENT_BYTES = 512  # as CUDA's allocator
 
 
 @dataclass
 class _Unit:
-    """`buckets`: of Megatron-FSDP, one for trained and one for frozen parameters. `tensors` are theirs, whole."""
+    """An FSDP unit, or one of the buckets outside of the units."""
 
-    buckets: list[int] = field(default_factory=list)
-    tensors: NamedTensors = field(default_factory=list)
-    gathers: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # into where, from which buffer; empty: upstream's
+    buckets: list[int] = field(default_factory=list)  # Megatron-FSDP's: one of trained and one of frozen parameters
+    tensors: NamedTensors = field(default_factory=list)  # unsharded
+    gathers: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # (output, sharded buffer); empty: upstream gathers
 
 
 class Unsharder:
-    """The units of one wrapped chunk, in the order of its parameters. The next training step is unchanged by it.
+    """Iterates over the units of one wrapped chunk in the order of its parameters.
 
-    Keeps no memory between passes but what Megatron-FSDP keeps.
+    Training goes on as if there had been no pass. The scratch buffers have no memory between passes.
     """
 
     def __init__(self, wrapped: torch.nn.Module, *, only_trained: bool) -> None:
-        """`only_trained`: frozen parameters are left out, and not gathered."""
+        """`only_trained`: leave out frozen parameters, without gathering them."""
         self._fsdp = cast("Any", wrapped.module)
         self._buffer: Any = self._fsdp.param_and_grad_buffer
         units: dict[tuple[str, int], _Unit] = {}
-        # the parameters that modules have while they compute (megatron_fsdp.py:403); now they may have the sharded ones
+        # modules have these unsharded parameters while they compute (megatron_fsdp.py:403), and may have DTensors now
         for name, parameter in self._fsdp.raw_param.items():
             if parameter.requires_grad or not only_trained:
                 bucket = self._buffer.param_to_param_group[parameter]
@@ -51,30 +51,30 @@ class Unsharder:
                 unit.buckets += [bucket] if bucket not in unit.buckets else []
         self._units = list(units.values())
         own = [unit for (kind, _), unit in units.items() if kind == "unit" and all(map(self._is_plain, unit.buckets))]
-        self._sizes = [max(map(self._num_bytes, own[first::NUM_MEMORIES]), default=0) for first in range(NUM_MEMORIES)]
-        self._memories = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
+        self._sizes = [max(map(self._num_bytes, own[first::NUM_SCRATCH]), default=0) for first in range(NUM_SCRATCH)]
+        self._scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
         for index, unit in enumerate(own):
-            self._place(unit, self._memories[index % NUM_MEMORIES])
+            self._place(unit, self._scratch[index % NUM_SCRATCH])
         self._own = own
         self._free()
 
     def __iter__(self) -> Iterator[NamedTensors]:
-        """Collective over data-parallel ranks, to the end. Tensors are good until the next unit is asked for.
+        """Collective over data-parallel ranks, to the end. Tensors are valid until the next unit is asked for.
 
-        A gather comes after all that was queued on the stream before it, so that it never writes into what is still read.
+        A gather is ordered after everything queued on the stream before it, so that it never overwrites what is still read.
         """
         self._fsdp.synchronize_param_gather()
-        for memory, size in zip(self._memories, self._sizes, strict=True):
+        for memory, size in zip(self._scratch, self._sizes, strict=True):
             memory.untyped_storage().resize_(size)
-        coming: list[Any] = []
-        following = iter(self._own)
+        pending: list[Any] = []
+        upcoming = iter(self._own)
         try:
-            coming = self._start(next(following, None))
+            pending = self._start(next(upcoming, None))
             for unit in self._units:
                 if unit.gathers:
-                    for work in coming:
+                    for work in pending:
                         work.wait()
-                    coming = self._start(next(following, None))
+                    pending = self._start(next(upcoming, None))
                 else:
                     parameters = [parameter for _, parameter in unit.tensors]
                     self._fsdp.all_gather_and_wait_parameters_ready(parameters, prefetch=False, wait_bucket_ready=True)
@@ -82,7 +82,7 @@ class Unsharder:
                 if not unit.gathers:
                     self._release(unit)
         finally:
-            for work in coming:
+            for work in pending:
                 work.wait()
             self._free()
             self._fsdp.synchronize_param_gather()
@@ -92,7 +92,7 @@ class Unsharder:
         return self._buffer.parameter_groups[0].model_weight_buffer.data.device
 
     def _is_plain(self, bucket: int) -> bool:
-        """Whether the bucket is nothing but a shard on each rank of one group, in the parameters' dtype."""
+        """Whether each rank of one group has one shard of the bucket, in the parameters' dtype, and nothing else."""
         group = self._buffer.parameter_groups[bucket]
         weights = group.model_weight_buffer
         if weights is None or not weights.is_data_distributed or group.transpose_weight_buffer is not None:
@@ -105,7 +105,7 @@ class Unsharder:
         return sum(_aligned(each.bucket_index.size * each.dtype.itemsize) for each in weights)
 
     def _place(self, unit: _Unit, memory: torch.Tensor) -> None:
-        """Put views of `memory` in the place of the unit's parameters."""
+        """Make the unit's tensors views of the scratch buffer `memory`."""
         start, views = 0, {}
         for bucket in unit.buckets:
             weights = self._buffer.parameter_groups[bucket].model_weight_buffer
@@ -119,7 +119,7 @@ class Unsharder:
         unit.tensors = [(name, views[parameter]) for name, parameter in unit.tensors]
 
     def _start(self, unit: _Unit | None) -> list[Any]:
-        """Gather a unit, beside what runs."""
+        """Start all-gathering a unit; returns the handles to wait for."""
         works = []
         for whole, weights in unit.gathers if unit is not None else ():
             shard, group = weights.get_shard_from_local_buffer(), weights.data_parallel_group
@@ -127,13 +127,13 @@ class Unsharder:
         return works
 
     def _release(self, unit: _Unit) -> None:
-        """Buckets outside of the units stay: param_and_grad_buffer.py:release_bucket forbids to free them."""
+        """Free what upstream gathered; param_and_grad_buffer.py:release_bucket does not allow it for buckets outside of units."""
         for bucket in unit.buckets:
             if self._buffer.parameter_groups[bucket].fsdp_unit_id is not None:
                 self._fsdp.all_gather_pipeline.release_bucket(bucket, False)
 
     def _free(self) -> None:
-        for memory in self._memories:
+        for memory in self._scratch:
             memory.untyped_storage().resize_(0)
 
 

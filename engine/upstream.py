@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -28,8 +29,62 @@ def use_standalone_fsdp() -> None:
 
     adapter.MegatronFSDP = megatron_fsdp.MegatronFSDP
     adapter.FSDPDistributedIndex = megatron_fsdp.FSDPDistributedIndex
+    adapter._get_dp_tp_mesh = _stage_mesh
     if not isinstance(adapter.TELinear, type):
         adapter.TELinear = type("NoTELinear", (), {})
+
+
+def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:
+    """Ranks [data and context, tensor] of this rank's mesh, for Megatron-FSDP under pipeline parallelism.
+
+    mcore_fsdp_adapter.py:369 lays the mesh over all ranks of the world, which fails with more than one pipeline stage. Ranks are
+    ordered tp-cp-ep-dp-pp (parallel_state.py:initialize_model_parallel), so that those of a stage are contiguous.
+    """
+    import torch
+    import torch.distributed as dist
+
+    shape = (dp_cp_group.size(), ep_size, tp_group.size())
+    position = dist.get_rank() % math.prod(shape)
+    first = dist.get_rank() - position
+    ranks = torch.arange(first, first + math.prod(shape)).view(shape)
+    return ranks[:, position // shape[2] % ep_size]
+
+
+def finalize_model_grads(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+    """megatron-core's, with tied embeddings under Megatron-FSDP and pipeline parallelism.
+
+    finalize_model_grads.py:250 sums the first and the last stage's gradient in place, in the DTensor's local shard, and :257 then
+    puts that shard where the DTensor was.
+    """
+    from torch.distributed.tensor import DTensor
+
+    from engine.megatron import finalize_model_grads as finalize
+
+    finalize(chunks, *args, **kwargs)
+    for buffer in (chunk.param_and_grad_buffer for chunk in chunks if hasattr(chunk, "param_and_grad_buffer")):
+        for name, parameter in buffer.optimizer_named_parameters:
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                parameter.grad = buffer.dist_main_grad[name]
+
+
+def check_gradient_scaling(buffer: Any) -> None:
+    """Refuse what megatron-fsdp 0.6.1 trains wrongly: `buffer`'s parameters whose gradients only one rank holds.
+
+    With gradients sharded it scales what comes of a micro-batch by 1 / data-parallel size and adds it up. Where a group has one
+    rank, as experts' may have beside dense layers', nothing is sharded and the sum itself is scaled, after every micro-batch
+    (param_and_grad_buffer.py:2711, :4070; Megatron-LM issues 6660 and 6773).
+
+    Raises:
+        ValueError: there is such a group.
+    """
+    if buffer.bucketing_policy.data_parallel_sharding_strategy in ("no_shard", "optim"):
+        return  # these scale once, after the last micro-batch
+    for group in buffer.parameter_groups:
+        gradients = group.main_grad_buffer
+        if gradients and not gradients.is_data_distributed and gradients.gradient_scaling_factor not in (None, 1.0):
+            name = buffer.param_to_name[group.params[0]]
+            message = f"engine.wrap = megatron_fsdp: {name} is on one data-parallel rank, other parameters are on more"
+            raise ValueError(f"{message}, which megatron-fsdp 0.6.1 trains wrongly; write engine.wrap=ddp")
 
 
 def add_fsdp_fields(ddp_config: Any) -> None:

@@ -5,8 +5,6 @@ Leaves out the optimizer. Sources: megatron-core 0.16.1 distributed/, megatron-f
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,28 +12,44 @@ from typing import Any
 
 import torch
 
-from engine import device, upstream
+from engine import ddp_fields, device, upstream
 from engine.config import EngineConfig
+from engine.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from engine.unshard import Unsharder
 from engine.weights import AdapterItem, ChunkWeights, NamedTensors, WeightItem
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
 
 class DdpChunk:
-    """A chunk in megatron-core's DDP, whose parameters are whole and in their place all the time."""
+    """A chunk in megatron-core's DDP, whose parameters lie whole on every data-parallel rank.
 
-    is_in_place = True
+    With overlap_param_gather an optimizer step leaves them stale but for this rank's part, until the next forward pass gathers
+    them (distrib_optimizer.py:2617).
+    """
 
     def __init__(self, config: Any, ddp_config: DistributedDataParallelConfig, chunk: torch.nn.Module) -> None:
         self.module: Any = DistributedDataParallel(config, ddp_config, chunk)
+        self.is_in_place = not ddp_config.overlap_param_gather
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
         """(local name, tensor) of the parameters, a transformer layer at a time; what is outside of the layers stands alone."""
+        if not self.is_in_place:
+            self.module.start_param_sync(force_sync=True)
         named = self.module.module.named_parameters()
         kept = ((name, tensor) for name, tensor in named if tensor.requires_grad or not only_trained)
         for _, unit in itertools.groupby(kept, lambda pair: _layer_of(pair[0])):
             yield list(unit)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Tensors whose storages hold the parameters."""
+        return (parameter.data for parameter in self.module.parameters())
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """As `parameters`. megatron-core's DDP names its list of buffers like torch's method Module.buffers."""
+        return (buffer.grad_data for buffer in (*self.module.buffers, *self.module.expert_parallel_buffers))
+
+    def main_weights(self) -> Iterator[torch.Tensor]:
+        """Those outside of the optimizer; as `parameters`."""
+        return iter(())
 
 
 class FsdpChunk:
@@ -49,6 +63,7 @@ class FsdpChunk:
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
         self.module: Any = FullyShardedDataParallel(config, ddp_config, chunk)
+        upstream.check_gradient_scaling(self.module.param_and_grad_buffer)
         self.unsharders: dict[bool, Unsharder] = {}  # by whether they leave frozen parameters out
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
@@ -56,6 +71,23 @@ class FsdpChunk:
         if only_trained not in self.unsharders:
             self.unsharders[only_trained] = Unsharder(self.module, only_trained=only_trained)
         return iter(self.unsharders[only_trained])
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Tensors whose storages hold the parameters: shards, and whole ones where they stay gathered."""
+        yield from (getattr(each.data, "_local_tensor", each.data) for each in self.module.parameters())
+        for group in self.module.param_and_grad_buffer.parameter_groups:
+            yield from (parameter.data for parameter in group.params)
+        yield from self._buffers("model_weight_buffer")
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        return self._buffers("main_grad_buffer")
+
+    def main_weights(self) -> Iterator[torch.Tensor]:
+        return self._buffers("main_weight_buffer")
+
+    def _buffers(self, name: str) -> Iterator[torch.Tensor]:
+        buffers = (getattr(group, name) for group in self.module.param_and_grad_buffer.parameter_groups)
+        return (buffer.data for buffer in buffers if buffer is not None and buffer.data is not None)
 
 
 def _layer_of(name: str) -> str:
@@ -91,17 +123,11 @@ def ddp_config(config: EngineConfig) -> DistributedDataParallelConfig:
     """The wrap's fields with `engine.overrides` laid over them.
 
     Raises:
-        ValueError: an override is no field of DistributedDataParallelConfig, or has another type.
+        ValueError: an override is refused; the config check says the same before anything starts.
     """
-    fields = {field.name: field for field in dataclasses.fields(DistributedDataParallelConfig)}
-    for key, value in config.overrides.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(
-                f"engine.overrides.{key}={value!r}: no field of megatron-core's DistributedDataParallelConfig{hint} "
-                f"Fields: {', '.join(sorted(fields))}"
-            )
+    for name, value in config.overrides.items():
+        if reason := ddp_fields.refusal(config.wrap, name, value):
+            raise ValueError(f"engine.overrides.{name} = {value!r}: {reason}")
     values = dict(WRAPS[config.wrap].fields)
     if device.has_cuda():
         values["overlap_grad_reduce"] = True
@@ -116,10 +142,22 @@ class WrappedModel:
     def __init__(self, config: EngineConfig, model_config: Any, chunks: list[torch.nn.Module]) -> None:
         """Wraps the chunks. `model_config` is megatron-core's TransformerConfig."""
         kind = WRAPS[config.wrap].chunk
-        self.is_in_place = kind.is_in_place  # whether parameters are whole, and at the same address, between passes too
         self._weights = [ChunkWeights(chunk) for chunk in chunks]
         self._chunks = [kind(model_config, ddp_config(config), chunk) for chunk in chunks]
         self.modules: list[torch.nn.Module] = [chunk.module for chunk in self._chunks]
+        self.is_in_place = all(chunk.is_in_place for chunk in self._chunks)  # parameters are always whole, at the same address
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Tensors whose storages hold the parameters that this rank has between passes; some more than once."""
+        return itertools.chain.from_iterable(chunk.parameters() for chunk in self._chunks)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Likewise, of all gradients after a backward pass."""
+        return itertools.chain.from_iterable(chunk.gradients() for chunk in self._chunks)
+
+    def main_weights(self) -> Iterator[torch.Tensor]:
+        """Likewise, of the weights in the optimizer's precision that lie in the wrap and not in the optimizer."""
+        return itertools.chain.from_iterable(chunk.main_weights() for chunk in self._chunks)
 
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """All parameters of this pipeline stage in layer order, a transformer layer at a time.

@@ -1,6 +1,6 @@
 """The training program: the same on every rank, under torchrun or in Ray actors. Rank 0 also talks to Ray.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
+    python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
     python -m megasync.train --check --world-size 2 CONFIG.yaml [key=value ...]      # only says whether that would start
 
 Exit codes: 0 done; 2 the config is wrong, nothing was started; 1 failed while running. Leaves out the loops (loop.py).
@@ -18,6 +18,7 @@ from megasync.config.check import check_config
 from megasync.config.errors import main_errors
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
+from megasync.launch.scope import is_one_machine, listen_on_loopback
 from megasync.rollouts.prompts import load_data
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(config: Config, data: RunData | None) -> int:
     """Train by a checked config on this rank. Returns the exit code. `data`: None on the ranks that need none."""
+    if is_one_machine(config):
+        listen_on_loopback()  # before ray is imported
     from bridge.messages import SyncError
     from engine import parallel
     from engine.metrics import NonFiniteError

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from bridge.export.exporter import Exporter
@@ -17,6 +18,7 @@ from bridge.export.source import whole_tensors
 from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
+from engine.megatron import parallel_state as mpu
 from engine.sample import Sample
 
 FSDP_CLASSES = (
@@ -64,11 +66,25 @@ def engine(
     try:
         yield Engine(model, config, AlgorithmConfig(**options), num_steps=num_steps, **start)
     except BaseException:
-        if torch.distributed.get_world_size() == 1:  # else the other ranks may never come to leave, and this one has to fail
-            parallel.leave_groups()
+        if dist.get_world_size() == 1:  # else the other ranks may never come to leave, and this one has to fail
+            leave_groups()
         raise
-    parallel.leave_groups()
+    leave_groups()
     forget_wrappers()
+
+
+def leave_groups() -> None:
+    """Give megatron-core's groups up and stay in the world, for an `initialize` with another layout.
+
+    megatron-core 0.16.1 forgets its groups without ending them (core/parallel_state.py:2085), and each has threads.
+    """
+    if mpu.is_initialized():
+        dist.barrier()
+        groups, mpu._global_process_group_list = mpu._global_process_group_list or [], None
+        for group in groups:
+            if group is not None:  # None stands for the world
+                dist.destroy_process_group(group)
+        mpu.destroy_model_parallel()
 
 
 def forget_wrappers() -> None:
@@ -83,8 +99,6 @@ def forget_wrappers() -> None:
 
 
 def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
-    from megatron.core import parallel_state as mpu
-
     return Exporter(
         built.whole_parameters,
         built.hf_bridge,
@@ -129,7 +143,7 @@ def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[
 def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[dict[str, Any]]:
     """Losses without and with an offload of `kinds` after each step, and what was left of the storages meanwhile."""
     from engine.config import OFFLOAD_KINDS
-    from engine.offload import Offload, _storages
+    from engine.offload import Offload, storages
 
     results = []
     for case in cases:
@@ -144,7 +158,7 @@ def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[di
                     history.append((metrics["loss/policy"], metrics["grad_norm"]))
                     if moves:
                         freed = offload.offload(kinds)
-                        left += sum(storage.nbytes() for kind in kinds for storage in _storages(built, kind))
+                        left += sum(storage.nbytes() for kind in kinds for storage in storages(built, kind))
                         offload.reload()
                 history.append([values.tolist() for values in log_probs(built, random_samples(4, seed=99))])
                 histories.append(history)
@@ -221,7 +235,7 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def negated_export(path: str) -> dict[str, Any]:
     """An engine of the bench that trains nothing: which of its tensors the export has, and has negated after `negate`."""
-    from engine.offload import _storages
+    from engine.offload import storages
     from megasync.bench.random_engine import FrozenEngine, negate
 
     parallel.initialize(ParallelConfig(), seed=0)
@@ -232,8 +246,8 @@ def negated_export(path: str) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in whole_tensors(source)}
     negate(built)
     after = dict(whole_tensors(source))
-    state = sum(storage.nbytes() for kind in ("gradients", "optimizer") for storage in _storages(built, kind))
-    parallel.leave_groups()
+    state = sum(storage.nbytes() for kind in ("gradients", "optimizer") for storage in storages(built, kind))
+    leave_groups()
     return {
         "names": sorted(before),
         "negated": sorted(name for name in after if torch.equal(after[name], -before[name])),

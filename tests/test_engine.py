@@ -78,11 +78,31 @@ def test_untied_families_train_alike(models: dict[tuple[str, bool], str]) -> Non
         assert_close(result, reference, 1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_unclipped_gradients_are_equal_over_many_microbatches(
+    models: dict[tuple[str, bool], str], shallow: str, num_ranks: int
+) -> None:
+    """Megatron-FSDP alone, sharded, in stages and both, against DDP on one rank; embeddings tied across the stages and not."""
+    paths, tokens = (shallow, models["llama", False]), 60 if num_ranks == 1 else 30
+    layouts: list[dict[str, Any]] = [{"pipeline": 2}] if num_ranks == 4 else [{}, {"pipeline": 2}][:num_ranks]
+    cases = [{"path": path, "wrap": "megatron_fsdp", "tokens": tokens, **layout} for path in paths for layout in layouts]
+    alone = [{"path": case["path"], "tokens": 60} for case in cases]
+    target = "tests.fsdp_cases:gradient_norms"
+    references = run_ranks(1, target, {"cases": alone, "num_steps": 4})[0]
+    ranks = run_ranks(num_ranks, target, {"cases": cases, "num_steps": 4}, alone=num_ranks == 4)
+    for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
+        print(case)
+        assert all(rank[number]["num_microbatches"] >= 4 for rank in ranks)
+        assert_close(ranks[0][number]["history"], reference["history"], 1e-5)
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
     "PP2": (2, {"pipeline": 2}),
     "DP2-FSDP": (2, {"wrap": "megatron_fsdp"}),
+    "PP2-FSDP": (2, {"pipeline": 2, "wrap": "megatron_fsdp"}),
+    "PP2xDP2-FSDP": (4, {"pipeline": 2, "wrap": "megatron_fsdp"}),
     "TP2xDP2-FSDP": (4, {"tensor": 2, "wrap": "megatron_fsdp"}),
 }
 

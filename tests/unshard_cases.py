@@ -17,7 +17,7 @@ def walk_in_parts(path: str) -> dict[str, Any]:
             seen.append({item.name: item.tensor.clone() for unit in built.whole_parameters() for item in unit})
             tensors.append([item.tensor for unit in built.whole_parameters() for item in unit])
             unsharder = built.wrapped._chunks[0].unsharders[False]
-            left.append([memory.untyped_storage().nbytes() for memory in unsharder._memories])
+            left.append([memory.untyped_storage().nbytes() for memory in unsharder._scratch])
             if number == 0:
                 half = built.whole_parameters()
                 next(half), next(half)

@@ -36,6 +36,7 @@ from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS
 from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.wire import Wire
+from megasync.files import flush
 from megasync.weights import build_exporter, transport
 
 if TYPE_CHECKING:
@@ -114,12 +115,12 @@ class Ways(BenchRank):
             "unverified": Way(self.unverified, *whole, self.whole),
             "disk": Way(self.disk, *whole),
         }
-        is_ddp = self.config.engine.wrap == "ddp"  # mbridge does not export what Megatron-FSDP has wrapped
-        if is_ddp:
+        mbridge_exports = self.engine.wrapped.is_in_place  # it takes parameters as they lie
+        if mbridge_exports:
             ways["per_tensor"] = Way(self.per_tensor, *whole)
         if self.config.rollout.placement == "separate":
             ways |= {"floor": Way(self.floor, self.engine, None, self.pool), "packed": Way(self.packed, *whole)}
-            if is_ddp:
+            if mbridge_exports:
                 ways["mbridge packed"] = Way(self.mbridge_packed, *whole)
         if self.lora is not None:
             lora = self.lora
@@ -213,7 +214,7 @@ class Ways(BenchRank):
         clock.append(time.perf_counter())
         files = list(folder.glob("*.safetensors"))
         for path in files:
-            _flush(path)
+            flush(path)
         clock.append(time.perf_counter())
         self.pool.call("reload", str(folder.resolve()), version)
         clock.append(time.perf_counter())
@@ -240,9 +241,3 @@ class Ways(BenchRank):
     @property
     def buffer_path(self) -> Path:
         return SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
-
-
-def _flush(path: Path) -> None:
-    """Onto the disk, past the page cache."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -1,0 +1,106 @@
+"""What tests run on their ranks to see Megatron-FSDP's gradients, and its faults without our work-arounds."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import nullcontext
+from typing import Any
+
+import einops
+import torch
+import torch.distributed as dist
+
+from engine import parallel, upstream, wrap
+from engine.config import EngineConfig, ParallelConfig
+from tests.engine_cases import engine, leave_groups, random_samples
+
+UNCLIPPED = {"clip_grad_norm": 0.0}
+
+
+def gradient_norms(cases: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
+    """Losses and unclipped gradient norms of each case, and its least number of micro-batches in a step on this rank."""
+    results = []
+    for case in cases:
+        case = dict(case)
+        with engine(case.pop("path"), name="sft", optimizer=UNCLIPPED, **case) as built:
+            history, num_microbatches = [], []
+            for step in range(num_steps):
+                minibatches = built.prepare(random_samples(24, seed=step))
+                num_microbatches += [len(minibatch.microbatches) for minibatch in minibatches]
+                metrics = built.update(minibatches)
+                history.append((metrics["loss/sft"], metrics["grad_norm"]))
+        results.append({"history": history, "num_microbatches": min(num_microbatches)})
+    return results
+
+
+def pipeline_without_work_arounds(path: str) -> dict[str, str]:
+    """What upstream's own mesh and gradients' reduction say under two stages."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    spec = importlib.util.find_spec(mcore_fsdp_adapter.__name__)
+    assert spec is not None and spec.loader is not None
+    adapter: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapter)
+    said = {"mesh": "", "gradients": ""}
+    with engine(path, wrap="megatron_fsdp", pipeline=2, name="sft") as built:
+        try:
+            adapter._get_dp_tp_mesh(mpu.get_data_parallel_group(), mpu.get_tensor_model_parallel_group())
+        except einops.EinopsError as error:
+            said["mesh"] = str(error)
+        built.model_config.finalize_model_grads_func = finalize_model_grads
+        try:
+            built.update(built.prepare(random_samples(8, seed=0)))
+        except AttributeError as error:
+            said["gradients"] = str(error)
+    return said
+
+
+class Layers(torch.nn.Module):
+    """A dense layer and one that Megatron takes for experts of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = torch.nn.Linear(8, 8, bias=False)
+        self.experts = torch.nn.Linear(8, 8, bias=False)
+        self.experts.weight.allreduce = False  # type: ignore[assignment]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.experts(torch.tanh(self.dense(inputs)))
+        return out
+
+
+def gradients_of_experts(num_microbatches: int) -> dict[str, Any]:
+    """Two data-parallel ranks, each with its own experts: Megatron-FSDP's gradient norms over torch's own, and our refusal."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel.initialize(ParallelConfig(expert=2), seed=0)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, expert_model_parallel_size=2)
+    settings = EngineConfig(wrap="megatron_fsdp")
+    refused, check = "", upstream.check_gradient_scaling
+    try:
+        wrap.FsdpChunk(config, wrap.ddp_config(settings), Layers())
+    except ValueError as error:
+        refused = str(error)
+    upstream.check_gradient_scaling = lambda buffer: None
+    module = wrap.FsdpChunk(config, wrap.ddp_config(settings), Layers()).module
+    upstream.check_gradient_scaling = check
+    plain = Layers()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    module.zero_grad_buffer()
+    for number in range(num_microbatches):
+        inputs = torch.randn(4, 8, generator=generator)
+        with nullcontext() if number == num_microbatches - 1 else module.no_sync():
+            module(inputs).square().sum().backward()
+        plain(inputs).square().sum().backward()
+    module.finish_grad_sync()
+    dense, experts = (parameter.grad / 2 for parameter in plain.parameters())  # means over two ranks
+    dist.all_reduce(dense)
+    shards = [parameter.grad.to_local() for _, parameter in module.param_and_grad_buffer.optimizer_named_parameters]
+    squared = shards[0].square().sum()
+    dist.all_reduce(squared)
+    result = {"dense": float(squared.sqrt() / dense.norm()), "experts": float(shards[1].norm() / experts.norm())}
+    leave_groups()
+    return {**result, "refused": refused}
