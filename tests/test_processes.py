@@ -136,3 +136,14 @@ def test_sockets_lie_where_their_paths_are_short_enough(folder: str, monkeypatch
     assert Path(made).is_dir() and Path(made).parent == Path("/tmp")
     processes.remove_sockets(os.getpid())
     assert not Path(made).exists()
+
+
+def test_what_cuda_keeps_of_a_process_is_told_from_that_of_others() -> None:
+    mine, another = (Path(f"/dev/shm/cuda.shm.{os.getuid()}.{pid:x}.test{uuid4().hex[:8]}") for pid in (2**31 - 2, 2**31 - 3))
+    try:
+        mine.touch()
+        another.touch()
+        assert processes.cuda_memory([2**31 - 2]) == {str(mine)}
+    finally:
+        mine.unlink(missing_ok=True)
+        another.unlink(missing_ok=True)

@@ -35,6 +35,7 @@ class ReplicaActor:
     handle: Any
     pid: int = 0  # once it has started
     shared_memory: set[str] = field(default_factory=set)  # vLLM's, for when it is killed
+    family: set[int] = field(default_factory=set)  # ids of its processes
     num_sent: int = 0  # calls to generate
     manifest_digest: str = ""  # of the manifest that its workers hold
 
@@ -120,6 +121,7 @@ class ReplicaActors:
         actors = self._chosen(replicas)
         for actor, pid in zip(actors, self._wait_for_start([actor.handle.start.remote() for actor in actors]), strict=True):
             actor.pid, actor.shared_memory = pid, processes.shared_memory_below(pid)
+            actor.family = {pid, *(child.pid for child in processes.descendants(pid))}
 
     def _wait_for_start(self, refs: list[Any]) -> list[int]:
         """The actors' process ids. The first error ends the wait for the others."""
@@ -148,7 +150,7 @@ class ReplicaActors:
         while any(psutil.pid_exists(actor.pid) for actor in actors if actor.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         for actor in actors:
-            for path in actor.shared_memory:  # left when Ray killed vLLM's processes before they could
+            for path in actor.shared_memory | processes.cuda_memory(actor.family):  # left when Ray killed vLLM's processes before they could
                 Path(path).unlink(missing_ok=True)
             processes.remove_sockets(actor.pid)
 

@@ -15,8 +15,12 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108
 SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums between CPU workers; locks
@@ -37,7 +41,7 @@ def die_with(pid: int) -> None:
 
     def wait() -> None:
         select.select([descriptor], [], [])
-        for path in _shared_memory(os.getpid()):
+        for path in _shared_memory(os.getpid()) | cuda_memory([os.getpid()]):
             Path(path).unlink(missing_ok=True)
         remove_sockets(pid)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,6 +73,11 @@ def shared_memory_below(pid: int) -> set[str]:
         with suppress(*GONE):
             found |= _shared_memory(process)
     return found
+
+
+def cuda_memory(pids: Iterable[int]) -> set[str]:
+    """What CUDA has in /dev/shm for these processes when they share GPU memory; it outlives one that was killed (driver 580)."""
+    return {str(path) for pid in pids for path in MEMORY_FOLDER.glob(f"cuda.shm.*.{pid:x}.*")}
 
 
 def end_descendants(pid: int) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bridge.replicas.processes import RAY_PATH, shared_memory_below, socket_folder
+from bridge.replicas.processes import RAY_PATH, cuda_memory, shared_memory_below, socket_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,14 +78,14 @@ def run_scope() -> Iterator[None]:
 
 def end_descendants() -> None:
     """Wait until all descendants have ended, kill those that do not, and remove what they had in /dev/shm."""
-    segments = shared_memory_below(os.getpid())
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=END_SECONDS)
+    segments, family = shared_memory_below(os.getpid()), psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(family, timeout=END_SECONDS)
     while alive:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=END_SECONDS)
         alive = [each for each in psutil.Process().children(recursive=True) if each not in alive]
-    for path in segments:
+    for path in segments | cuda_memory(process.pid for process in family):
         Path(path).unlink(missing_ok=True)
 
 
