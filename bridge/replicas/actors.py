@@ -150,7 +150,8 @@ class ReplicaActors:
         while any(psutil.pid_exists(actor.pid) for actor in actors if actor.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         for actor in actors:
-            for path in actor.shared_memory | processes.cuda_memory(actor.family):  # left when Ray killed vLLM's processes before they could
+            # left when Ray killed the processes before they could remove it
+            for path in actor.shared_memory | processes.cuda_memory(actor.family):
                 Path(path).unlink(missing_ok=True)
             processes.remove_sockets(actor.pid)
 
