@@ -63,12 +63,11 @@ class Layers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense = torch.nn.Linear(8, 8, bias=False)
-        self.experts = torch.nn.Linear(8, 8, bias=False)
-        self.experts.weight.allreduce = False  # type: ignore[assignment]
+        self.mlp = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=False) for name in ("dense", "experts")})
+        self.mlp["experts"].weight.allreduce = False  # type: ignore[union-attr]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.experts(torch.tanh(self.dense(inputs)))
+        out: torch.Tensor = self.mlp["experts"](torch.tanh(self.mlp["dense"](inputs)))
         return out
 
 
@@ -77,7 +76,7 @@ def gradients_of_experts(num_microbatches: int) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel.initialize(ParallelConfig(expert=2), seed=0)
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, expert_model_parallel_size=2)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     settings = EngineConfig(wrap="megatron_fsdp")
     refused, check = "", upstream.check_gradient_scaling
     try:
@@ -98,9 +97,10 @@ def gradients_of_experts(num_microbatches: int) -> dict[str, Any]:
     module.finish_grad_sync()
     dense, experts = (parameter.grad / 2 for parameter in plain.parameters())  # means over two ranks
     dist.all_reduce(dense)
-    shards = [parameter.grad.to_local() for _, parameter in module.param_and_grad_buffer.optimizer_named_parameters]
-    squared = shards[0].square().sum()
+    named = module.param_and_grad_buffer.optimizer_named_parameters
+    shards = {name.split(".")[-2]: parameter.grad.to_local() for name, parameter in named}
+    squared = shards["dense"].square().sum()
     dist.all_reduce(squared)
-    result = {"dense": float(squared.sqrt() / dense.norm()), "experts": float(shards[1].norm() / experts.norm())}
+    result = {"dense": float(squared.sqrt() / dense.norm()), "experts": float(shards["experts"].norm() / experts.norm())}
     leave_groups()
     return {**result, "refused": refused}
