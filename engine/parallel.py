@@ -41,8 +41,10 @@ class Layout:
         return self.tensor_rank == 0 and self.data_rank == 0
 
 
-def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0, *, is_mapped: bool = False) -> Layout:
-    """Join the world and build the groups. `is_mapped`: other processes will map this rank's GPU memory (CUDA IPC).
+def initialize(
+    config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0, *, shares_memory_over_ipc: bool = False
+) -> Layout:
+    """Join the world and build the groups. `shares_memory_over_ipc`: other processes will map this rank's GPU memory.
 
     Raises:
         ValueError: the world size is no multiple of tensor * pipeline * context.
@@ -56,12 +58,15 @@ def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.
         )
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if not is_mapped:
+    if not shares_memory_over_ipc:
         memory.enable_expandable_segments()
     if not dist.is_initialized():
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(name, value)
-        dist.init_process_group(device.communication_backend(), timeout=timedelta(seconds=timeout_seconds))
+        backend, timeout = device.communication_backend(), timedelta(seconds=timeout_seconds)
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:  # one rank, which no launcher has started, meets no other: its store needs no socket
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,

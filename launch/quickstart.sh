@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, then trains a small model with RL, end to end, on this machine's CPU: about 5 minutes on 2 cores.
+# Sets everything up, then trains a small model with RL, end to end, on this machine's GPUs or CPU: about 5 minutes on 2 cores.
 #
 #   ./launch/quickstart.sh                    # Megatron-FSDP
 #   ./launch/quickstart.sh engine.wrap=ddp    # any key=value of configs/quickstart.yaml works the same way

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Sets everything up, then checks style, types and behaviour. Exit code 0: all of it passed.
 #
-#   ./launch/test.sh                           # ruff, mypy, and every test that needs no GPU
+#   ./launch/test.sh                           # ruff, mypy and the tests; where GPUs are, those that need them too
 #   ./launch/test.sh tests/test_engine.py -x   # arguments go to pytest, and only pytest runs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$MEGASYNC_ROOT"
 status=0
+with_gpus=false
 if [ $# -eq 0 ]; then
+  [ "$MEGASYNC_LANE" = gpu ] && with_gpus=true
   "$PYTHON" -m ruff check . || status=1
   "$PYTHON" -m mypy || status=1
   [ $status -eq 0 ] || echo "ruff or mypy failed, see above; the tests run all the same" >&2
@@ -19,4 +21,5 @@ if [ $# -eq 0 ]; then # a worker for each core, at least 2, since a test often w
   set -- --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
 fi
 "$PYTHON" -m pytest "$@" || status=$?
+if $with_gpus; then "$PYTHON" -m pytest -m gpu || status=$?; fi # one after the other: they share the GPUs
 exit $status

@@ -23,6 +23,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 num_ranks=${num_ranks:-$("$PYTHON" -m megasync.num_ranks "$@")}
 # Before torchrun, so that a wrong config is said once and not by every rank under a launcher's traceback.
 "$PYTHON" -m megasync.train --check --world-size "$num_ranks" "$@"
-# exec: Ctrl-C and SIGTERM reach torchrun itself, which ends its ranks. --standalone picks a free port.
-exec "$PYTHON" -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "$num_ranks" \
-  -m megasync.train "$@"
+# exec: Ctrl-C and SIGTERM reach torchrun itself, which ends its ranks.
+exec "$PYTHON" -m megasync.launch.torchrun --nproc-per-node "$num_ranks" -m megasync.train "$@"

@@ -2,7 +2,7 @@
 
 train.py          one rank of a run; session.py puts its parts together, loop.py is the order of things
 weights.py        the way of a run's weights to its replicas and into a Hugging Face folder
-placement.py      whose turn it is where trainer and replicas share devices
+devices.py        which GPUs trainer ranks and replicas get; placement.py is who uses shared ones when
 rank_zero.py      work that rank 0 does for all ranks
 submit.py         the same program through Ray's job API
 quickstart.py     model, data, warm-up and RL in one command; assets.py writes model and data

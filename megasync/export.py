@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name
 from megasync.config.model_folder import check_weights
+from megasync.files import flush
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +103,8 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
         partial.mkdir(parents=True)
         for path in sorted(source.iterdir()):
             if path.is_file():
-                _copy(path, partial / path.name)
+                shutil.copyfile(path, partial / path.name)
+                flush(partial / path.name)
         partial.rename(target)
     except OSError as error:
         remedy = "give --to a folder that you can write, on a disk with room for the weights"
@@ -111,14 +113,6 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return source
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy one file onto the disk, past the page cache."""
-    with source.open("rb") as reader, target.open("wb") as writer:
-        shutil.copyfileobj(reader, writer, 2**24)
-        writer.flush()
-        os.fsync(writer.fileno())
 
 
 def _num_bytes(folder: Path) -> int:

@@ -45,3 +45,9 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
+
+
+def flush(path: Path) -> None:
+    """Waits until the file is on the disk, not only in the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

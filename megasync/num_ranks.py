@@ -5,14 +5,12 @@ python -m megasync.num_ranks CONFIG.yaml [key=value ...]      # prints the numbe
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.devices import visible_devices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,23 +18,6 @@ if TYPE_CHECKING:
     from megasync.config.schema import Config
 
 NUM_CPU_RANKS = 2
-
-
-def num_gpus() -> int:
-    """GPUs that a process started from here sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(gpu_names())
-
-
-def gpu_names() -> list[str]:
-    """What nvidia-smi calls the GPUs of this machine."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
 def num_replica_gpus(config: Config) -> int:
@@ -47,7 +28,7 @@ def num_replica_gpus(config: Config) -> int:
 
 
 def default_num_ranks(config: Config, gpus: int) -> int:
-    """2 ranks without GPUs, else all of `gpus` but those of the replicas.
+    """2 ranks without GPUs, else all of `gpus` but those that the replicas have for themselves.
 
     Raises:
         ConfigError: the replicas leave no GPU for the trainer.
@@ -72,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0 if arguments else 2
     with main_errors():
-        print(default_num_ranks(load_config(arguments[0], arguments[1:]), num_gpus()))
+        print(default_num_ranks(load_config(arguments[0], arguments[1:]), len(visible_devices())))
     return 0
 
 

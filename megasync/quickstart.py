@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from megasync.config.check import check_config
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import run_to_end, torchrun
-from megasync.num_ranks import NUM_CPU_RANKS, default_num_ranks, num_gpus
+from megasync.num_ranks import NUM_CPU_RANKS, default_num_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -203,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nproc", type=int, help="trainer ranks (default: 2, on 1 or 2 GPUs 1)")
     options = parser.parse_intermixed_args(argv)
     with main_errors():
-        gpus = num_gpus()
+        gpus = len(visible_devices())
         overrides = for_machine(options.overrides, gpus)
         return quickstart(overrides, options.nproc or num_quickstart_ranks(overrides, gpus))
 

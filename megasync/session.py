@@ -34,7 +34,8 @@ class Session:
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
         self.begin_seconds = time.time()
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
+        is_colocated = config.rollout.is_colocated
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.checkpoints = config.run.folder / CHECKPOINTS
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
@@ -74,9 +75,8 @@ class Session:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time a part of the step for timeline.json. Not collective."""
-        begin = time.time()
-        yield
-        self.log.timeline.add(name, "trainer", begin, time.time(), {"step": self.step})
+        with self.log.timeline.span(name, "trainer", step=self.step):
+            yield
 
     def log_step(self, metrics: dict[str, float]) -> None:
         """Write the step's line. Not collective; rank 0 writes."""
@@ -110,7 +110,7 @@ class Session:
     def take_rollout(self, step: int) -> RolloutBatch:
         """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
         batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step))
-        self.weights.turns.to_trainer()
+        self.weights.devices.acquire_for_training()
         return batch
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -119,12 +119,10 @@ class Session:
         """Write a checkpoint after every `checkpoint.every_steps` steps, and after the last one."""
         every = self.config.checkpoint.every_steps
         if every and (step % every == 0 or step == self.config.run.steps):
-            begin = time.time()
             model, keep = Path(self.config.model.path), self.config.checkpoint.keep
             tensors = whole_tensors(self.weights.exporter)
-            with self.weights.turns.trainer():
+            with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
                 self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, tensors, model, keep)
-            self.log.timeline.add("checkpoint", "trainer", begin, time.time(), {"step": step})
 
     # ------------------------------------------------------------------------------------------------ held-out accuracy
 

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.devices import visible_devices
 from megasync.launch.processes import INTERRUPTED
 from megasync.launch.ray_cluster import local_cluster
-from megasync.num_ranks import default_num_ranks, num_gpus
+from megasync.launch.scope import run_scope
+from megasync.num_ranks import default_num_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +133,6 @@ def submit_to_cluster(address: str, job_arguments: dict[str, Any], *, wait: bool
     """`submit`, with a word of advice where the cluster is not there or does not let us in."""
     from ray.exceptions import AuthenticationError
 
-    interrupt_on_sigterm()
     try:
         return submit(address, job_arguments, wait=wait)
     except OSError as error:
@@ -207,30 +208,21 @@ def stop(client: Any, job_id: str) -> None:
         time.sleep(0.2)
 
 
-def interrupt_on_sigterm() -> None:
-    """Treat SIGTERM as Ctrl-C, so that the job and the local cluster end with this process."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-
-
 def main(argv: Sequence[str]) -> int:
     """The run's exit code; 2 when config or command are wrong and nothing was started."""
     options = parse(argv)
     with main_errors():
         config = load_config(options.config, options.overrides)
-        num_ranks = options.num_ranks or default_num_ranks(config, num_gpus())
+        num_ranks = options.num_ranks or default_num_ranks(config, len(visible_devices()))
         job_arguments = job(options, config, num_ranks)
     if code := check(options, num_ranks):
         return code
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process
     try:
         if options.address:
             return submit_to_cluster(options.address, job_arguments, wait=not options.no_wait)
-        interrupt_on_sigterm()
-        with local_cluster(num_cpus(config, num_ranks)) as address:
+        with run_scope(), local_cluster(num_cpus(config, num_ranks)) as address:
             return submit(address, job_arguments, wait=True)
     except (RuntimeError, OSError) as error:
         print(f"the Ray cluster failed: {error}", file=sys.stderr)

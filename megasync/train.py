@@ -1,6 +1,6 @@
 """The training program: the same on every rank, under torchrun or in Ray actors. Rank 0 also talks to Ray.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
+    python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
     python -m megasync.train --check --world-size 2 CONFIG.yaml [key=value ...]      # only says whether that would start
 
 Exit codes: 0 done; 2 the config is wrong, nothing was started; 1 failed while running. Leaves out the loops (loop.py).
@@ -18,6 +18,7 @@ from megasync.config.check import check_config
 from megasync.config.errors import main_errors
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
+from megasync.launch.scope import is_one_machine, listen_on_loopback
 from megasync.rollouts.prompts import load_data
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     with main_errors(speak=rank == 0):
         config = load_config(given.config, given.overrides)
         check_config(config, given.world_size or world_size, needs_data=given.check)
+        if is_one_machine(config):
+            listen_on_loopback()  # before anything imports ray
         reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
         data = load_data(config) if reads_data and not given.check else None
     return 0 if given.check else run(config, data)

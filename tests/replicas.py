@@ -36,6 +36,10 @@ class OpenReplica(Replica):
             scores.append([entry[token].logprob for token, entry in entries])
         return scores
 
+    async def serves(self) -> int | None:
+        self._notice_death()
+        return self.version
+
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         answers = await self._engine.collective_rpc("tests_read_shards", args=(names,))
         return assemble(shard for answer in answers for shard in answer)
@@ -54,22 +58,23 @@ class OpenPool(ReplicaPool):
         lists = [tuple(ids) for ids in token_id_lists]
         num_shares = min(self.num_replicas, len(lists))
         shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
-        parts = self.gather([self._send(i, self._actors[i].score, share) for i, share in enumerate(shares)])
+        refs = []
+        for actor, share in zip(self._chosen(), shares, strict=False):
+            refs.append(actor.handle.score.remote(share))
+            actor.num_sent += 1
+        parts = self.gather(refs)
         return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
 
     @property
     def versions(self) -> list[int | None]:
         """What each replica serves; None while it has nothing that it may serve."""
-        return [version for _, version, _ in self.statuses()]
+        return [self._serves(replica) for replica in range(self.num_replicas)]
 
-    def statuses(self) -> list[tuple[str, int | None, str]]:
-        statuses = []
-        for replica in range(self.num_replicas):
-            try:
-                statuses += self._call(lambda actor: actor.status.remote(), 60.0, [replica])
-            except RuntimeError as error:
-                statuses.append(("failed", None, str(error)))
-        return statuses
+    def _serves(self, replica: int) -> int | None:
+        try:
+            return self._call(lambda actor: actor.serves.remote(), 60.0, [replica])[0]
+        except RuntimeError:
+            return None
 
     def read_back(self, names: list[str] | None = None, replica: int = 0) -> dict[str, torch.Tensor]:
         """Full tensors by HF name of what a replica computes with; all when `names` is None."""

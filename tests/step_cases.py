@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.metrics import NonFiniteError
 from engine.optimizer import inner_optimizers
 from engine.sample import Sample
+from bridge.export.source import whole_tensors
 from tests.engine_cases import engine, exporter, random_samples
 from tests.lora_cases import save_adapter
 
@@ -57,7 +58,7 @@ def spoilt(samples: list[Sample], how: str) -> list[Sample]:
 
 def state_of(built: Engine) -> dict[str, torch.Tensor]:
     """The exported weights, and the optimizer's own tensors."""
-    state = {name: tensor.clone() for name, tensor in exporter(built)}
+    state = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
     for number, inner in enumerate(inner_optimizers(built.optimizer)):
         for group in inner.param_groups:
             for index, parameter in enumerate(group["params"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,12 +17,13 @@ from bridge.messages import SyncError
 from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
-from megasync.weights import start_ray
+from megasync.launch.ray_cluster import start_ray
 from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.replicas import OpenPool
 
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
 _replicas: dict[str, OpenPool] = {}  # rank 0's, by their config
+_stop_ray: list[Callable[[], None]] = []
 
 
 def is_rank_zero() -> bool:
@@ -30,7 +32,8 @@ def is_rank_zero() -> bool:
 
 def replica(path: str, **fields: Any) -> OpenPool:
     """A pool of one replica, for rank 0. It stays for the calls that follow, until `close_replicas` or the process's end."""
-    if start_ray("local", 0):
+    if (stop_ray := start_ray("local")) is not None:
+        _stop_ray.append(stop_ray)
         atexit.register(close_replicas)
     config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26, **fields)
     if str(config) not in _replicas:
@@ -40,12 +43,11 @@ def replica(path: str, **fields: Any) -> OpenPool:
 
 def close_replicas() -> None:
     """On any rank: end what rank 0 has started."""
-    import ray
-
     for pool in _replicas.values():
         pool.close()
     _replicas.clear()
-    ray.shutdown()
+    while _stop_ray:
+        _stop_ray.pop()()
 
 
 def publish_and_compare(

@@ -143,7 +143,7 @@ def test_a_config_dumps_as_plain_values(empty: Path) -> None:
 
 
 def test_every_number_has_its_range_and_every_key_says_what_it_is() -> None:
-    for key, field in KEYS.items():
+    for key, field in KEYS.items():  # sections too
         assert (kind_of(field) in (int, float)) == (key in RANGES), f"{key} is a number without a range"
     assert set(SHAPE_NAMES) == set(SHAPES)
 

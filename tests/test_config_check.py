@@ -199,6 +199,13 @@ def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path,
     assert "data.eval: 2 of 2 examples" in cannot_run(runnable, *fits, f"data.eval={longer}")
 
 
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_a_run_without_a_prompt_that_fits_ends_before_it_starts(runnable: Path, flags: list[str]) -> None:
+    done = command("-m", "megasync.train", str(runnable), "rollout.max_new_tokens=4", "rollout.max_model_len=7", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("data.train: 2 of 2 examples are too long\n  longest: line 2, 8 tokens")
+
+
 def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
     """Positions for all, a micro-batch for what is trained on; of a supervised example the answer and the end too."""
     train = write_prompts(tmp_path / "long.jsonl", *[10] * 4, 20, 30)
@@ -229,7 +236,7 @@ def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
 def test_a_model_without_a_tokenizer(runnable: Path) -> None:
     for file in (runnable.parent / "model").glob("tokenizer*"):
         file.unlink()
-    assert "the folder holds no tokenizer" in cannot_run(runnable)
+    assert "the folder holds no tokenizer.json" in cannot_run(runnable)
 
 
 # -------------------------------------------------------------------------------------------------------- data, folder

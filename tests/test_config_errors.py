@@ -223,6 +223,14 @@ def test_no_override_ends_in_a_traceback(tmp_path_factory: pytest.TempPathFactor
             load_config(path, [override])
 
 
+def test_ranges_in_words() -> None:
+    assert RANGES["run.steps"] == "at least 1"
+    assert RANGES["rollout.top_p"] == "above 0 and at most 1"
+    assert RANGES["run.seed"] == "at least 0 and below 4294967296"
+    assert RANGES["rollout.kv_cache_bytes"] == "at least 1"
+    assert RANGES["sync.bucket_bytes"] == "at least 4096"
+
+
 def test_nearest_name() -> None:
     assert nearest_name("fsdp2", ["ddp", "megatron_fsdp"]) == "megatron_fsdp"
     assert nearest_name("zzz", ["ddp", "megatron_fsdp"]) == ""

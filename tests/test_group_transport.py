@@ -144,7 +144,7 @@ def test_nobody_listens() -> None:
         next(reader.buckets(stage_of([1], 64), 0, time.time() + 1, verify=False))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_buckets_arrive_between_two_gpus() -> None:
     """NCCL, in threads of one process; needs 2 devices."""
     size, devices = 2**24, [torch.device("cuda", index) for index in range(2)]

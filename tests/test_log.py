@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from megasync.reporting.timeline import Timeline
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def metrics_of(folder: Path, num_steps: int = 10, first_step: int = 0, tensorboard: bool = False) -> Metrics:
-    return Metrics(folder, num_steps=num_steps, first_step=first_step, progress="none", tensorboard=tensorboard)
+def metrics_of(folder: Path, num_steps: int = 10, first_step: int = 0, tensorboard: bool = False) -> closing[Metrics]:
+    return closing(Metrics(folder, num_steps=num_steps, first_step=first_step, progress="none", tensorboard=tensorboard))
 
 
 # -------------------------------------------------------------------------------------------------------- metrics

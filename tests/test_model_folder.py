@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megasync.assets import build_tokenizer
 from megasync.config.check import check_config
 from megasync.config.load import load_config
 from megasync.config.model_folder import check_model_folder
@@ -71,6 +72,7 @@ def test_unsupported_mixtures_of_experts(tmp_path: Path, changes: dict[str, obje
 
 
 def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "experts")
     model = f"model.path={write_model(tmp_path / 'experts', **EXPERTS)}"
     split = (model, "engine.parallel.tensor=2")
     message = cannot_run(runnable, *split)

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from megasync.files import write_atomically
@@ -16,8 +17,8 @@ from megasync.report import PLOTS, write_report
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def metrics_of(folder: Path, num_steps: int = 10) -> Metrics:
-    return Metrics(folder, num_steps=num_steps, first_step=0, progress="none", tensorboard=False)
+def metrics_of(folder: Path, num_steps: int = 10) -> closing[Metrics]:
+    return closing(Metrics(folder, num_steps=num_steps, first_step=0, progress="none", tensorboard=False))
 
 
 def traces_of(page: str) -> dict[str, dict[str, object]]:
@@ -66,7 +67,7 @@ def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
-    metrics_of(tmp_path).close()
+    metrics_of(tmp_path).thing.close()
     assert "No step has been logged yet" in write_report(tmp_path).read_text()
 
 

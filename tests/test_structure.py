@@ -27,7 +27,6 @@ COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver", "conf
 # A room imports from itself and from those before it.
 ROOMS = {"bridge": ["config", "messages", "layout", "export", "transport", "send", "receive", "replicas"]}
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
-SETUP = ROOT / "launch" / "setup.sh"
 
 
 def imported_packages(source: str) -> set[str]:
@@ -127,17 +126,6 @@ def test_no_file_imports_itself_through_others() -> None:
 
     for name in sorted(graph):
         walk(name, ())
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_files_tell_what_they_are(package: str) -> None:
-    """A docstring first, whether or not the file holds anything else."""
-    missing = [
-        str(file.relative_to(ROOT))
-        for file in sorted((ROOT / package).rglob("*.py"))
-        if not ast.get_docstring(ast.parse(file.read_text()))
-    ]
-    assert not missing
 
 
 def test_config_checks_need_no_torch() -> None:

@@ -6,6 +6,7 @@ The trainer's place is taken by tests/rank_program.py, so that only submission i
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -22,7 +23,6 @@ from megasync.config.schema import Config, RolloutConfig
 from megasync.config.errors import ConfigError
 from megasync.num_ranks import default_num_ranks
 from megasync.launch.ray_cluster import local_cluster
-from megasync.launch.driver import rank_environments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +76,18 @@ def test_local_cluster_runs_the_program_on_every_rank(config: str, tmp_path: Pat
         assert f"rank {rank} counts 3 ranks, local {rank}" in done.stdout
 
 
+def test_colocated_replicas_see_the_gpus_of_the_ranks(config: str, tmp_path: Path) -> None:
+    """Ray is told of GPUs that are not there: it deals them out all the same."""
+    gpus = {"CUDA_VISIBLE_DEVICES": "4,6", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
+    overrides = ["run.name=devices", "rollout.placement=colocated", "rollout.replicas=2"]
+    done = submit(config, *overrides, "--num-ranks", "2", *PROGRAM, environment=ENVIRONMENT | gpus, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"(rank|replica) (\d) is on (\S+)", done.stdout)
+    ranks, replicas = ({number: gpu for who, number, gpu in told if who == kind} for kind in ("rank", "replica"))
+    assert sorted(ranks.values()) == ["4", "6"], done.stdout
+    assert replicas == ranks, done.stdout
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_leaves_no_process(config: str, kind: signal.Signals) -> None:
     command = [sys.executable, "-m", "megasync.submit", config, "run.name=hang", *PROGRAM]
@@ -127,19 +139,8 @@ def test_no_cluster_at_the_address() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_rank_environments_number_ranks_on_each_node() -> None:
-    places = [("a", "10.0.0.1", 500), ("b", "10.0.0.2", 600), ("a", "10.0.0.1", 700)]
-    on_cpu = rank_environments(places, gpus_per_rank=0)
-    assert [one["LOCAL_RANK"] for one in on_cpu] == ["0", "0", "1"]
-    assert [one["LOCAL_WORLD_SIZE"] for one in on_cpu] == ["2", "1", "2"]
-    assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in on_cpu} == {("10.0.0.1", "500")}
-    assert {one["LOCAL_RANK"] for one in rank_environments(places, gpus_per_rank=1)} == {"0"}
-
-
-def test_default_num_ranks_leaves_the_replicas_their_gpus() -> None:
+def test_default_num_ranks_leaves_the_trainer_a_gpu() -> None:
     config = Config(rollout=RolloutConfig(replicas=2, tensor_parallel=2))
-    assert default_num_ranks(config, gpus=0) == 2
-    assert default_num_ranks(config, gpus=8) == 4
     with pytest.raises(ConfigError, match=r"rollout\.replicas"):
         default_num_ranks(config, gpus=4)
     sharing = Config(rollout=RolloutConfig(placement="colocated", replicas=2, tensor_parallel=2))

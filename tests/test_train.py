@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.train_cases import ROOT, environment, exact, interrupt_after, launch, metrics, write_config
+from tests.train_cases import (
+    ROOT,
+    SUBMIT,
+    TORCHRUN,
+    endless_run,
+    exact,
+    far_listeners,
+    launch,
+    leaves_nothing,
+    metrics,
+    write_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +68,15 @@ def test_a_run_resumed_colocated_is_the_same_bit_for_bit(first_run: Path, tmp_pa
     assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
 
 
-def test_a_resumed_run_is_the_same_until_ctrl_c_which_leaves_no_process_behind(first_run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_until_ctrl_c_and_listens_on_the_loopback_alone(first_run: Path, tmp_path: Path) -> None:
     """It goes on for ever, so that it is cut off in the midst of its work."""
     config = write_config(tmp_path)
     copy = cut_off_copy(first_run, tmp_path)
-    code, left = interrupt_after(7, config, marker=f"cut-off-{tmp_path.name}")
-    assert code != 0
-    assert left == []
+    with endless_run(TORCHRUN, config, "--nproc", "2") as run:
+        run.wait_for(7)
+        assert far_listeners(run.marker) == []
+        os.killpg(run.process.pid, signal.SIGINT)
+    assert run.process.returncode != 0
     assert exact(copy)[:6] == exact(first_run)
     checkpoints = [p.name for p in (copy / "checkpoints").iterdir()]
     assert "step_00000006" in checkpoints and ".partial_step_00000006" not in checkpoints
@@ -70,10 +84,33 @@ def test_a_resumed_run_is_the_same_until_ctrl_c_which_leaves_no_process_behind(f
 
 def test_through_ray_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    command = [sys.executable, "-m", "megasync.submit", str(config), "--num-ranks", "2"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(config), capture_output=True, text=True, timeout=400, check=False)
+    with leaves_nothing(config) as own:
+        done = subprocess.run([*SUBMIT, str(config)], cwd=ROOT, env=own, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert exact(tmp_path / "runs" / "run") == exact(first_run)
+
+
+@pytest.mark.parametrize("kind", ["an exception", "SIGTERM", "SIGKILL of rank 0"])
+def test_torchrun_leaves_nothing_after(kind: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
+    if kind == "an exception":
+        done = launch(config, "rollout.reward=tests.train_cases:broken_reward")
+        assert done.returncode == 1 and "broken on purpose" in done.stderr, done.stdout + done.stderr
+        return
+    with endless_run(TORCHRUN, config, "--nproc", "2") as run:
+        run.wait_for(2)
+        run.process.terminate() if kind == "SIGTERM" else run.ranks()[0].kill()
+    assert run.process.returncode != 0
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL of a rank"])
+def test_submit_leaves_nothing_after(kind: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
+    with endless_run(SUBMIT, config) as run:
+        run.wait_for(2)
+        assert far_listeners(run.marker) == []
+        run.process.terminate() if kind == "SIGTERM" else run.ranks()[0].kill()
+    assert run.process.returncode == (130 if kind == "SIGTERM" else 1), run.said.read_text()
 
 
 def test_one_step_off_generates_under_training(tmp_path: Path) -> None:

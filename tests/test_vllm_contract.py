@@ -131,29 +131,40 @@ def test_stamps_win_over_the_served_version() -> None:
     assert vllm_api.to_completion(finished(weight_versions=spans), 3).weight_versions == (-1, 4)
 
 
-def test_layers_that_stay_as_loaded_change_weights_on_cpus_only() -> None:
-    """vllm_reload.AS_LOADED: what these methods do after loading asks for another platform than CUDA first."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+def cuda_platform() -> Any:
+    """What vLLM's layers ask which device they are on, as on a machine with a GPU."""
+    from vllm.platforms.interface import Platform, PlatformEnum
 
-    assert (UnquantizedLinearMethod.__name__, UnquantizedEmbeddingMethod.__name__) == vllm_reload.AS_LOADED
-    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        code = inspect.getsource(method.process_weights_after_loading).split("\n", 1)[1].strip()
-        assert code.startswith("if current_platform.is_cpu():")
-        assert "cuda" not in code and "else:" not in code
+    return type("Cuda", (Platform,), {"_enum": PlatformEnum.CUDA})()
 
 
-def test_experts_stay_as_loaded_for_triton_only() -> None:
-    """vllm_experts.AS_LOADED: no branch but ROCm's is about it; another backend has one, or returns before."""
+def test_layers_that_stay_as_loaded_keep_their_weights_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm_reload.AS_LOADED"""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    modules = {"UnquantizedLinearMethod": linear, "UnquantizedEmbeddingMethod": vocab_parallel_embedding}
+    assert tuple(modules) == vllm_reload.AS_LOADED
+    for name, module in modules.items():
+        monkeypatch.setattr(module, "current_platform", cuda_platform())
+        layer = torch.nn.Linear(4, 6, bias=False)
+        weight, values = layer.weight, layer.weight.tolist()
+        method = getattr(module, name)
+        method.process_weights_after_loading(object.__new__(method), layer)
+        assert layer.weight is weight and weight.tolist() == values
+
+
+def test_experts_stay_as_loaded_for_these_kernels_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm_experts.AS_LOADED"""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     assert UnquantizedFusedMoEMethod.__name__ == vllm_experts.METHOD
-    assert set(vllm_experts.AS_LOADED) <= set(unquantized.UnquantizedMoeBackend.__members__)
-    code = inspect.getsource(unquantized.convert_to_unquantized_kernel_format)
-    assert "UnquantizedMoeBackend.BATCHED_TRITON" not in code
-    assert code.count("UnquantizedMoeBackend.TRITON") == code.count("is_rocm()") == 1
-    assert code.rstrip().endswith("return w13_weight.contiguous(), w2_weight.contiguous()")
+    monkeypatch.setattr(unquantized, "current_platform", cuda_platform())
+    for name in vllm_experts.AS_LOADED:
+        weights = torch.rand(2, 8, 4), torch.rand(2, 4, 4)
+        values = [weight.tolist() for weight in weights]
+        kept = unquantized.convert_to_unquantized_kernel_format(unquantized.UnquantizedMoeBackend[name], None, *weights)
+        assert kept[0] is weights[0] and kept[1] is weights[1] and [weight.tolist() for weight in kept] == values
 
 
 def test_experts_are_packed_where_their_kernel_is_made() -> None:
@@ -189,7 +200,7 @@ def test_adapters_can_be_made_of_tensors() -> None:
     assert vllm_adapter._renames(mapper)._map_name("a.c") == "b.c"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False)])
 def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: str, tied: bool) -> None:
     """Needs 2 devices. The trainer's is the first; the replica gets the second."""

@@ -8,14 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import psutil
 import yaml
 
 from megasync.assets import write_assets
+from megasync.rollouts.reward import RewardInput
 
 ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = [str(ROOT / "launch" / "torchrun_one_node.sh")]
+SUBMIT = [sys.executable, "-m", "megasync.submit", "--num-ranks", "2"]
+OURS = ("ms-*", "ray-*", "megasync-vllm-*", "torchelastic_*", "vllm_dist_*")  # what a run calls its files in /tmp
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
@@ -52,15 +61,16 @@ def environment(config: Path, **more: str) -> dict[str, str]:
 
 
 def launch(config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    """launch/torchrun_one_node.sh, with this Python in the place of a set-up of its own."""
-    return subprocess.run(
-        [ROOT / "launch" / "torchrun_one_node.sh", str(config), *overrides, "--nproc", str(ranks)],
-        env=environment(config),
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
+    """launch/torchrun_one_node.sh, with this Python in the place of a set-up of its own. Leaves nothing behind."""
+    with leaves_nothing(config) as own:
+        return subprocess.run(
+            [*TORCHRUN, str(config), *overrides, "--nproc", str(ranks)],
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -75,37 +85,113 @@ def exact(folder: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in EXACT} for line in metrics(folder)]
 
 
-def processes_with(text: str) -> list[str]:
-    """Command lines that contain `text`, and vLLM's and Ray's, which name themselves otherwise, by their environment."""
+@contextmanager
+def leaves_nothing(config: Path) -> Iterator[dict[str, str]]:
+    """The environment for a run. In the end none of its processes are left, nor files of theirs in TMPDIR, /tmp and /dev/shm."""
+    marker = f"run-{uuid4().hex}"
+    own, before = environment(config, MEGASYNC_TEST_MARKER=marker), files()
+    yield own
+    deadline = time.monotonic() + 20  # of other runs, whose files come and go, too
+    while (left := left_of(own, before)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not left, left
+
+
+def left_of(environment: dict[str, str], before: set[Path]) -> list[str]:
+    """Processes and files of a run."""
+    processes = [f"{each.pid} {each.cmdline()}" for each in processes_with(environment["MEGASYNC_TEST_MARKER"])]
+    return [*processes, *map(str, Path(environment["TMPDIR"]).iterdir()), *map(str, new_files(before))]
+
+
+def files() -> set[Path]:
+    """Those that a run may leave where other runs have theirs."""
+    return {*Path("/dev/shm").iterdir(), *(path for name in OURS for path in Path("/tmp").glob(name))}
+
+
+def new_files(before: set[Path]) -> list[Path]:
+    """Those that no process has open or as its folder: what is in use is of a run beside this one."""
+    found = {path: path.stat() for path in files() - before if path.exists()}
+    in_use = set()
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            text = Path(f"/proc/{process.pid}/maps").read_text() + str(process.environ())
+            links = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+            for path, stat in found.items():
+                if str(path) in text or f" {stat.st_ino} " in text or str(path) in links:
+                    in_use.add(path)
+    return sorted(found.keys() - in_use)
+
+
+def processes_with(marker: str) -> list[psutil.Process]:
+    """By their environment: vLLM's and Ray's have other names than the run."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (entry / "environ").read_bytes().decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if text in environment or text in command:
-            found.append(f"{entry.name} {command}")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if marker in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
-def interrupt_after(lines: int, config: Path, marker: str, timeout_seconds: float = 200) -> tuple[int, list[str]]:
-    """Start a run, press Ctrl-C once `lines` steps are in metrics.jsonl; exit code and what is left running."""
-    command = [str(ROOT / "launch" / "torchrun_one_node.sh"), str(config), "run.steps=100000", "--nproc", "2"]
-    own = environment(config, MEGASYNC_TEST_MARKER=marker)
+def far_listeners(marker: str) -> list[str]:
+    """Sockets of a run's processes that others than this machine could reach."""
+    found = []
+    for process in processes_with(marker):
+        with suppress(psutil.Error):
+            listening = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            far = [each for each in listening if each.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")]
+            found += [f"{process.name()} {' '.join(process.cmdline())[:200]}: {each.ip}:{each.port}" for each in far]
+    return found
+
+
+@dataclass
+class Run:
+    """A run that goes on until it is ended; `folder` is the run's."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    marker: str
+    said: Path
+
+    def wait_for(self, steps: int, timeout_seconds: float = 200) -> None:
+        """Until that many steps are in metrics.jsonl."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if (self.folder / "metrics.jsonl").is_file() and len(metrics(self.folder)) >= steps:
+                return
+            time.sleep(0.1)
+        raise AssertionError(self.said.read_text()[-4000:])
+
+    def ranks(self) -> list[psutil.Process]:
+        """The trainer's, in rank order under torchrun."""
+        found: dict[str, psutil.Process] = {}
+        for process in processes_with(self.marker):
+            with suppress(psutil.Error):
+                command, environment = process.cmdline(), process.environ()
+                if command[0].startswith("ray::TrainerRank"):
+                    found[str(process.pid)] = process
+                elif "megasync.train" in command and "RANK" in environment:
+                    found[environment["RANK"]] = process
+        return [found[rank] for rank in sorted(found)]
+
+
+@contextmanager
+def endless_run(command: list[str], config: Path, *overrides: str) -> Iterator[Run]:
+    """A run of two ranks that leaves nothing behind once it is ended within the block."""
     said = config.parent / "said"
-    with said.open("wb") as output:
-        process = subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True)
-    written = config.parent / "runs" / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if written.is_file() and len(written.read_text().splitlines()) >= lines:
-            break
-        time.sleep(0.1)
-    assert process.poll() is None, said.read_text()[-4000:]
-    os.killpg(process.pid, signal.SIGINT)
-    code = process.wait(timeout=120)
-    deadline = time.monotonic() + 20
-    while (left := processes_with(marker)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return code, left
+    with leaves_nothing(config) as own, said.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(config), "run.steps=100000", *overrides],
+            cwd=ROOT, env=own, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+        run = Run(process, config.parent / "runs" / "run", own["MEGASYNC_TEST_MARKER"], said)
+        try:
+            yield run
+            process.wait(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def broken_reward(_: RewardInput) -> float:
+    """For `rollout.reward`."""
+    raise RuntimeError("broken on purpose")

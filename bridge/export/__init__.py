@@ -1,10 +1,10 @@
-"""megatron-core parameters become what a sync sends: Hugging Face tensors, or PEFT's.
+"""megatron-core parameters become what a sync sends: tensors in Hugging Face's layout, or adapters in PEFT's.
 
-source.py         what a sync sends: the protocol that exporter.py and adapter.py implement
+source.py         protocols: what the engine hands over, and what exporter.py and adapter.py give; whole tensors
 exporter.py       parameters become Hugging Face tensors, in layer order
-gather.py         the parameters' values come together: shards gathered, adapters merged
-trace.py          what a conversion copies where, recorded once
+gather.py         passes: shards gathered, adapters merged, into memory to copy out of
+trace.py          a conversion as copies, recorded once
 merge.py          adapters merged into their weights (pure functions)
 merge_kernel.py   the same on CUDA
-adapter.py        the adapters alone as what a sync carries
+adapter.py        the adapters alone as a source
 """

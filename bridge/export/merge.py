@@ -14,7 +14,7 @@ SAMPLED_ROWS = 64  # of each weight, for the merge error
 
 
 def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """merge_into, and what squared_error gives, as [parts, 2]; on CUDA by one kernel, and of all rows."""
+    """merge_into, then squared_error's sums, as [parts, 2]. On CUDA one kernel does both, with the sums over all rows."""
     if weight.is_cuda:
         from bridge.export.merge_kernel import merge_on_cuda
 

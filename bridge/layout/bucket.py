@@ -115,7 +115,7 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def gaps(bucket: Bucket) -> list[tuple[int, int]]:
-    """The bytes between pieces, which belong to no tensor: where each run of them starts and ends."""
+    """Start and end of each run of bytes between pieces, which belong to no tensor."""
     ends = [piece.bucket_offset + piece.num_bytes for piece in bucket.pieces[:-1]]
     starts = [piece.bucket_offset for piece in bucket.pieces[1:]]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

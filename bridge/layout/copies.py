@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bridge.layout.regions import Copy
 
 WORD_BYTES = 8
-MOST_TILES = 8  # times as many as full ones would be, for which foreach copies are no better
+MOST_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster
 
 Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
 
@@ -60,9 +60,9 @@ class BucketCopies:
         self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
         self._into_bucket = into_bucket
         self._views: dict[int, tuple[Mapping[str, torch.Tensor], list[Views]]] = {}  # by the bucket's address
-        self._names: tuple[str, ...] | None = None  # of the memory that tiles copy
+        self._names: tuple[str, ...] | None = None  # of the memory that the tiles refer to; none: no tiles
         self._table = torch.empty(0)  # the tiles, on the device
-        self._covered_bytes = 0  # of the bucket, whose digest they can take
+        self._covered_bytes = 0  # of the bucket: those whose digest the tiles can add
         self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory, and its addresses on the device
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class BucketCopies:
     def _bases_of(
         self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device
     ) -> torch.Tensor | None:
-        """The addresses of the tiles' memory, on the device; None where words do not lie at multiples of their size."""
+        """The addresses of the tiles' memory, on the device; None where one is not aligned to words."""
         if self._bases is not None and self._bases[0] is memory:
             return self._bases[1]
         flats = [memory[name] for name in names]
@@ -131,7 +131,7 @@ def find_matches(
 
 
 def bind(matches: Iterator[Match], memory: Mapping[str, torch.Tensor], data: torch.Tensor) -> list[Views]:
-    """Views of memory and of a bucket's bytes `data`, pairs of which are the same elements of a tensor.
+    """Pairs of views, of memory and of a bucket's bytes `data`, that are the same elements of a tensor.
 
     In groups that foreach copies in one kernel: of one dtype and without gaps, or else the rest.
     """
@@ -156,8 +156,8 @@ def view(flat: torch.Tensor, region: Region) -> torch.Tensor:
 class Tiles(NamedTuple):
     """Copies of at most TILE_WORDS words of 8 bytes, none of which crosses a multiple of TILE_WORDS in the bucket."""
 
-    names: tuple[str, ...]  # of the memory; none where the copies cannot, or should not, be made of tiles
-    table: np.ndarray  # int32 [tiles, 4]: which name, first word there, first word in the bucket, number of words
+    names: tuple[str, ...]  # of the memory; none where foreach copies have to do it, or are faster
+    table: np.ndarray  # int32 [tiles, 4]: index of the name, first word in that memory, first word in the bucket, number of words
     covered_bytes: int  # 0 where some word of the bucket is copied twice
 
 

@@ -1,4 +1,4 @@
-"""copies.py's tiles as one Triton kernel, which takes the bucket's digest of the words that it copies. Imported on CUDA alone."""
+"""copies.py's tiles as one Triton kernel, which also sums the digest of the words that it copies. Imported on CUDA alone."""
 
 from __future__ import annotations
 

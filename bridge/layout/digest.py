@@ -1,4 +1,4 @@
-"""Proof that bytes arrived whole: a 64-bit digest of them, on any device, and those of the buckets of a pass.
+"""A 64-bit digest of bytes, on any device, which tells whether a bucket arrived as it was sent.
 
 On CUDA a kernel sums (digest_kernel.py), or copies and sums (copy_kernel.py). Leaves out who compares (transport/, publish.py).
 
@@ -15,7 +15,7 @@ import torch
 from bridge.layout.splitmix import GAMMA, splitmix64
 
 MASK = 2**64 - 1
-CHUNK_WORDS = 4096  # 32 KiB: one number a position stays in a GPU core's cache
+CHUNK_WORDS = 4096  # 32 KiB: the multipliers, one a position, stay in a GPU core's cache
 TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and digests at a time
 ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
 CHUNK_FACTOR = GAMMA
@@ -32,7 +32,7 @@ def multipliers(device: torch.device) -> torch.Tensor:
 
 
 def powers(device: torch.device, count: int) -> torch.Tensor:
-    """CHUNK_FACTOR to the power of 0, 1 and so on, modulo 2**64, at least `count` of them: what chunks are weighted with."""
+    """The weights of the chunks: powers of CHUNK_FACTOR from 0 on, modulo 2**64, at least `count` of them."""
     size = max(FEWEST_POWERS, 1 << (count - 1).bit_length())
     return _powers(device, size)
 
@@ -58,7 +58,7 @@ def digest_bytes(data: torch.Tensor) -> int:
 
 
 class BucketDigests:
-    """The digests of the buckets of a pass, in their order. Where copies have not added a bucket's, `finish` takes it.
+    """The digests of the buckets of a pass, in order. `finish` computes a bucket's unless copies have added it already.
 
     On CUDA all is queued on the current stream.
     """
@@ -71,7 +71,7 @@ class BucketDigests:
         self._lengths: tuple[list[int], torch.Tensor] = ([], self._sums[:0])
 
     def accumulate(self, num_bytes: int) -> torch.Tensor:
-        """Where to add the sum over `num_bytes` of the current bucket: int64 []. What is not copied of them is zeros."""
+        """The sum, int64 [], to which a copy of `num_bytes` of the current bucket adds; gaps between tensors have to be zero."""
         self._num_accumulated += num_bytes
         return self._sums[len(self._sizes)]
 
@@ -94,7 +94,7 @@ class BucketDigests:
 
 
 def _sum(data: torch.Tensor) -> torch.Tensor:
-    """The digest but for the length, int64 [] on the device of `data`."""
+    """The digest without the length's share, int64 [] on the device of `data`."""
     return _sum_on_cuda(data) if data.is_cuda else _sum_on_cpu(data)
 
 
@@ -123,7 +123,7 @@ def _sum_on_cpu(data: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_sums(chunks: torch.Tensor) -> torch.Tensor:
-    """Of each row [rows] of chunks [rows, up to CHUNK_WORDS]."""
+    """int64 [rows] of chunks [rows, up to CHUNK_WORDS]."""
     mixed = torch.bitwise_right_shift(chunks, 32)
     mixed.add_(chunks).mul_(multipliers(chunks.device)[: chunks.shape[1]])
     return mixed.sum(1)

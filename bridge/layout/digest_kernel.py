@@ -11,7 +11,7 @@ BLOCK_WORDS = 2048
 
 @triton.jit
 def sum_of_words(words, factors):  # type: ignore[no-untyped-def]
-    """What digest.py makes of words of one chunk and their positions' numbers."""
+    """The digest's sum over words of one chunk; `factors` are their positions' multipliers."""
     return tl.sum((words + (words >> 32)) * factors, axis=0)
 
 

@@ -56,7 +56,7 @@ def cut(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
         first = source.offset + row * source.row_stride
         low, high = max(start - first, 0), min(end - first, source.num_columns)
         is_whole = (low, high) == (0, source.num_columns)
-        # all rows from a whole one on are whole, but perhaps the last
+        # after a whole row all are whole, except perhaps the last
         last_end = source.offset + (stop - 1) * source.row_stride + source.num_columns
         count = stop - row - (last_end > end) if is_whole and stop - row > 1 else 1
         parts.append(

@@ -209,7 +209,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def _close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close()
-            self._reader = None
+            self._reader = self._unpacker = None  # with its views of the buffers
 
     def _name(self, sync: BeginSync) -> str:
         return f"replica {sync.replica} worker {self.parallel_config.rank}"

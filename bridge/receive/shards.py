@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-Part = tuple[tuple[int, ...], torch.Tensor]  # where a part of a tensor begins in it, one offset a dim, and the part
+Part = tuple[tuple[int, ...], torch.Tensor]  # a part of a tensor: its offset in each dim, and its values
 
 
 def assemble_one(name: str, parts: list[Part]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""vLLM's fused experts: whether they lie as they were loaded, how CPUs pack them, and which Hugging Face tensor is where.
+"""vLLM's fused experts: whether their weights are as loaded, how CPUs pack them, and which Hugging Face tensor is where.
 
 A layer has w13_weight [experts, gate then up, in] and w2_weight [experts, out, in], each expert a tensor-parallel shard. Depends
 on the vLLM version as vllm_api.py does; notes are relative to model_executor/layers/fused_moe of vllm(-cpu) 0.32. Leaves out
@@ -42,7 +42,7 @@ def _is_packed(method: Any) -> bool:
 
 
 def forget_kernel(layer: Any) -> None:
-    """So that loading packs the experts again on CPUs.
+    """Drop the experts' kernel on CPUs, so that loading packs them again.
 
     0.32 packs them where it makes their kernel, once (unquantized_fused_moe_method.py:184-218): a reload would leave them as
     loaded, for a kernel that takes them for packed.
@@ -52,7 +52,7 @@ def forget_kernel(layer: Any) -> None:
 
 
 def parameter_names(loaded: set[str]) -> set[str]:
-    """What a loader says that it loaded, with experts by their whole names, of which 0.26 leaves a part out."""
+    """The parameter names that a loader returns, with those of experts in full: 0.26 leaves a part out."""
     return loaded | {name.replace(".experts.w", ".experts.routed_experts.w") for name in loaded}
 
 
@@ -94,7 +94,7 @@ def _unpacks(layer: Any) -> bool:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Experts as they were before cpu_prepack_moe_weight, which puts each one's elements in another order.
+    """Undoes cpu_prepack_moe_weight, which permutes the elements of each expert.
 
     Which one is found by packing the elements' places, digit by digit.
     """

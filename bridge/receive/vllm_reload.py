@@ -20,7 +20,9 @@ AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA
 
 
 def config_scope(vllm_config: Any) -> AbstractContextManager[Any]:
-    """What layers look up while they are loaded; 0.26 does not set it around weight updates (v1/worker/gpu_worker.py:1338)."""
+    """vLLM's current config, which layers read while they are loaded; 0.26 does not set it around weight updates
+    (v1/worker/gpu_worker.py:1338).
+    """
     from vllm.config import set_current_vllm_config
 
     return set_current_vllm_config(vllm_config)  # type: ignore[no-any-return]
@@ -38,7 +40,7 @@ def loadable_parameters(model: torch.nn.Module) -> set[str]:
 
 
 def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | None]:
-    """Tells of a layer why vLLM does not compute with its weights as they were loaded; None where it does.
+    """A function of a layer: why vLLM does not compute with its weights as they were loaded; None if it does.
 
     The embedding looks rows up in its weight; the copy that CPUs pack of it (vocab_parallel_embedding.py:67) is not used. A
     tied head's is, and is renewed after every sync (repack_tied_head).

@@ -6,12 +6,15 @@ Leaves out ray.init (the caller's), what is asked of them (pool.py) and what the
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.replica import Replica
@@ -25,6 +28,17 @@ CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 
+@dataclass
+class ReplicaActor:
+    """One actor, from its launch until it is killed."""
+
+    handle: Any
+    pid: int = 0  # once it has started
+    shared_memory: set[str] = field(default_factory=set)  # vLLM's, for when it is killed
+    num_sent: int = 0  # calls to generate
+    manifest_digest: str = ""  # of the manifest that its workers hold
+
+
 class ReplicaActors:
     """`num_replicas` actors, each an AsyncLLM of `tensor_parallel` workers. Use `start`."""
 
@@ -32,9 +46,7 @@ class ReplicaActors:
 
     def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
         self.config, self.num_replicas = config, num_replicas
-        self._actors: list[Any] = [None] * num_replicas
-        self._pids = [0] * num_replicas
-        self._shared_memory: list[set[str]] = [set() for _ in range(num_replicas)]  # vLLM's, for when it is killed
+        self._actors: dict[int, ReplicaActor] = {}  # by number; without those that are not there
 
     @classmethod
     def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
@@ -68,9 +80,6 @@ class ReplicaActors:
         """Stop everything, the engines' processes too. Safe to repeat."""
         self._kill(range(self.num_replicas))
 
-    def _forget(self, replica: int) -> None:
-        """What is known of an actor that is about to be replaced by a new one."""
-
     def gather(self, refs: list[Any], timeout: float | None = None) -> list[Any]:
         """Wait for all, then ray.get with the actor's own error, without Ray's wrapping.
 
@@ -91,27 +100,26 @@ class ReplicaActors:
     def _call(
         self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None
     ) -> list[Any]:
+        return self.gather([method(actor.handle) for actor in self._chosen(replicas)], timeout)
+
+    def _chosen(self, replicas: Sequence[int] | None = None) -> list[ReplicaActor]:
+        """The actors of these replicas, None: of all. RuntimeError where one was not started again."""
         chosen = range(self.num_replicas) if replicas is None else replicas
-        return self.gather([method(self._actors[replica]) for replica in chosen], timeout)
+        missing = [replica for replica in chosen if replica not in self._actors]
+        if missing:
+            raise RuntimeError(f"replica {missing[0]} is not there: it was to be restarted and did not start")
+        return [self._actors[replica] for replica in chosen]
 
     def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> None:
-        cuda, devices = torch.cuda.is_available(), self.config.devices
+        cuda = torch.cuda.is_available()
         actor_class: Any = ray.remote(self.replica_class)
         for replica in replicas:
-            self._forget(replica)
-            own = {"CUDA_VISIBLE_DEVICES": devices[replica]} if devices else {}
-            options = {
-                "num_cpus": 0,
-                "num_gpus": self.config.tensor_parallel if cuda and not devices else 0,
-                "runtime_env": {"env_vars": vllm_api.environment(cuda=cuda) | own},
-                "max_concurrency": 1000,
-            }
-            actor = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
-            self._actors[replica] = actor
-        refs = [self._actors[replica].start.remote() for replica in replicas]
-        for replica, pid in zip(replicas, self._wait_for_start(refs), strict=True):
-            self._pids[replica] = pid
-            self._shared_memory[replica] = processes.shared_memory_below(pid)
+            options = placement_options(self.config, replica, cuda=cuda) | {"num_cpus": 0, "max_concurrency": 1000}
+            handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
+            self._actors[replica] = ReplicaActor(handle)
+        actors = self._chosen(replicas)
+        for actor, pid in zip(actors, self._wait_for_start([actor.handle.start.remote() for actor in actors]), strict=True):
+            actor.pid, actor.shared_memory = pid, processes.shared_memory_below(pid)
 
     def _wait_for_start(self, refs: list[Any]) -> list[int]:
         """The actors' process ids. The first error ends the wait for the others."""
@@ -129,22 +137,29 @@ class ReplicaActors:
 
     def _kill(self, replicas: Sequence[int]) -> None:
         """Ask nicely, then kill, then wait until the processes are gone; their children end with them (vllm_api)."""
-        actors = {replica: self._actors[replica] for replica in replicas if self._actors[replica] is not None}
-        started = all(self._pids[replica] for replica in actors)
-        refs = [actor.close.remote() for actor in actors.values()]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS if started else UNSTARTED_CLOSE_SECONDS)
-        for replica, actor in actors.items():
-            ray.kill(actor)
-            self._actors[replica] = None
+        actors = [self._actors.pop(replica) for replica in replicas if replica in self._actors]
+        if not actors:
+            return
+        seconds = CLOSE_SECONDS if all(actor.pid for actor in actors) else UNSTARTED_CLOSE_SECONDS
+        ray.wait([actor.handle.close.remote() for actor in actors], num_returns=len(actors), timeout=seconds)
+        for actor in actors:
+            ray.kill(actor.handle)
         deadline = time.monotonic() + CLOSE_SECONDS
-        while any(self._pids[replica] and processes.is_alive(self._pids[replica]) for replica in replicas):
-            if time.monotonic() > deadline:
-                break
+        while any(psutil.pid_exists(actor.pid) for actor in actors if actor.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for replica in replicas:
-            for path in self._shared_memory[replica]:  # left when Ray killed vLLM's processes before they could
+        for actor in actors:
+            for path in actor.shared_memory:  # left when Ray killed vLLM's processes before they could
                 Path(path).unlink(missing_ok=True)
-            processes.remove_sockets(self._pids[replica])
-            self._pids[replica] = 0
-            self._shared_memory[replica] = set()
+            processes.remove_sockets(actor.pid)
+
+
+def placement_options(config: ReplicaConfig, replica: int, *, cuda: bool) -> dict[str, Any]:
+    """Ray's options for a replica's actor: on this node and the GPUs that `config.devices` names, or on GPUs of its own."""
+    variables = vllm_api.environment(cuda=cuda)
+    if not config.devices:
+        return {"num_gpus": config.tensor_parallel if cuda else 0, "runtime_env": {"env_vars": variables}}
+    return {
+        "num_gpus": 0,
+        "runtime_env": {"env_vars": variables | {"CUDA_VISIBLE_DEVICES": config.devices[replica]}},
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }

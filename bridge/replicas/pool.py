@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from bridge.replicas.actors import ReplicaActors
+from bridge.replicas.actors import ReplicaActor, ReplicaActors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bridge.config import ReplicaConfig
     from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
@@ -38,10 +37,6 @@ class Generation:
     def _note_end(self, _: Any) -> None:
         self.ended_seconds = max(self.ended_seconds, time.time())
 
-    def done(self) -> bool:
-        finished, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
-        return len(finished) == len(self._refs)
-
     def result(self) -> list[list[Completion]]:
         """Wait for all; one list of `num_samples` completions a request.
 
@@ -55,24 +50,14 @@ class Generation:
 class ReplicaPool(ReplicaActors):
     """Replicas that generate and are brought to new weights. Use `start`."""
 
-    def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
-        super().__init__(config, num_replicas)
-        self._num_sent = [0] * num_replicas  # calls that generate, to each actor since its launch
-        self._manifest_digests = [""] * num_replicas  # of the manifest that each replica's workers hold
-
-    # Generation.
-
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
         """Send requests off, request i to replica i modulo `num_replicas`; does not wait."""
         shares = [list(requests[i :: self.num_replicas]) for i in range(min(self.num_replicas, len(requests)))]
-        refs = [self._send(i, self._actors[i].generate, share) for i, share in enumerate(shares)]
+        refs = []
+        for actor, share in zip(self._chosen(), shares, strict=False):
+            refs.append(actor.handle.generate.remote(share))
+            actor.num_sent += 1  # a pause comes after: calls of an actor may overtake each other
         return Generation(self, refs, len(requests))
-
-    def _send(self, replica: int, method: Any, share: list[Any]) -> Any:
-        """Count what a pause has to come after: calls of an actor may overtake each other."""
-        ref = method.remote(share)
-        self._num_sent[replica] += 1
-        return ref
 
     # The steps of a sync (messages.py), driven by Publisher.
 
@@ -99,30 +84,30 @@ class ReplicaPool(ReplicaActors):
 
     def _after_sent(self, method: str, **options: Any) -> None:
         """Call what comes after all generation that was sent."""
-        sent = zip(self._actors, self._num_sent, strict=True)
-        self.gather([getattr(actor, method).remote(count, **options) for actor, count in sent])
+        self.gather([getattr(actor.handle, method).remote(actor.num_sent, **options) for actor in self._chosen()])
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
-        refusals = self.gather([actor.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
-        for replica, refused in enumerate(refusals):
-            self._manifest_digests[replica] = "" if refused else message.manifest_digest
+        refusals = self.gather([actor.handle.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
+        for actor, refused in zip(self._chosen(), refusals, strict=True):
+            actor.manifest_digest = "" if refused else message.manifest_digest
         if all(refused == refusals[0] for refused in refusals):
             return list(refusals[0])
         return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
 
     def receive(self, message: BeginSync) -> list[Any]:
         """Let all replicas load the stream of a manifest that they have accepted; a Ray reference each."""
-        refs = [actor.receive.remote(own) for actor, own in self._own(message)]
-        self._manifest_digests = [message.manifest_digest] * self.num_replicas
+        refs = [actor.handle.receive.remote(own) for actor, own in self._own(message)]
+        for actor in self._chosen():
+            actor.manifest_digest = message.manifest_digest
         return refs
 
-    def _own(self, message: BeginSync) -> Iterator[tuple[Any, BeginSync]]:
+    def _own(self, message: BeginSync) -> Iterator[tuple[ReplicaActor, BeginSync]]:
         """Each replica's actor and message; the manifest goes to those that do not hold it."""
         width = self.config.tensor_parallel
-        for replica, actor in enumerate(self._actors):
+        for replica, actor in enumerate(self._chosen()):
             first = replica * width
-            known = self._manifest_digests[replica] == message.manifest_digest
+            known = actor.manifest_digest == message.manifest_digest
             yield (
                 actor,
                 dataclasses.replace(
@@ -173,6 +158,3 @@ class ReplicaPool(ReplicaActors):
     def read_digests(self, timeout: float) -> list[dict[str, int]]:
         """digest.digest_value by HF name of what each replica holds."""
         return self._call(lambda actor: actor.read_digests.remote(), timeout)
-
-    def _forget(self, replica: int) -> None:
-        self._manifest_digests[replica], self._num_sent[replica] = "", 0

@@ -16,9 +16,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108
 SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums between CPU workers; locks
-LONGEST_FOLDER = 20  # a socket's path has at most 107 characters (man 7 unix); Ray's below a folder of ours takes 86, vLLM's 68
+LONGEST_PATH = 107  # of a socket (man 7 unix)
+RAY_PATH, VLLM_PATH = 84, 68  # how much longer than their folder's the paths of Ray's and of vLLM's sockets get
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
 
@@ -42,10 +45,10 @@ def die_with(pid: int) -> None:
     threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
 
 
-def socket_folder() -> str:
-    """Where sockets may lie: the folder for temporary files, or /tmp where TMPDIR is too long for their paths."""
+def socket_folder(added: int = VLLM_PATH) -> str:
+    """The folder for temporary files, or /tmp where TMPDIR is too long for sockets whose paths are `added` longer."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= LONGEST_FOLDER else "/tmp"  # noqa: S108
+    return folder if len(folder) + added <= LONGEST_PATH else "/tmp"  # noqa: S108
 
 
 def make_sockets() -> str:
@@ -59,29 +62,30 @@ def remove_sockets(pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def shared_memory_below(pid: int) -> set[str]:
     """The segments in /dev/shm that vLLM's processes, `pid` and its descendants, have mapped now; none where `pid` is gone."""
-    found = set()
-    with suppress(*GONE):
-        found = _shared_memory(pid)
-    return found.union(*(shared_memory_below(child) for child in _children(pid)))
+    found: set[str] = set()
+    for process in (pid, *(child.pid for child in descendants(pid))):
+        with suppress(*GONE):
+            found |= _shared_memory(process)
+    return found
 
 
 def end_descendants(pid: int) -> None:
     """Kill all descendants of a process, Python's resource tracker aside, which cleans up after them."""
-    for child in _children(pid):
-        end_descendants(child)
-        with suppress(*GONE):
-            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(child, signal.SIGKILL)
+    for child in descendants(pid):
+        with suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                child.kill()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Of all generations; none where `pid` is gone."""
+    try:
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return found
 
 
 def _shared_memory(pid: int) -> set[str]:
@@ -95,15 +99,3 @@ def _shared_memory(pid: int) -> set[str]:
                 if path.stat().st_ino in mapped:
                     found.add(str(path))
     return found
-
-
-def _children(pid: int) -> list[int]:
-    """Those that any of its threads has started."""
-    threads: list[Path] = []
-    children: list[int] = []
-    with suppress(*GONE):
-        threads += Path(f"/proc/{pid}/task").iterdir()
-    for thread in threads:
-        with suppress(*GONE):
-            children += map(int, (thread / "children").read_text().split())
-    return children

@@ -212,11 +212,6 @@ class Replica:
             self._leave_sync()
         return self._state is ReplicaState.FAILED
 
-    async def status(self) -> tuple[str, int | None, str]:
-        """State, version (None: none that it could serve) and why it failed."""
-        self._notice_death()
-        return self._state.value, self.version, self._failure
-
     async def sync_spans(self) -> list[StageSpan]:
         """What the last sync's time went to in here, for the timeline."""
         return self._spans.taken

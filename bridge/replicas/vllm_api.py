@@ -22,8 +22,6 @@ import numpy as np
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 from bridge.receive import vllm_adapter
-from bridge.receive.vllm_reload import load_stream as load_stream  # noqa: PLC0414 # for those who load by themselves
-from bridge.receive.vllm_reload import repack_tied_head as repack_tied_head  # noqa: PLC0414
 from bridge.replicas import processes
 
 if TYPE_CHECKING:

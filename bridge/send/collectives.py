@@ -1,7 +1,4 @@
-"""What the trainer's ranks tell each other about a sync: a flag or a few numbers each time, objects only where needed.
-
-Leaves out what they tell (publish.py).
-"""
+"""Collective calls of the trainer's ranks about a sync: flags and a few numbers each time, objects at a connect or a failure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A process group of one sender and its readers, beside torch.distributed's own: NCCL on CUDA devices, gloo on CPUs.
 
-The sender is rank 0 and holds the store through which the members find each other and tell of an abort. A member that
-aborts writes its reason there; the others look while they wait, so that nobody waits for one who is gone. Leaves out what
+The sender is rank 0 and holds the store through which the members find each other. A member that aborts writes its reason there;
+the others look while they wait, so that nobody waits for one who is gone. Leaves out what
 is sent (nccl.py).
 """
 
@@ -17,6 +17,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from torch import distributed
 
@@ -48,8 +49,9 @@ class Channel:
     @staticmethod
     def listen(size: int, device: torch.device) -> tuple[Channel, str]:
         """The sender's side, and the endpoint that readers connect to."""
-        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)  # noqa: S104
-        return Channel(store, 0, size, device), f"{SCHEME}{own_address()}:{store.port}"
+        address = own_address()
+        store = open_store(address)
+        return Channel(store, 0, size, device), f"{SCHEME}{address}:{store.port}"
 
     @staticmethod
     def connect(endpoint: str, rank: int, size: int, device: torch.device, deadline: float) -> Channel:
@@ -179,8 +181,28 @@ def abort_at(endpoint: str, reason: str) -> None:
         return
 
 
+def open_store(address: str) -> Any:
+    """A store that listens on `address` alone, on any free port; torch's own listens on all of the machine's addresses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, 0), family=family)
+    except OSError:  # the address of a gateway before this machine
+        listener = socket.create_server(("", 0), family=family)
+    with listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener.detach()
+        )
+
+
 def own_address() -> str:
-    """The address under which other hosts reach this one; the loopback's where there is no network."""
+    """The address under which the other members reach this host: that of the interface which gloo is told to use, if any, else
+    the one with the route to MASTER_ADDR; the loopback's where there is no network.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for entry in psutil.net_if_addrs().get(interface, []):
+        if entry.family == socket.AF_INET:
+            return str(entry.address)
     target = os.environ.get("MASTER_ADDR", "")
     target = target if target not in ("", "localhost", "127.0.0.1", "::1") else "192.0.2.1"  # RFC 5737: never sent to
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

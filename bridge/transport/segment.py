@@ -43,7 +43,10 @@ class Segment:
             with path.open("r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map the sender's shared memory at {path}: {error}") from None
+            raise TransportError(
+                f"cannot map the sender's shared memory ({error}): it is gone, or trainer and replica are not "
+                "processes of one user on one host, in one container; set sync.transport to nccl there"
+            ) from None
         self._words = memoryview(self._map).cast("Q")
         if self._words[WORD_MAGIC] != MAGIC:
             raise TransportError(f"{path} is no segment of this transport")

@@ -21,7 +21,7 @@ sync() { # CASE GPUS [key=value ...]
 
 grpo() { # CASE GPUS RANKS [key=value ...]
   local case=$1 gpus=${GPUS:-$2} ranks=${RANKS:-$3}; shift 3
-  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-900}" "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-900}" "$python" -m megasync.launch.torchrun --nproc-per-node "$ranks" \
     -m megasync.train "$here/configs/grpo_gpu.yaml" model.path=/tmp/assets/model data.train=/tmp/assets/train.jsonl \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} > "$out/$case.log" 2>&1
   end "$case" $? "^step"

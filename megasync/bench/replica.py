@@ -81,4 +81,4 @@ class BenchPool(ReplicaPool):
 
     def send(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """The same without waiting; what `gather` takes."""
-        return [getattr(actor, method).remote(*arguments, **options) for actor in self._actors]
+        return [getattr(actor.handle, method).remote(*arguments, **options) for actor in self._chosen()]

@@ -9,10 +9,8 @@ Model FLOP/s count 6 for each token and each parameter that it meets, attention 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -20,18 +18,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.bench.machine import describe_machine
 from megasync.config.load import save_config
+from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
 from megasync.model_shapes import SHAPES
-from megasync.num_ranks import num_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megasync.bench.config import BenchRoot
 
-PACKAGES = ("torch", "triton", "megatron-core", "megatron-fsdp", "mbridge", "transformers")
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
 TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")
 
@@ -99,9 +97,9 @@ def measure_train(config: BenchRoot, paths: Sequence[Path]) -> dict[str, Any]:
     """
     bench = config.bench_train
     save_config(config, config.run.folder / "config.yaml")
-    results = {"bench": "train", **_environment(), "config": config.model_dump(), "variants": {}}
+    results = {"bench": "train", **describe_machine(), "config": config.model_dump(), "variants": {}}
     waiting: list[Ranks] = []
-    ahead = 1 if num_gpus() else 0
+    ahead = 1 if len(visible_devices()) else 0
     try:
         for index, variant in enumerate(bench.variants):
             started = index + len(waiting)
@@ -115,14 +113,6 @@ def measure_train(config: BenchRoot, paths: Sequence[Path]) -> dict[str, Any]:
         for ranks in waiting:
             ranks.end()
     return results
-
-
-def _environment() -> dict[str, Any]:
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {"versions": versions, "python": platform.python_version(), "machine": platform.machine(), "gpus": num_gpus()}
 
 
 def _line(variant: str, measured: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """One rank of `python -m megasync.bench train`, which starts it: trains one variant on random tokens from random weights.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 -m megasync.bench.train_rank CONFIG.yaml ddp OUT.json
+python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.bench.train_rank CONFIG.yaml ddp OUT.json
 """
 
 from __future__ import annotations

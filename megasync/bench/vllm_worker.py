@@ -12,9 +12,8 @@ import time
 import torch
 from vllm.config import set_current_vllm_config
 
-from bridge.receive import vllm_experts
+from bridge.receive import vllm_experts, vllm_reload
 from bridge.receive.receiver import WorkerExtension
-from bridge.replicas import vllm_api
 from bridge.transport.channel import Channel
 from megasync.bench.memory import device_bytes, give_back_free_memory
 from megasync.bench.wire import SECONDS, broadcast_all
@@ -33,14 +32,14 @@ class BenchWorkerExtension(WorkerExtension):
         num_bytes = math.prod(shape) * kind.itemsize
         tensor = self.bench_buffer[:num_bytes].view(kind).view(shape).clone()
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # the worker's
-            vllm_api.load_stream(self.weight_transfer_engine.model, [(name, tensor)])
+            vllm_reload.load_stream(self.weight_transfer_engine.model, [(name, tensor)])
 
     def bench_reload(self, folder: str) -> None:
         """vLLM's own reload from a Hugging Face folder, and what it forgets on CPUs: tied embeddings, and to pack experts."""
         for layer in self.weight_transfer_engine.model.modules():
             vllm_experts.forget_kernel(layer)
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined] # the worker's
-        vllm_api.repack_tied_head(self.weight_transfer_engine.model)
+        vllm_reload.repack_tied_head(self.weight_transfer_engine.model)
 
     def bench_floor(self, endpoint: str, first_reader: int, num_readers: int, sizes: list[int]) -> None:
         """Take buckets of these sizes and do nothing with them."""

@@ -36,6 +36,7 @@ from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS
 from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
 from megasync.bench.wire import Wire
+from megasync.files import flush
 from megasync.weights import build_exporter, transport
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class Ways(BenchRank):
         clock.append(time.perf_counter())
         files = list(folder.glob("*.safetensors"))
         for path in files:
-            _flush(path)
+            flush(path)
         clock.append(time.perf_counter())
         self.pool.call("reload", str(folder.resolve()), version)
         clock.append(time.perf_counter())
@@ -240,9 +241,3 @@ class Ways(BenchRank):
     @property
     def buffer_path(self) -> Path:
         return SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
-
-
-def _flush(path: Path) -> None:
-    """Onto the disk, past the page cache."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

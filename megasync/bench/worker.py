@@ -2,7 +2,7 @@
 
 Leaves out the benches (sync.py, rollout.py).
 
-    torchrun --standalone --nproc-per-node 2 -m megasync.bench.worker sync runs/bench/config.yaml OUT.json
+    python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.bench.worker sync runs/bench/config.yaml OUT.json
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import ray
 
 from engine import parallel
 from megasync.bench.config import BenchRoot
@@ -45,7 +43,6 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         if bench is not None:
             bench.close()
-        ray.shutdown()
         parallel.shutdown()
     return 0
 

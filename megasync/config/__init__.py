@@ -4,7 +4,8 @@ schema.py         all keys, joined once; the models of `model`, `engine`, `algor
 keys.py           what those models say of a key: name, choices, bounds, nearest
 load.py           reads YAML files and `key=value` overrides
 invalid.py        what pydantic refuses, in words
-check.py          tries a config against model, data and number of ranks
+check.py          tries a config against model, data, number of ranks and the run's folder
+check_sizes.py    its part about numbers that must fit each other
 json_schema.py    writes the JSON schema that editors use
 model_folder.py   what a Hugging Face folder says of its model
 errors.py         errors that name key, value, choices and remedy

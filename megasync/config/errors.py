@@ -28,6 +28,12 @@ def explain(headline: str, **lines: str) -> str:
     return "\n".join([headline, *(f"  {name:<{width}} {text}" for name, text in shown.items())])
 
 
+def refuse_if(is_wrong: object, message: str, **lines: str) -> None:
+    """ConfigError with `explain`'s text."""
+    if is_wrong:
+        raise ConfigError(explain(message, **lines))
+
+
 def nearest_name(word: str, names: Iterable[str]) -> str:
     """The name most alike `word`, whole, in one of its `_` parts or by their initials; empty when none is near."""
 

@@ -1,6 +1,8 @@
 """What the launching verbs (submit, quickstart) share.
 
 driver.py        runs within a Ray job: one actor a trainer rank
-ray_cluster.py   a local Ray cluster of a run's own
+torchrun.py      torchrun on one machine
+ray_cluster.py   a Ray of a run's own
+scope.py         a run's processes, temporary files and sockets, and their end
 processes.py     processes that end with the one that started them
 """

@@ -13,14 +13,12 @@ import importlib
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from megasync.launch.ray_cluster import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +29,28 @@ PLACEMENT_SECONDS = 300.0
 LOG_SECONDS = 1.0  # the ranks' last lines are on their way to this process
 
 
+class Place(NamedTuple):
+    """A rank's node, and the GPU that is its own, if any."""
+
+    node: str
+    gpu: str
+
+
 class TrainerRank:
     """One process of the trainer."""
 
-    def place(self) -> tuple[str, str, int]:
-        """(node id, address, a free port) of the rank's machine."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
+    def place(self) -> tuple[str, str]:
+        """A Place."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ",".join(context.get_accelerator_ids().get("GPU", []))
+
+    def open_store(self) -> tuple[str, int]:
+        """Address and port of a new store through which the ranks find each other; it lives as long as this process."""
+        from bridge.transport.channel import open_store
+
+        address = ray.util.get_node_ip_address()
+        self._store = open_store(address)
+        return address, self._store.port
 
     def run(self, program: str, arguments: Sequence[str], environment: dict[str, str]) -> int:
         """The program's exit code. An exception is the rank's own error, with its traceback."""
@@ -75,24 +89,28 @@ def start_ranks(num_ranks: int, gpus_per_rank: int) -> tuple[Any, list[Any]]:
     return group, ranks
 
 
-def rank_environments(places: Sequence[tuple[str, str, int]], gpus_per_rank: int) -> list[dict[str, str]]:
-    """What torchrun would set for each rank, from where the ranks were placed.
+def rank_environments(places: Sequence[Place], address: str, port: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank, from where the ranks were placed and where the first one has its store.
 
-    With GPUs Ray shows every rank its own one only, so that its local rank, which names the device, is 0.
+    As under torchrun all ranks of a node see each other's GPUs, and the local rank says which of them is the rank's own.
     """
-    _, address, port = places[0]
-    nodes = [node for node, _, _ in places]
-    return [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(places)),
-            "LOCAL_RANK": "0" if gpus_per_rank else str(nodes[:rank].count(node)),
-            "LOCAL_WORLD_SIZE": "1" if gpus_per_rank else str(nodes.count(node)),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
-        for rank, node in enumerate(nodes)
-    ]
+    nodes = [place.node for place in places]
+    environments = []
+    for rank, (node, gpu) in enumerate(places):
+        gpus = ",".join(place.gpu for place in places if place.node == node)
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(nodes[:rank].count(node)),
+                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to open a store of its own
+                **({"CUDA_VISIBLE_DEVICES": gpus} if gpu else {}),
+            }
+        )
+    return environments
 
 
 def wait_for_ranks(running: dict[Any, int]) -> int:
@@ -136,8 +154,8 @@ def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank:
     """Run the program on all ranks; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank)
     try:
-        places = ray.get([rank.place.remote() for rank in ranks])
-        environments = rank_environments(places, gpus_per_rank)
+        places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks])]
+        environments = rank_environments(places, *ray.get(ranks[0].open_store.remote()))
         running = {
             rank.run.remote(program, list(arguments), environment): index
             for index, (rank, environment) in enumerate(zip(ranks, environments, strict=True))

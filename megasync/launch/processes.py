@@ -34,8 +34,8 @@ def end_on_sigterm() -> None:
 
 def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:
     """The command that runs `python -m module arguments` on so many ranks of this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, *launcher, "-m", module, *arguments]
+    launcher = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", str(num_ranks)]
+    return [*launcher, "-m", module, *arguments]
 
 
 def run_to_end(command: Sequence[str]) -> int:

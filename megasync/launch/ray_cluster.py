@@ -1,7 +1,8 @@
-"""A Ray cluster on this machine, for one run: free ports, a folder and an access token of its own, gone afterwards.
+"""A Ray on this machine, for one run: free ports, a folder of its own, gone afterwards.
 
-`ray start` and not `ray.init`: only there can the port of the agent that takes jobs be chosen, and a second Ray on the
-machine would hold the default one. Leaves out submitting. Linux only, as Ray's own process control here is.
+`start_ray` is for a trainer rank that starts replicas. `local_cluster` takes jobs and wants an access token; it is `ray start`
+and not `ray.init`: only there can the port of the agent that takes jobs be chosen, and a second Ray on the machine would hold the
+default one. Leaves out submitting. Linux only, as Ray's own process control here is.
 
     with local_cluster(num_cpus=4) as address:
         JobSubmissionClient(address)
@@ -21,17 +22,17 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bridge.replicas.processes import socket_folder
+from bridge.replicas.processes import RAY_PATH, socket_folder
 from megasync.launch.processes import end_with_parent
+from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
-HOST = "127.0.0.1"
 # By itself Ray starts a worker for each core; our actors cannot use those, since each gets an environment of its own.
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
@@ -41,8 +42,6 @@ FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_p
 def local_cluster(num_cpus: int) -> Iterator[str]:
     """Yields the address of the job server once it answers. Its processes end with the block, or with this process.
 
-    Ray's log files are kept where the block is left by an exception, and their folder is named.
-
     Raises:
         RuntimeError: the cluster did not start; the message holds what Ray said.
     """
@@ -50,7 +49,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
         raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
-    folder = Path(tempfile.mkdtemp(prefix="megasync-ray-", dir=socket_folder()))
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH)))
     port = free_port()
     log = folder / "start.log"
     with log.open("wb") as output:
@@ -59,19 +58,47 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(folder)},  # the dashboard's processes talk through sockets there
+            env={**ON_LOOPBACK, **os.environ, "TMPDIR": str(folder)},  # the dashboard's processes talk through sockets there
             start_new_session=True,  # Ctrl-C is for this process, which stops the job first
             preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run yet)
         )
     try:
         _wait_for_port(process, port, log)
-        yield f"http://{HOST}:{port}"
-    except BaseException:
-        print(f"Ray's own logs: {folder}", file=sys.stderr)
+        yield f"http://{LOOPBACK}:{port}"
+    finally:
         _end(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], None] | None:
+    """Connect to the Ray at `address`, or start one of our own where it is `local`; what ends that, None if it was there before.
+
+    `gpus`: those of this machine that a Ray of our own may give out; None: all that are visible.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return None
+    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    variables, folder = {}, None
+    if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
+        folder = tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH))
+        options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False, "_temp_dir": folder}
+        options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
+        variables = NO_IDLE_WORKERS | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+
+    def stop() -> None:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        with environment(variables):
+            ray.init(**options)
+    except BaseException:
+        stop()
         raise
-    _end(process)
-    shutil.rmtree(folder, ignore_errors=True)
+    return stop
 
 
 def free_port() -> int:
@@ -93,7 +120,7 @@ def free_port() -> int:
 def _command(folder: Path, num_cpus: int, dashboard_port: int) -> list[str]:
     options = {
         "port": "0",
-        "dashboard-host": HOST,
+        "dashboard-host": LOOPBACK,
         "dashboard-port": str(dashboard_port),
         "dashboard-agent-listen-port": "0",
         "ray-client-server-port": str(free_port()),  # not used, but a taken one would end the cluster
@@ -108,7 +135,7 @@ def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> No
     deadline = time.monotonic() + START_SECONDS
     while True:
         with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
+            if probe.connect_ex((LOOPBACK, port)) == 0:
                 return
         if process.poll() is not None or time.monotonic() > deadline:
             said = log.read_text(errors="replace")[-3000:]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megasync.config.errors import explain
 from megasync.config.load import save_config
@@ -127,12 +127,6 @@ class Metrics:
         self._evaluations.close()
         if self._writer is not None:
             self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

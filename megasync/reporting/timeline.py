@@ -48,7 +48,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, track: str, **args: object) -> Iterator[None]:
-        """Times the block, also where it raises; keyword arguments are shown with the event."""
+        """Times the block, also where it raises; `args` are shown with the event."""
         start_seconds = time.time()
         try:
             yield

@@ -25,7 +25,6 @@ from megasync.rollouts.data import Example, load_examples
 if TYPE_CHECKING:
     from megasync.config.schema import Config
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CHUNK = 4096  # texts that the tokenizer's threads share
 
 
@@ -33,7 +32,7 @@ class Prompts:
     """Encodes prompts (as one user turn with `chat_template`), decodes responses, knows where a response ends."""
 
     def __init__(self, model_path: str, chat_template: bool) -> None:
-        self.tokenizer = load_tokenizer(Path(model_path))
+        self.tokenizer = _load_tokenizer(Path(model_path))
         self.chat_template = chat_template
         if chat_template and not self.tokenizer.chat_template:
             message = f"data.chat_template = true: the tokenizer in {model_path} has no chat template"
@@ -75,27 +74,14 @@ class Prompts:
         return ids
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer.json as it is; without one what transformers makes of the other files, for which it imports torch.
+def _load_tokenizer(folder: Path) -> Any:
+    """From tokenizer.json alone: AutoTokenizer imports torch, and makes up an empty tokenizer where there is none."""
+    from transformers import PreTrainedTokenizerFast
 
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
-    remedy = "put the model's tokenizer.json and tokenizer_config.json there"
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # AutoTokenizer would make up an empty one
-        message = f"model.path = {folder}: the folder holds no tokenizer"
-        raise ConfigError(explain(message, choices="one of " + ", ".join(TOKENIZER_FILES), remedy=remedy))
-    try:
-        if (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        message = f"model.path = {folder}: transformers cannot read the tokenizer: {str(error).strip().splitlines()[0]}"
-        raise ConfigError(explain(message, remedy=remedy)) from error
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "put it there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
+        raise ConfigError(explain(f"model.path = {folder}: the folder holds no tokenizer.json", remedy=remedy))
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _stop_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -151,31 +137,24 @@ def read_files(config: Config) -> dict[str, list[Example]]:
 
 
 def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
-    is_sft, policy = config.algorithm.name == "sft", config.data.too_long
+    is_sft, drops = config.algorithm.name == "sft", config.data.too_long == "drop"
     response = 0 if is_sft else config.rollout.max_new_tokens
+    of = "prompt and answer" if is_sft else f"prompt and rollout.max_new_tokens = {response}"
     name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or key == "data.train")
     lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
     fitting = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
-    num_dropped = len(examples) - len(fitting)
-    if not num_dropped:
+    if len(fitting) == len(examples):
         return fitting
-    what = f"{key}: {num_dropped} of {len(examples)} examples are too long"
-    of = "prompt and answer" if is_sft else f"prompt and rollout.max_new_tokens = {response}"
+    what = f"{key}: {len(examples) - len(fitting)} of {len(examples)} examples are too long"
     least = min(config.data.batch_size, len(examples)) if key == "data.train" else 1
-    if policy == "drop" and len(fitting) >= least:
+    if drops and len(fitting) >= least:
         notes.append(f"{what} and dropped: {of} together have more than {name} = {limit} tokens")
         return fitting
-    longest = max(range(len(examples)), key=lengths.__getitem__)
-    left = f"{len(fitting)}, {least} are needed" if policy == "drop" else ""
-    raise ConfigError(
-        explain(
-            what,
-            longest=f"line {examples[longest].line}, {lengths[longest]} tokens of {of}",
-            allowed=f"{limit} tokens: {name}",
-            left=left,
-            remedy=f"take out or shorten what is longer, or raise {name}" if left else "write data.too_long=drop",
-        )
-    )
+    length, line = max(zip(lengths, (example.line for example in examples), strict=True))
+    remedy = f"take out or shorten what is longer, or raise {name}" if drops else "write data.too_long=drop"
+    left = f"{len(fitting)}, {least} are needed" if drops else ""
+    longest = f"line {line}, {length} tokens of {of}"
+    raise ConfigError(explain(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy))
 
 
 def _shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:

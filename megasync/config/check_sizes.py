@@ -1,0 +1,183 @@
+"""Do the numbers of a config fit each other, the model's sizes and the ranks? No torch in here.
+
+Leaves out names, files and data (check.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from engine.peft_folder import check_peft_folder
+from megasync.config.errors import ConfigError, explain, refuse_if
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megasync.config.model_folder import ModelShape
+    from megasync.config.schema import Config
+
+MAX_STALENESS = 1
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
+
+
+def check_engine(config: Config, shape: ModelShape) -> None:
+    """Parallel sizes divide the model; the adapters fit it."""
+    _check_engine_divides(config, shape)
+    _check_lora(config, shape)
+
+
+def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
+    """Heads divide over vLLM's workers, a sequence fits into every limit, the workers onto the ranks' devices."""
+    _check_vllm_heads(config, shape)
+    _check_lengths(config, shape)
+    _check_placement(config, world_size)
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """The parallel sizes divide the ranks."""
+    parallel = config.engine.parallel
+    for name, size in (("context", parallel.context), ("expert", parallel.expert)):
+        key = f"engine.parallel.{name}"
+        refuse_if(size > 1, f"{key} = {size}: not supported yet", choices="1", remedy=f"write {key}=1")
+    message = "engine.parallel.sequence = true: needs engine.parallel.tensor above 1, which is 1"
+    remedy = "write engine.parallel.sequence=false, or a larger tensor size"
+    refuse_if(parallel.sequence and parallel.tensor == 1, message, remedy=remedy)
+    refuse_if(world_size < 1, f"{world_size} ranks", remedy="start at least 1 rank")
+    product = parallel.tensor * parallel.pipeline * parallel.context
+    sizes = f"{parallel.tensor} x {parallel.pipeline} x {parallel.context}"
+    refuse_if(
+        world_size % product,
+        f"engine.parallel.tensor x pipeline x context = {sizes}: {product} does not divide {world_size} ranks",
+        choices=f"products of {_list(_divisors(world_size))}",
+        remedy=f"start a multiple of {product} ranks, or make the product one of the choices",
+    )
+
+
+def _check_engine_divides(config: Config, shape: ModelShape) -> None:
+    parallel = config.engine.parallel
+    split_by_tensor = ("num_attention_heads", "num_key_value_heads", "vocab_size", shape.split_size)
+    _check_divides(config, "engine.parallel.tensor", parallel.tensor, shape, split_by_tensor)
+    _check_divides(config, "engine.parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
+    if shape.num_experts and parallel.tensor > 1 and not parallel.sequence:
+        message = f"engine.parallel.sequence = false: megatron-core trains {shape.model_type} split over tensors with it only"
+        remedy = "write engine.parallel.sequence=true, or engine.parallel.tensor=1"
+        raise ConfigError(explain(message, tensor=str(parallel.tensor), choices="true", remedy=remedy))
+
+
+def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names: Sequence[str]) -> None:
+    numbers = {name: int(getattr(shape, name)) for name in names}
+    for name, number in numbers.items():
+        if number % size:
+            problem = f"does not divide the model's {name} = {number}"
+            raise _wrong_size(config, key, size, problem, _divisors(math.gcd(*numbers.values())))
+
+
+def _wrong_size(config: Config, key: str, size: int, problem: str, good: list[int]) -> ConfigError:
+    remedy = f"write {key}={max(choice for choice in good if choice <= size)}"
+    return ConfigError(
+        explain(f"{key} = {size}: {problem}", model=config.model.path, choices=_list(good), remedy=remedy)
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _check_lora(config: Config, shape: ModelShape) -> None:
+    lora = config.engine.lora
+    if lora.rank == 0:
+        if given := lora.model_dump(exclude_defaults=True):
+            message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{next(iter(given))} could be for"
+            raise ConfigError(explain(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out"))
+        return
+    _check_lora_of_experts(config, shape)
+    smallest = shape.hidden_size if shape.num_experts else min(shape.hidden_size, shape.intermediate_size)
+    message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
+    refuse_if(lora.rank > smallest, message, model=config.model.path, remedy=f"write engine.lora.rank={min(32, smallest)}")
+    message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
+    remedy = f"write engine.lora.sync=merged, or engine.lora.rank={MAX_SERVED_RANK}"
+    refuse_if(lora.sync == "adapter" and lora.rank > MAX_SERVED_RANK, message, remedy=remedy)
+    if lora.adapter_path:
+        try:
+            check_peft_folder(lora.adapter_path, lora, config.model.path)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
+    """Of a mixture of experts the attention is adapted, and replicas get the whole merged."""
+    if not shape.num_experts:
+        return
+    lora, adapted = config.engine.lora, ("linear_qkv", "linear_proj")
+    wrong = [target for target in lora.targets if target not in adapted]
+    if wrong:
+        message = f"engine.lora.targets = {', '.join(lora.targets)}: {wrong[0]} is in the experts of {shape.model_type}"
+        remedy = f"write engine.lora.targets=[{','.join(adapted)}]"
+        raise ConfigError(explain(message, model=config.model.path, choices=", ".join(adapted), remedy=remedy))
+    message = f"engine.lora.sync = adapter: not supported for the mixture of experts {shape.model_type}"
+    lines = {"model": config.model.path, "choices": "merged", "remedy": "write engine.lora.sync=merged"}
+    refuse_if(lora.sync == "adapter", message, **lines)
+
+
+def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
+    rollout = config.rollout
+    # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
+    heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
+    good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
+    good = [divisor for divisor in good if shape.moe_intermediate_size % divisor == 0]
+    if size not in good:
+        problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"
+        problem += f" and moe_intermediate_size = {shape.moe_intermediate_size}" if shape.num_experts else ""
+        raise _wrong_size(config, "rollout.tensor_parallel", size, problem, good)
+
+
+def _check_lengths(config: Config, shape: ModelShape) -> None:
+    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: _check_data."""
+    rollout, positions = config.rollout, shape.max_position_embeddings
+    allowed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
+    limits = {"rollout.max_model_len": rollout.max_model_len, "engine.tokens_per_microbatch": config.engine.tokens_per_microbatch}
+    for key, limit in limits.items():
+        is_short = limit is not None and limit <= rollout.max_new_tokens
+        remedy = f"write {key}={rollout.max_new_tokens + 256} or more, or a lower rollout.max_new_tokens"
+        refuse_if(is_short, f"{key} = {limit}: leaves no room for a prompt", allowed=allowed, remedy=remedy)
+    model = f"max_position_embeddings = {positions} in {config.model.path}"
+    message = f"rollout.max_model_len = {rollout.max_model_len}: more than the model has positions"
+    is_long = rollout.max_model_len is not None and 0 < positions < rollout.max_model_len
+    refuse_if(is_long, message, model=model, remedy=f"write rollout.max_model_len={positions} or less")
+    message = f"rollout.max_new_tokens = {rollout.max_new_tokens}: leaves no room for a prompt"
+    remedy = f"write rollout.max_new_tokens={positions // 2}"
+    refuse_if(0 < positions <= rollout.max_new_tokens, message, model=model, remedy=remedy)
+    longest = rollout.max_model_len or positions
+    size = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    kv_heads = max(1, shape.num_key_value_heads // rollout.tensor_parallel)
+    needed = 2 * shape.num_hidden_layers * kv_heads * size * DTYPE_BYTES[config.model.dtype] * longest
+    message = f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes}: too small for one sequence of {longest} tokens"
+    remedy = "write more, or a lower rollout.max_model_len"
+    is_small = rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed
+    refuse_if(is_small, message, allowed=f"at least {needed}", remedy=remedy)
+
+
+def _check_placement(config: Config, world_size: int) -> None:
+    rollout, transport = config.rollout, config.sync.transport
+    message, choices = f"rollout.max_staleness = {rollout.max_staleness}: not supported yet", "0 (synchronous), 1 (one-step-off)"
+    refuse_if(rollout.max_staleness > MAX_STALENESS, message, choices=choices, remedy="write rollout.max_staleness=1")
+    lines = {"placement": rollout.placement, "remedy": "write sync.transport=auto"}
+    if not rollout.is_colocated:
+        message = "sync.transport = ipc: trainer and replicas have GPUs of their own, and ipc is for GPUs that they share"
+        refuse_if(transport == "ipc", message, **lines)
+        return
+    message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
+    refuse_if(transport == "nccl", message, **lines)
+    message = f"rollout.max_staleness = {rollout.max_staleness}: replicas on the trainer's GPUs sleep while it trains"
+    refuse_if(rollout.max_staleness, message, placement=rollout.placement, remedy="write rollout.max_staleness=0")
+    workers = rollout.replicas * rollout.tensor_parallel
+    message = f"rollout.replicas = {rollout.replicas}: with rollout.tensor_parallel more workers than the trainer has ranks"
+    remedy = f"write rollout.replicas={max(1, world_size // rollout.tensor_parallel)} or start {workers} ranks"
+    sizes = f"{rollout.replicas} x {rollout.tensor_parallel} = {workers} on {world_size} ranks"
+    refuse_if(workers > world_size, message, placement=rollout.placement, workers=sizes, remedy=remedy)

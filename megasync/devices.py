@@ -1,0 +1,57 @@
+"""Which of a machine's GPUs the trainer ranks, the vLLM replicas and a Ray of our own get. No torch in here.
+
+GPUs are named as in CUDA_VISIBLE_DEVICES. Trainer rank i of a machine has the i-th of those that its ranks see. Leaves out
+who uses shared GPUs when (placement.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def visible_devices() -> tuple[str, ...]:
+    """The GPUs that a process started from here sees."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = listed.split(",") if listed is not None else [str(index) for index in range(len(gpu_names()))]
+    return tuple(name for name in names if name.strip() not in ("", "-1"))
+
+
+def gpu_names() -> list[str]:
+    """What nvidia-smi calls the GPUs of this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
+
+
+def replica_devices(visible: Sequence[str], num_replicas: int, tensor_parallel: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES of each replica: the next `tensor_parallel` of `visible` each; nothing on a machine without GPUs.
+
+    Worker number r of all replicas is on the GPU of the machine's trainer rank r.
+
+    Raises:
+        ValueError: there are fewer GPUs than vLLM workers.
+    """
+    if not visible:
+        return ()
+    if num_replicas * tensor_parallel > len(visible):
+        raise ValueError(
+            f"rollout.replicas={num_replicas} times rollout.tensor_parallel={tensor_parallel} needs "
+            f"{num_replicas * tensor_parallel} GPUs, the trainer's machine has {len(visible)}; lower one of them"
+        )
+    starts = range(0, num_replicas * tensor_parallel, tensor_parallel)
+    return tuple(",".join(visible[start : start + tensor_parallel]) for start in starts)
+
+
+def devices_for_ray(visible: Sequence[str], num_local_ranks: int, *, is_colocated: bool) -> tuple[str, ...] | None:
+    """What a Ray that a trainer rank starts may give to replicas: the GPUs behind those of the trainer ranks, where the replicas
+    have their own; None: all that there are.
+    """
+    return None if is_colocated or not visible else tuple(visible[num_local_ranks:])

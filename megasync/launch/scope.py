@@ -1,0 +1,104 @@
+"""What a run has on this machine ends with it: processes, temporary files, shared memory. On one machine its sockets listen on
+the loopback alone.
+
+The two launchers (torchrun.py, submit.py) run within `run_scope`. Linux only.
+
+    with run_scope():
+        ...  # start ranks, Ray and vLLM, in any way
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from bridge.replicas.processes import RAY_PATH, shared_memory_below, socket_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megasync.config.schema import Config
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+END_SECONDS = 10.0  # for processes to notice that those which they served are gone
+LOOPBACK = "127.0.0.1"
+ON_LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": LOOPBACK,
+    # Ray takes the loopback's address for its own, which is what all of its processes then listen on, only without clusters
+    # (ray 2.60, _private/services.py:815). Read when ray is imported.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+
+
+def is_one_machine(config: Config) -> bool:
+    """Whether all trainer ranks and replicas are on this machine, by what the launcher has told this rank."""
+    is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"  # torchrun's
+    is_local = os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost", "::1")
+    return config.rollout.ray_address == "local" and (is_one_node or is_local)
+
+
+def listen_on_loopback() -> None:
+    """Sockets of this process, and of those that it starts, listen on the loopback; what the user has set stays."""
+    for name, value in ON_LOOPBACK.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def run_scope() -> Iterator[None]:
+    """A folder for temporary files, TMPDIR, for this process and its descendants; with the block's end all of them are gone.
+
+    Descendants whose parents are gone become children of this process, so that none is lost. torch's cache of compiled kernels
+    stays where it is.
+    """
+    former = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
+    with environment({"TMPDIR": folder}):
+        tempfile.tempdir = None
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            for kind in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(kind, signal.SIG_IGN)
+            end_descendants()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_descendants() -> None:
+    """Wait until all descendants have ended, kill those that do not, and remove what they had in /dev/shm."""
+    segments = shared_memory_below(os.getpid())
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=END_SECONDS)
+    while alive:
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=END_SECONDS)
+        alive = [each for each in psutil.Process().children(recursive=True) if each not in alive]
+    for path in segments:
+        Path(path).unlink(missing_ok=True)
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """These environment variables within the block."""
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

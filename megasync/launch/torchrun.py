@@ -1,0 +1,48 @@
+"""torchrun for the ranks of this machine: its store listens on the loopback alone, and nothing is left behind.
+
+python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from bridge.transport.channel import open_store
+from megasync.launch.scope import LOOPBACK, run_scope
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BACKEND = "loopback"
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """Of one torchrun: there is nobody to wait for. The ranks use its store, too."""
+
+    def __init__(self, run_id: str) -> None:
+        store = open_store(LOOPBACK)
+        super().__init__(LOOPBACK, store.port, rank=0, world_size=1, run_id=run_id, timeout=60)
+        self._store = store
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous(parameters.run_id)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """As torchrun, which raises where a rank failed."""
+    rendezvous_handler_registry.register(BACKEND, create_handler)
+    with run_scope():
+        run.main(["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
