@@ -101,6 +101,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
     "PP2": (2, {"pipeline": 2}),
+    "DP2-late-gather": (2, {"overrides": {"overlap_param_gather": True}}),
     "DP2-FSDP": (2, {"wrap": "megatron_fsdp"}),
     "PP2-FSDP": (2, {"pipeline": 2, "wrap": "megatron_fsdp"}),
     "PP2xDP2-FSDP": (4, {"pipeline": 2, "wrap": "megatron_fsdp"}),
