@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import device, fused, lora, loss, metrics, parallel, peft, upstream
+from engine import device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
-from engine.megatron import get_forward_backward_func, tensor_parallel
+from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
@@ -76,7 +76,7 @@ class Engine:
         self.reference: list[torch.nn.Module] | None = None
         if has_reference:  # experts copy model_config, so before it has functions
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
-        self.model_config.finalize_model_grads_func = upstream.finalize_model_grads
+        self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]

@@ -6,9 +6,11 @@ tests/test_upstream.py fails when one of them is no longer needed. Leaves out th
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 # megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
@@ -30,6 +32,8 @@ def use_standalone_fsdp() -> None:
     adapter.MegatronFSDP = megatron_fsdp.MegatronFSDP
     adapter.FSDPDistributedIndex = megatron_fsdp.FSDPDistributedIndex
     adapter._get_dp_tp_mesh = _stage_mesh
+    finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name, too
+    finalize._allreduce_embedding_grad = _reduce_tied_embeddings
     if not isinstance(adapter.TELinear, type):
         adapter.TELinear = type("NoTELinear", (), {})
 
@@ -50,21 +54,25 @@ def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:
     return ranks[:, position // shape[2] % ep_size]
 
 
-def finalize_model_grads(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
-    """megatron-core's, with tied embeddings under Megatron-FSDP and pipeline parallelism.
+def _reduce_tied_embeddings(
+    chunks: list[Any], group: Any, pipeline_group: Any, weight_of: Callable[[Any], Any], *_: Any, **__: Any
+) -> None:
+    """Sum the gradients of the first and the last stage's copy of tied embeddings.
 
-    finalize_model_grads.py:250 sums the first and the last stage's gradient in place, in the DTensor's local shard, and :257 then
-    puts that shard where the DTensor was.
+    Under Megatron-FSDP finalize_model_grads.py:250 sums the DTensors' local shards, too, but :259 sets the shard as gradient.
+    Both stages shard the weight alike, since it has a bucket of its own (megatron-fsdp 0.6.1 param_and_grad_buffer.py:1769).
     """
-    from torch.distributed.tensor import DTensor
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel.utils import is_pp_first_stage
+    from megatron.core.utils import get_attr_wrapped_model
 
-    from engine.megatron import finalize_model_grads as finalize
-
-    finalize(chunks, *args, **kwargs)
-    for buffer in (chunk.param_and_grad_buffer for chunk in chunks if hasattr(chunk, "param_and_grad_buffer")):
-        for name, parameter in buffer.optimizer_named_parameters:
-            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-                parameter.grad = buffer.dist_main_grad[name]
+    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return
+    chunk = chunks[0] if is_pp_first_stage(pipeline_group) else chunks[-1]
+    weight = weight_of(get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True))
+    gradient = getattr(weight, "main_grad", getattr(weight, "grad", None))  # DDP's, Megatron-FSDP's; None where it is frozen
+    if gradient is not None:
+        dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=group)
 
 
 def check_gradient_scaling(buffer: Any) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from engine import parallel, upstream, wrap
 from engine.config import EngineConfig, ParallelConfig
+from engine.megatron import parallel_state as mpu
 from tests.engine_cases import engine, leave_groups, random_samples
 
 UNCLIPPED = {"clip_grad_norm": 0.0}
@@ -35,26 +36,29 @@ def gradient_norms(cases: list[dict[str, Any]], num_steps: int) -> list[dict[str
 
 def pipeline_without_work_arounds(path: str) -> dict[str, str]:
     """What upstream's own mesh and gradients' reduction say under two stages."""
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-
-    spec = importlib.util.find_spec(mcore_fsdp_adapter.__name__)
-    assert spec is not None and spec.loader is not None
-    adapter: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(adapter)
+    adapter = as_upstream("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    finalize = as_upstream("megatron.core.distributed.finalize_model_grads")
     said = {"mesh": "", "gradients": ""}
     with engine(path, wrap="megatron_fsdp", pipeline=2, name="sft") as built:
         try:
             adapter._get_dp_tp_mesh(mpu.get_data_parallel_group(), mpu.get_tensor_model_parallel_group())
         except einops.EinopsError as error:
             said["mesh"] = str(error)
-        built.model_config.finalize_model_grads_func = finalize_model_grads
+        built.model_config.finalize_model_grads_func = finalize.finalize_model_grads
         try:
             built.update(built.prepare(random_samples(8, seed=0)))
         except AttributeError as error:
             said["gradients"] = str(error)
     return said
+
+
+def as_upstream(name: str) -> Any:
+    """A second copy of a module, without what our code has changed in the first."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Layers(torch.nn.Module):
@@ -63,12 +67,11 @@ class Layers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.dense = torch.nn.Linear(8, 8, bias=False)
-        self.experts = torch.nn.Linear(8, 8, bias=False)
-        self.experts.weight.allreduce = False  # type: ignore[assignment]
+        self.mlp = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=False) for name in ("dense", "experts")})
+        self.mlp["experts"].weight.allreduce = False  # type: ignore[union-attr]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.experts(torch.tanh(self.dense(inputs)))
+        out: torch.Tensor = self.mlp["experts"](torch.tanh(self.mlp["dense"](inputs)))
         return out
 
 
@@ -77,8 +80,9 @@ def gradients_of_experts(num_microbatches: int) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel.initialize(ParallelConfig(expert=2), seed=0)
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, expert_model_parallel_size=2)
-    settings = EngineConfig(wrap="megatron_fsdp")
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    overrides = {"suggested_communication_unit_size": 1000}  # upstream works it out of the number of transformer layers
+    settings = EngineConfig(wrap="megatron_fsdp", overrides=overrides)
     refused, check = "", upstream.check_gradient_scaling
     try:
         wrap.FsdpChunk(config, wrap.ddp_config(settings), Layers())
@@ -98,9 +102,10 @@ def gradients_of_experts(num_microbatches: int) -> dict[str, Any]:
     module.finish_grad_sync()
     dense, experts = (parameter.grad / 2 for parameter in plain.parameters())  # means over two ranks
     dist.all_reduce(dense)
-    shards = [parameter.grad.to_local() for _, parameter in module.param_and_grad_buffer.optimizer_named_parameters]
-    squared = shards[0].square().sum()
+    named = module.param_and_grad_buffer.optimizer_named_parameters
+    shards = {name.split(".")[-2]: parameter.grad.to_local() for name, parameter in named}
+    squared = shards["dense"].square().sum()
     dist.all_reduce(squared)
-    result = {"dense": float(squared.sqrt() / dense.norm()), "experts": float(shards[1].norm() / experts.norm())}
+    result = {"dense": float(squared.sqrt() / dense.norm()), "experts": float(shards["experts"].norm() / experts.norm())}
     leave_groups()
     return {**result, "refused": refused}

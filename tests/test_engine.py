@@ -13,6 +13,7 @@ from engine.config import EngineConfig, ParallelConfig
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
+WRAPS = ("ddp", "megatron_fsdp")
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
 
@@ -100,6 +101,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
     "PP2": (2, {"pipeline": 2}),
+    "DP2-late-gather": (2, {"overrides": {"overlap_param_gather": True}}),
     "DP2-FSDP": (2, {"wrap": "megatron_fsdp"}),
     "PP2-FSDP": (2, {"pipeline": 2, "wrap": "megatron_fsdp"}),
     "PP2xDP2-FSDP": (4, {"pipeline": 2, "wrap": "megatron_fsdp"}),
@@ -168,7 +170,7 @@ def test_first_ratio_is_one_for_any_mix_of_lengths(shallow: str, num_ranks: int)
 
 def test_resumed_run_equals_the_uninterrupted_one(shallow: str, tmp_path: Path) -> None:
     """Losses and gradient norms bit for bit; the export gives transformers' log-probs (compared in fp32)."""
-    layouts: list[dict[str, Any]] = [{"wrap": "ddp"}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "pipeline": 2}]
+    layouts: list[dict[str, Any]] = [{"wrap": wrap, **stages} for wrap in WRAPS for stages in ({}, {"pipeline": 2})]
     cases = [{**layout, "dtype": dtype} for layout in layouts for dtype in ("float32", "bfloat16")]
     cases += [{"wrap": wrap, "dtype": "bfloat16", "fusions": "all"} for wrap in ("ddp", "megatron_fsdp")]
     arguments = {"path": shallow, "root": str(tmp_path), "cases": cases, "steps": 6, "stop": 3}

@@ -50,7 +50,7 @@ def test_megatron_core_still_brings_an_older_fsdp() -> None:
 
 
 def test_fsdp_still_fails_under_pipeline_parallelism(tmp_path: Path) -> None:
-    """engine/upstream.py:_stage_mesh, finalize_model_grads"""
+    """engine/upstream.py:_stage_mesh, _reduce_tied_embeddings"""
     path = str(write_tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=2, hidden_size=64))
     for said in run_ranks(2, "tests.fsdp_cases:pipeline_without_work_arounds", {"path": path}, alone=True):
         assert "Shape mismatch" in said["mesh"]
