@@ -168,7 +168,7 @@ def restore_planted(path: str, root: str, how: str, marker: str) -> str:
     from engine import checkpoint
 
     with engine(path, name="sft") as built:
-        folder = checkpoint.save(Path(root), 1, built, exporter(built), Path(path), keep=1)
+        folder = checkpoint.save(Path(root), 1, built, whole_tensors(exporter(built)), Path(path), keep=1)
         file = folder / "rank_00000.pt"
         state = torch.load(file, weights_only=True)
         torch.save(Planted(marker) if how == "whole" else {**state, "schedule": Planted(marker)}, file)
