@@ -109,7 +109,7 @@ def tied_pool(tied_folders, cluster):
 @pytest.fixture(scope="module")
 def fresh_pool(tied_folders, cluster):
     """A replica that loaded the second folder itself."""
-    pool = start(tied_folders[1])
+    pool = start(tied_folders[1], max_num_seqs=64)
     yield pool
     pool.close()
 
@@ -372,6 +372,12 @@ def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders
         dist.destroy_process_group()
         other.join(30)
         other.kill()
+
+
+def test_seeded_prompts_of_more_tokens_than_a_step_takes(fresh_pool) -> None:
+    """64 prompts of 60 tokens, where a step takes 2048: a prompt that is cut in two with a seed of its own ends vLLM on CPUs."""
+    requests = [GenerationRequest(tuple(range(3 + i, 63 + i)), max_new_tokens=2, seed=i) for i in range(64)]
+    assert [len(c.token_ids) for completions in fresh_pool.generate(requests).result() for c in completions] == [2] * 64
 
 
 # Starts and ends.

@@ -114,6 +114,8 @@ def build_engine(config: ReplicaConfig) -> Any:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "enable_prefix_caching": True,
+        # CPU generators cannot put back the random numbers of a prompt's first part (v1/worker/gpu_model_runner.py:3502)
+        "enable_chunked_prefill": torch.cuda.is_available(),
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
