@@ -1,6 +1,6 @@
 """The training engine: Megatron-Core models, wrapped, fed and stepped. Knows no Ray and no vLLM.
 
-config.py      the dataclasses of the YAML keys `model`, `engine` and `algorithm`
+config.py      what the YAML keys `model`, `engine` and `algorithm` mean
 device.py      the device that a rank computes on; stand_in.py lets megatron-core, megatron-fsdp and mbridge run without CUDA
 megatron.py    what is used of megatron-core, imported once that is in place
 parallel.py    process groups
