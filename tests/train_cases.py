@@ -114,11 +114,9 @@ def new_files(before: set[Path]) -> list[Path]:
     in_use = set()
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
-            text = Path(f"/proc/{process.pid}/maps").read_text() + str(process.environ())
-            links = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-            for path, stat in found.items():
-                if str(path) in text or f" {stat.st_ino} " in text or str(path) in links:
-                    in_use.add(path)
+            text = f"{Path(f'/proc/{process.pid}/maps').read_text()} {process.environ()} {process.cmdline()}"
+            text += " ".join(str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir())
+            in_use |= {path for path, stat in found.items() if str(path) in text or f" {stat.st_ino} " in text}
     return sorted(found.keys() - in_use)
 
 
