@@ -14,13 +14,11 @@ replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any, Protocol
 
 FOLDER_VERSION = -1  # weights as loaded from the model folder, before any sync
 

@@ -5,17 +5,14 @@ Leaves out how items become parts: exporter.py, adapter.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from bridge.layout.copies import view
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bridge.layout.manifest import Manifest, TensorSpec
-    from bridge.layout.regions import Copy
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.layout.regions import Copy
 
 
 class Adapter(Protocol):

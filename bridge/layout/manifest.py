@@ -11,15 +11,12 @@ import difflib
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 ITEM_BYTES = {
     "float64": 8,

@@ -7,10 +7,12 @@ finish_weight_update. Leaves out the RPCs (replica.py), how buckets become tenso
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,16 +24,10 @@ from bridge.layout.manifest import Manifest, find_differences, read_folder_manif
 from bridge.messages import BeginSync
 from bridge.receive import vllm_adapter, vllm_readback, vllm_reload
 from bridge.receive.bake import bake
+from bridge.receive.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
 from bridge.transport.open import open_reader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
-
-    from bridge.receive.plan import LoadPlan
-    from bridge.transport.protocol import Reader
+from bridge.transport.protocol import Reader
 
 
 @dataclass

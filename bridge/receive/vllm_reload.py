@@ -6,15 +6,13 @@ imported inside the functions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
 
 from bridge.receive import vllm_experts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
-
-    import torch
 
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
 

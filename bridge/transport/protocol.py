@@ -5,15 +5,13 @@ All methods but `abort` and `close` raise TransportError: aborted by another sid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+import torch
 
-    import torch
-
-    from bridge.layout.bucket import Bucket, StagePlan
-    from bridge.layout.digest import BucketDigests
+from bridge.layout.bucket import Bucket, StagePlan
+from bridge.layout.digest import BucketDigests
 
 
 class Writer(Protocol):

@@ -11,19 +11,16 @@ import argparse
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine import ddp_fields
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name, refuse_if
 from megasync.config.load import load_config
 from megasync.config.model_folder import check_model_folder
+from megasync.config.schema import Config
 from megasync.files import CHECKPOINTS, has_results
 from megasync.rollouts.prompts import load_data, read_files
 from megasync.rollouts.reward import resolve_reward
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> None:

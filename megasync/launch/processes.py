@@ -9,10 +9,7 @@ import ctypes
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C

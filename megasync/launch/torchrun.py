@@ -6,7 +6,7 @@ python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.y
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
@@ -14,9 +14,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from bridge.transport.channel import open_store
 from megasync.launch.scope import LOOPBACK, run_scope
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BACKEND = "loopback"
 

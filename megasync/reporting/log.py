@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
 
 from megasync.config.errors import explain
 from megasync.config.load import save_config
+from megasync.config.schema import Config
 from megasync.files import EVALUATIONS_FILE, METRICS_FILE, write_atomically
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from megasync.config.schema import Config
 
 Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"

@@ -10,10 +10,8 @@ Leaves out files (log.py).
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 SHOWN = {  # metric -> (label, format)
     "reward/mean": ("reward", "{:.3f}"),
