@@ -15,14 +15,18 @@ from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.layout.regions import Copy
 
 
-class Adapter(Protocol):
-    """A low-rank update of a weight: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
+class Factors(Protocol):
+    """A and B of a low-rank update B @ A."""
 
     @property
     def a(self) -> torch.Tensor: ...
 
     @property
     def b(self) -> torch.Tensor: ...
+
+
+class Adapter(Factors, Protocol):
+    """A low-rank update of a weight: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
 
     @property
     def scale(self) -> float: ...
@@ -47,7 +51,7 @@ class WeightItem(Protocol):
     def adapter(self) -> Adapter | None: ...
 
 
-class AdapterFactors(Protocol):
+class AdapterFactors(Factors, Protocol):
     """The whole adapter of one linear, in PEFT's names and coordinates.
 
     `name` is the linear's. `a`: [rank, in]; linears that share an A have the same object, one after the other. `b`: [*, rank];
@@ -56,12 +60,6 @@ class AdapterFactors(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def a(self) -> torch.Tensor: ...
-
-    @property
-    def b(self) -> torch.Tensor: ...
 
 
 class WeightSource(Protocol):

@@ -55,7 +55,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parameters = vllm_reload.loadable_parameters(self.model)
+        self._parameters = {name for name, _ in self.model.named_parameters()}  # a tied head counts as the embedding
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
         self._unpacker: Unpacker | None = None
@@ -146,7 +146,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             with vllm_reload.config_scope(self.vllm_config):
                 self._load(sync, reader)
         except BaseException as error:
-            reader.abort(f"{self._name(sync)}: {error}")
+            reader.abort(f"replica {sync.replica} worker {self.parallel_config.rank}: {error}")
             raise
 
     def _load(self, sync: BeginSync, reader: Reader) -> None:
@@ -206,9 +206,6 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if self._reader is not None:
             self._reader.close()
             self._reader = self._unpacker = None  # with its views of the buffers
-
-    def _name(self, sync: BeginSync) -> str:
-        return f"replica {sync.replica} worker {self.parallel_config.rank}"
 
 
 class WorkerExtension:

@@ -32,11 +32,6 @@ def is_tied(model: torch.nn.Module) -> bool:
     return head is not None and bool(getattr(config, "tie_word_embeddings", False))
 
 
-def loadable_parameters(model: torch.nn.Module) -> set[str]:
-    """The model's own parameter names that a whole load covers; a tied head counts as the embedding."""
-    return {name for name, _ in model.named_parameters()}
-
-
 def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | None]:
     """A function of a layer: why vLLM does not compute with its weights as they were loaded; None if it does.
 
