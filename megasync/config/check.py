@@ -36,7 +36,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     shape = check_model_folder(config.model.path)
     check_engine(config, shape)
     if config.algorithm.name == "grpo":
-        _check_reward(config)
+        resolve_reward(config.rollout.reward)
         check_rollout(config, shape, world_size)
     if needs_data:
         _check_data(config)
@@ -80,13 +80,6 @@ def _check_schedule(config: Config) -> None:
     message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
     is_over = end is not None and end <= warmup
     refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
-
-
-def _check_reward(config: Config) -> None:
-    try:
-        resolve_reward(config.rollout.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _check_data(config: Config) -> None:

@@ -22,11 +22,7 @@ def end_with_parent() -> None:
 
 def end_on_sigterm() -> None:
     """SIGTERM ends this program the ordinary way from now on, so that Ray and vLLM are taken down with it."""
-
-    def stop(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:

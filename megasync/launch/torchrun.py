@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from torch.distributed import run
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bridge.transport.channel import open_store
@@ -30,13 +30,9 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return BACKEND
 
 
-def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
-
-
 def main(arguments: Sequence[str]) -> None:
     """As torchrun, which raises where a rank failed."""
-    rendezvous_handler_registry.register(BACKEND, create_handler)
+    rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id))
     with run_scope():
         run.main(["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK, *arguments])
 
