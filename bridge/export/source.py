@@ -75,14 +75,12 @@ class WeightSource(Protocol):
 
     def manifest(self) -> Manifest:
         """This stage's tensors in order. Collective over the stage's ranks at the first call."""
-        ...
 
     def parts(self) -> Iterator[Part]:
         """One pass over all tensors, in the manifest's order; none on ranks without tensors.
 
         May run collectives: all ranks of a stage iterate in lockstep and to the end.
         """
-        ...
 
 
 class Part(NamedTuple):

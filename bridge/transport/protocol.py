@@ -25,23 +25,18 @@ class Writer(Protocol):
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
         """Before a pass; the first one waits for all readers where the transport needs them."""
-        ...
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
         """The buffer [buffer_bytes] uint8 for the next bucket, once its former contents have left."""
-        ...
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         """Hand the acquired buffer's first `num_bytes` to the readers, with `verify` their digest as well."""
-        ...
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
         """After a pass's last bucket."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at the endpoint; the first reason stays."""
-        ...
 
     def close(self) -> None: ...
 
@@ -59,14 +54,11 @@ class Reader(Protocol):
 
         `sync_index` counts the passes of these endpoints from 0. Raises DamagedError, after the last bucket at the latest.
         """
-        ...
 
     def digests(self, stage: int) -> BucketDigests | None:
         """To which copies out of the stage's current bucket may add its digest; None where that is taken in any case."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at the endpoints; the first reason stays."""
-        ...
 
     def close(self) -> None: ...

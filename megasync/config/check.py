@@ -39,7 +39,8 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
         resolve_reward(config.rollout.reward)
         check_rollout(config, shape, world_size)
     if needs_data:
-        _check_data(config)
+        # a machine that only submits runs may have no transformers to tokenise it with
+        (load_data if find_spec("transformers") else read_files)(config)
     _check_run_folder(config)
 
 
@@ -80,11 +81,6 @@ def _check_schedule(config: Config) -> None:
     message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
     is_over = end is not None and end <= warmup
     refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
-
-
-def _check_data(config: Config) -> None:
-    """Tokenises it where transformers is installed; a machine that only submits runs may not have it."""
-    (load_data if find_spec("transformers") else read_files)(config)
 
 
 def _check_run_folder(config: Config) -> None:
