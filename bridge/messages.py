@@ -14,13 +14,12 @@ replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
 
 FOLDER_VERSION = -1  # weights as loaded from the model folder, before any sync
 
@@ -105,11 +104,8 @@ class SyncError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Exceptions with arguments of their own do not pickle by themselves; Ray carries this one."""
-        return _rebuild_sync_error, (self.version, self.reasons, self.refused, self.failed_replicas)
-
-
-def _rebuild_sync_error(version: int, reasons: list[str], refused: bool, failed_replicas: tuple[int, ...]) -> SyncError:
-    return SyncError(version, reasons, refused=refused, failed_replicas=failed_replicas)
+        rebuild = partial(SyncError, refused=self.refused, failed_replicas=self.failed_replicas)
+        return rebuild, (self.version, self.reasons)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
+MOE_FAMILIES = ("qwen3_moe",)  # mixtures of experts
+FAMILIES = ("llama", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json that the engine trains
+
+
 class Section(BaseModel):
     """Keys of one YAML mapping: frozen, types taken as they are (true is no 1), no unknown keys, no infinities."""
 

@@ -20,10 +20,6 @@ def compute_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
 
 
-def communication_backend() -> str:
-    return "nccl" if has_cuda() else "gloo"
-
-
 def compiles() -> bool:
     """Whether torch.compile does anything here."""
     return os.environ.get("TORCHDYNAMO_DISABLE") != "1" and not torch._dynamo.config.disable

@@ -11,9 +11,8 @@ import re
 from typing import Any
 
 from engine import upstream
-from engine.config import EngineConfig
+from engine.config import MOE_FAMILIES, EngineConfig
 
-FAMILIES = ("qwen3_moe",)
 _OF_ONE_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
@@ -35,7 +34,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
     Softmax over all experts, then the best of them, normalised (norm_topk_prob), is softmax over the best of them.
     """
-    if hf_config.model_type not in FAMILIES:
+    if hf_config.model_type not in MOE_FAMILIES:
         return {}
     upstream.use_torch_in_router()
     return {
@@ -49,7 +48,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 def check(hf_config: Any, engine: EngineConfig) -> None:
     """ValueError for what does not go with experts: megasync/config/check.py says the same before anything starts."""
-    if hf_config.model_type not in FAMILIES:
+    if hf_config.model_type not in MOE_FAMILIES:
         return
     if engine.parallel.expert > 1:
         message = f"engine.parallel.expert = {engine.parallel.expert}: each rank has all experts"

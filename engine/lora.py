@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -124,18 +124,14 @@ def keep_start(chunks: list[torch.nn.Module]) -> None:
         linear.lora_start = (linear.lora_a.detach().clone(), linear.lora_b.detach().clone())
 
 
-@contextmanager
-def reference(chunks: list[torch.nn.Module]) -> Iterator[None]:
+def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
     """The start model: the base model, with the adapters that `keep_start` kept. Chunks without adapters stay as they are."""
-    with _flag(chunks, "lora_is_reference"):
-        yield
+    return _flag(chunks, "lora_is_reference")
 
 
-@contextmanager
-def training(chunks: list[torch.nn.Module]) -> Iterator[None]:
+def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
     """With the adapters' dropout."""
-    with _flag(chunks, "lora_training"):
-        yield
+    return _flag(chunks, "lora_training")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from engine import device, experts, fused, upstream
 from engine.attention import CoreAttention, RMSNorm
-from engine.config import EngineConfig, ModelConfig
+from engine.config import FAMILIES, MOE_FAMILIES, EngineConfig, ModelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -23,7 +24,6 @@ from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES)
 
 
 class _LocalSpec:
@@ -69,7 +69,7 @@ def _bridge_class(model_type: str) -> type[Bridge]:
     }
     if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
         tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
-    mixins = (_LocalSpec, experts.ExpertNames) if model_type in experts.FAMILIES else (_LocalSpec,)
+    mixins = (_LocalSpec, experts.ExpertNames) if model_type in MOE_FAMILIES else (_LocalSpec,)
     bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (*mixins, base), tables)
     return bridge_class
 
@@ -137,13 +137,16 @@ def gpt_model(chunk: torch.nn.Module) -> Any:
     return inner
 
 
+def local_name(name: str) -> str:
+    """A parameter's name without the prefixes of wrappers."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
 def global_name(chunk: torch.nn.Module, name: str) -> str:
     """A chunk's parameter name with wrappers' prefixes dropped and the layer counted over the whole model, from 0."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    head, marker, tail = name.partition("decoder.layers.")
+    head, marker, tail = local_name(name).partition("decoder.layers.")
     if not marker:
-        return name
+        return head
     index, rest = tail.split(".", 1)
     return f"{head}{marker}{gpt_model(chunk).decoder.layers[int(index)].layer_number - 1}.{rest}"
 

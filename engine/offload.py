@@ -117,7 +117,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def storages(engine: Engine, kind: str) -> Iterator[torch.UntypedStorage]:
     """Of one of OFFLOAD_KINDS; some more than once."""
-    tensors = {"parameters": _parameters, "gradients": _gradients, "optimizer": _optimizer}[kind](engine)
+    gradients = engine.wrapped.gradients()
+    tensors = {"parameters": _parameters(engine), "gradients": gradients, "optimizer": _optimizer(engine)}[kind]
     return (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
 
 
@@ -125,10 +126,6 @@ def _parameters(engine: Engine) -> Iterator[torch.Tensor]:
     yield from engine.wrapped.parameters()
     for chunk in engine.reference or []:
         yield from (parameter.data for parameter in chunk.parameters())
-
-
-def _gradients(engine: Engine) -> Iterator[torch.Tensor]:
-    return engine.wrapped.gradients()
 
 
 def _optimizer(engine: Engine) -> Iterator[torch.Tensor]:

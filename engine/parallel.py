@@ -61,7 +61,7 @@ def initialize(
     if not shares_memory_over_ipc:
         memory.enable_expandable_segments()
     if not dist.is_initialized():
-        backend, timeout = device.communication_backend(), timedelta(seconds=timeout_seconds)
+        backend, timeout = "nccl" if device.has_cuda() else "gloo", timedelta(seconds=timeout_seconds)
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:  # one rank, which no launcher has started, meets no other: its store needs no socket

@@ -34,8 +34,8 @@ FACTORIES = (
 TENSOR_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 
-class _Stream:
-    """CPU work is synchronous, so a stream is only a name."""
+class _Idle:
+    """In place of a stream or an event: CPU work is synchronous, so either is only a name."""
 
     device = CPU
     cuda_stream = 0
@@ -43,31 +43,23 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class _Event:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Idle()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, _: Any) -> float:
         return 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class _StandIn(types.ModuleType):
@@ -150,12 +142,8 @@ def set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
 def _torch_stand_in() -> types.ModuleType:
-    stream = _Stream()
+    stream = _Idle()
     cuda = _StandIn(
         torch.cuda,
         {
@@ -164,14 +152,14 @@ def _torch_stand_in() -> types.ModuleType:
             "synchronize": _constant(None),
             "empty_cache": _constant(None),
             "set_device": _constant(None),
-            "Stream": _Stream,
-            "Event": _Event,
+            "Stream": _Idle,
+            "Event": _Idle,
             "current_stream": _constant(stream),
             "default_stream": _constant(stream),
             "stream": lambda _: contextlib.nullcontext(),
             "get_rng_state": get_rng_state,
             "set_rng_state": set_rng_state,
-            "manual_seed": _manual_seed,
+            "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
         },
     )
     distributed = _StandIn(torch.distributed, {**COLLECTIVES, "_coalescing_manager": _not_coalescing})
@@ -207,23 +195,6 @@ def _adapt(module: types.ModuleType, stand_in: types.ModuleType) -> None:
         names["_set_cuda_rng_state"] = set_rng_state
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, inner: Any, stand_in: types.ModuleType) -> None:
-        self.inner = inner
-        self.stand_in = stand_in
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        module: types.ModuleType | None = self.inner.create_module(spec)
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        self.inner.exec_module(module)
-        _adapt(module, self.stand_in)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, stand_in: types.ModuleType) -> None:
         self.stand_in = stand_in
@@ -236,7 +207,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None or isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
             return spec
-        spec.loader = _Loader(spec.loader, self.stand_in)
+        execute = spec.loader.exec_module
+
+        def execute_and_adapt(module: types.ModuleType) -> None:
+            execute(module)
+            _adapt(module, self.stand_in)
+
+        spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign] # of this module's own loader
         return spec
 
 

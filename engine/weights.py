@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from engine.lora import adapted_linears
-from engine.model import global_name, is_tied_copy
+from engine.model import global_name, is_tied_copy, local_name
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -49,7 +49,7 @@ class ChunkWeights:
         self._names: dict[str, str] = {}  # global by local name
         for local, parameter in chunk.named_parameters():
             if not is_tied_copy(chunk, local):
-                name = self._names[_bare(local)] = global_name(chunk, local)
+                name = self._names[local_name(local)] = global_name(chunk, local)
                 is_sharded = getattr(parameter, "tensor_model_parallel", False)
                 self._shard_dims[name] = getattr(parameter, "partition_dim", None) if is_sharded else None
         self._scales = {name: linear.lora_scale for name, linear in adapted_linears([chunk])}
@@ -69,7 +69,7 @@ class ChunkWeights:
 
     def _split(self, unit: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Adapter]]:
         """Parameters by name without the adapters', and adapters by their linear's name."""
-        named = ((self._names.get(_bare(local)), tensor) for local, tensor in unit)
+        named = ((self._names.get(local_name(local)), tensor) for local, tensor in unit)
         tensors = {name: tensor for name, tensor in named if name is not None}
         linears = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
         adapters = {
@@ -77,10 +77,3 @@ class ChunkWeights:
             for linear in linears
         }
         return tensors, adapters
-
-
-def _bare(name: str) -> str:
-    """A parameter's name without the prefixes of wrappers."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name

@@ -17,14 +17,12 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasync.model_shapes import SHAPES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=()<>.,:;?! xyz"

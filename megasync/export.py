@@ -14,15 +14,12 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name
 from megasync.config.model_folder import check_weights
 from megasync.files import flush
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint.py names them
 

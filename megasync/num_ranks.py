@@ -6,16 +6,12 @@ python -m megasync.num_ranks CONFIG.yaml [key=value ...]      # prints the numbe
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.devices import visible_devices
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megasync.config.schema import Config
 
 NUM_CPU_RANKS = 2
 

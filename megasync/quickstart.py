@@ -17,23 +17,20 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megasync.assets import Assets
 from megasync.config.check import check_config
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import run_to_end, torchrun
 from megasync.num_ranks import NUM_CPU_RANKS, default_num_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megasync.assets import Assets
-    from megasync.config.schema import Config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 WARM_UP, RL = CONFIGS / "quickstart_sft.yaml", CONFIGS / "quickstart.yaml"

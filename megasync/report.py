@@ -65,21 +65,17 @@ def write_report(run_folder: str | Path) -> Path:
     config_file = folder / CONFIG_FILE
     config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     name = (config.get("run") or {}).get("name") or folder.resolve().name
+    unfinished = {"steps so far": len(steps), **(steps[-1] if steps else {})}
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(str(name))}</title><style>{STYLE}</style></head><body>
 <h1>{html.escape(str(name))}</h1>
-{_table("Summary", read_summary(folder) or _last_figures(steps))}
+{_table("Summary", read_summary(folder) or unfinished)}
 {_table("Configuration", _config_figures(config))}
 {_plots(steps, evaluations)}
 </body></html>
 """
     write_atomically(folder / REPORT_FILE, page)
     return folder / REPORT_FILE
-
-
-def _last_figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What there is to say of a run without a summary: it has not ended."""
-    return {"steps so far": len(steps), **(steps[-1] if steps else {})}
 
 
 def _config_figures(config: dict[str, Any]) -> dict[str, Any]:

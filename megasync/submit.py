@@ -20,21 +20,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasync.config.errors import ConfigError, explain, main_errors
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.devices import visible_devices
 from megasync.launch.processes import INTERRUPTED
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
 from megasync.num_ranks import default_num_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megasync.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"

@@ -12,18 +12,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megasync.config.check import check_config
 from megasync.config.errors import main_errors
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.launch.processes import end_on_sigterm
 from megasync.launch.scope import is_one_machine, listen_on_loopback
-from megasync.rollouts.prompts import load_data
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
-    from megasync.rollouts.prompts import RunData
+from megasync.rollouts.prompts import RunData, load_data
 
 
 def main(arguments: Sequence[str]) -> int:

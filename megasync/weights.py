@@ -9,28 +9,23 @@ import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bridge.config import ReplicaConfig
 from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.export.exporter import Exporter
-from bridge.export.source import whole_tensors
-from bridge.messages import SyncError
+from bridge.export.source import WeightSource, whole_tensors
+from bridge.messages import SyncError, SyncReport
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
 from engine import checkpoint
+from engine.engine import Engine
+from megasync.config.schema import Config
 from megasync.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.placement import DeviceSharing
 from megasync.rank_zero import control_group, on_rank_zero
-
-if TYPE_CHECKING:
-    from bridge.export.source import WeightSource
-    from bridge.messages import SyncReport
-    from engine.engine import Engine
-    from megasync.config.schema import Config
-    from megasync.reporting.log import RunLog
+from megasync.reporting.log import RunLog
 
 MERGE_ERROR_NOTE = 0.5
 

@@ -17,29 +17,30 @@ from rich.console import Console
 from megasync.config.schema import Config, RunConfig
 from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.reporting.log import Metrics, RunLog, read_evaluations, read_metrics, read_summary, write_summary
+from megasync.reporting.log import RunLog, read_evaluations, read_metrics, read_summary, write_summary
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def metrics_of(folder: Path, num_steps: int = 10, first_step: int = 0, tensorboard: bool = False) -> closing[Metrics]:
-    return closing(Metrics(folder, num_steps=num_steps, first_step=first_step, progress="none", tensorboard=tensorboard))
+def log_of(folder: Path, first_step: int = 0, tensorboard: bool = False) -> closing[RunLog]:
+    config = Config(run=RunConfig(name=folder.name, dir=str(folder.parent), progress="none"))
+    return closing(RunLog(config, first_step=first_step, write=True, tensorboard=tensorboard))
 
 
 # -------------------------------------------------------------------------------------------------------- metrics
 
 
 def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    with metrics_of(tmp_path) as metrics:
-        metrics.log(0, {"reward/mean": 0.5, "sync/verified": True, "note": "x"})
+    with log_of(tmp_path) as log:
+        log.step(0, {"reward/mean": 0.5, "sync/verified": True, "note": "x"})
         assert read_metrics(tmp_path) == [{"step": 0, "reward/mean": 0.5, "sync/verified": True, "note": "x"}]
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    with metrics_of(tmp_path) as metrics:
-        metrics.log(0, {"a": math.nan, "b": -math.inf, "c": 1})
+    with log_of(tmp_path) as log:
+        log.step(0, {"a": math.nan, "b": -math.inf, "c": 1})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 1}\n'
 
 
@@ -49,13 +50,13 @@ def test_resume_keeps_the_steps_before(
     tmp_path_factory: pytest.TempPathFactory, logged: int, first_step: int, cut: int
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    with metrics_of(folder) as metrics:
+    with log_of(folder) as log:
         for step in range(logged):
-            metrics.log(step, {"x": step})
+            log.step(step, {"x": step})
     path = folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 99, "x"'[:cut])  # killed while it wrote
-    with metrics_of(folder, first_step=first_step) as metrics:
-        metrics.log(first_step, {"x": -1})
+    with log_of(folder, first_step=first_step) as log:
+        log.step(first_step, {"x": -1})
     steps = [line["step"] for line in read_metrics(folder)]
     assert steps == [*range(min(logged, first_step)), first_step]
     assert not list(folder.glob(".*"))
@@ -63,9 +64,9 @@ def test_resume_keeps_the_steps_before(
 
 def test_resume_keeps_the_evaluations_before(tmp_path: Path) -> None:
     for first_step, expected in ((0, [0, 4, 8]), (8, [0, 4, 8]), (5, [0, 4, 5]), (0, [0])):
-        with metrics_of(tmp_path, first_step=first_step) as metrics:
+        with log_of(tmp_path, first_step=first_step) as log:
             for step in [0, 4, 8] if len(expected) == 3 and first_step == 0 else [first_step]:
-                metrics.log_evaluation(step, {"eval/accuracy": 0.5})
+                log.evaluation(step, 0.5)
         assert [line["step"] for line in read_evaluations(tmp_path)] == expected
 
 
@@ -82,10 +83,10 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_tensorboard_events_can_be_read(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with metrics_of(tmp_path, tensorboard=True) as metrics:
+    with log_of(tmp_path, tensorboard=True) as log:
         for step in range(3):
-            metrics.log(step, {"reward/mean": step / 2, "note": "text", "loss/policy": None})
-        metrics.log_evaluation(3, {"eval/accuracy": 0.75})
+            log.step(step, {"reward/mean": step / 2, "note": "text", "loss/policy": None})
+        log.evaluation(3, 0.75)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]

@@ -10,15 +10,17 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from megasync.config.schema import Config, RunConfig
 from megasync.files import write_atomically
-from megasync.reporting.log import Metrics, write_summary
+from megasync.reporting.log import RunLog, write_summary
 from megasync.report import PLOTS, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def metrics_of(folder: Path, num_steps: int = 10) -> closing[Metrics]:
-    return closing(Metrics(folder, num_steps=num_steps, first_step=0, progress="none", tensorboard=False))
+def log_of(folder: Path) -> closing[RunLog]:
+    config = Config(run=RunConfig(name=folder.name, dir=str(folder.parent), progress="none"))
+    return closing(RunLog(config, first_step=0, write=True, tensorboard=False))
 
 
 def traces_of(page: str) -> dict[str, dict[str, object]]:
@@ -29,13 +31,13 @@ def traces_of(page: str) -> dict[str, dict[str, object]]:
 
 
 def fake_run(folder: Path, num_steps: int) -> None:
-    write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
     keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/accuracy")]
-    with metrics_of(folder, num_steps) as metrics:
-        metrics.log_evaluation(0, {"eval/accuracy": 0.25})
+    with log_of(folder) as log:
+        log.evaluation(0, 0.25)
         for step in range(num_steps):
-            metrics.log(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
-        metrics.log_evaluation(num_steps, {"eval/accuracy": 0.75})
+            log.step(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
+        log.evaluation(num_steps, 0.75)
+    write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
 
 
 def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
@@ -57,8 +59,9 @@ def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
 
 
 def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
-    with metrics_of(tmp_path) as metrics:
-        metrics.log(0, {"loss/policy": 0.5})
+    with log_of(tmp_path) as log:
+        log.step(0, {"loss/policy": 0.5})
+    (tmp_path / "config.yaml").unlink()
     page = write_report(tmp_path).read_text()
     assert set(traces_of(page)) == {"loss/policy"}
     assert '"text":"Staleness"' not in page
@@ -67,7 +70,7 @@ def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
-    metrics_of(tmp_path).thing.close()
+    log_of(tmp_path).thing.close()
     assert "No step has been logged yet" in write_report(tmp_path).read_text()
 
 

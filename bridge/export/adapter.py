@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bridge.config import SyncConfig
-from bridge.export.source import Part
+from bridge.export.source import AdapterFactors, Part
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.layout.regions import Copy, whole
-
-if TYPE_CHECKING:
-    from bridge.export.source import AdapterFactors
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 GPU_BUCKET_BYTES = 64 * 2**20  # there a bucket's messages cost more than its bytes

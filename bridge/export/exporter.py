@@ -11,16 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bridge.export.gather import Gatherer
+from bridge.export.source import Part, WeightItem
 from bridge.layout.manifest import Manifest
-
-if TYPE_CHECKING:
-    from bridge.export.source import Part, WeightItem
 
 
 class Exporter:

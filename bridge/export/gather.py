@@ -7,25 +7,21 @@ the conversion to Hugging Face's layout (exporter.py) and the merge itself (merg
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from bridge.export.merge import merge
-from bridge.export.source import Part
-from bridge.export.trace import trace
+from bridge.export.source import Part, WeightItem
+from bridge.export.trace import Place, trace
 from bridge.layout.manifest import TensorSpec
 from bridge.layout.regions import Copy, whole
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+# (name, tensor) of each Hugging Face tensor that an item's shards, one a tensor-parallel rank, become
+Convert = Callable[[WeightItem, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
-    from bridge.export.source import WeightItem
-    from bridge.export.trace import Place
-
-    # (name, tensor) of each Hugging Face tensor that an item's shards, one a tensor-parallel rank, become
-    Convert = Callable[[WeightItem, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
 
 class Gatherer:

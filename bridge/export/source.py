@@ -5,27 +5,28 @@ Leaves out how items become parts: exporter.py, adapter.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from bridge.layout.copies import view
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bridge.layout.manifest import Manifest, TensorSpec
-    from bridge.layout.regions import Copy
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.layout.regions import Copy
 
 
-class Adapter(Protocol):
-    """A low-rank update of a weight: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
+class Factors(Protocol):
+    """A and B of a low-rank update B @ A."""
 
     @property
     def a(self) -> torch.Tensor: ...
 
     @property
     def b(self) -> torch.Tensor: ...
+
+
+class Adapter(Factors, Protocol):
+    """A low-rank update of a weight: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
 
     @property
     def scale(self) -> float: ...
@@ -50,7 +51,7 @@ class WeightItem(Protocol):
     def adapter(self) -> Adapter | None: ...
 
 
-class AdapterFactors(Protocol):
+class AdapterFactors(Factors, Protocol):
     """The whole adapter of one linear, in PEFT's names and coordinates.
 
     `name` is the linear's. `a`: [rank, in]; linears that share an A have the same object, one after the other. `b`: [*, rank];
@@ -59,12 +60,6 @@ class AdapterFactors(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def a(self) -> torch.Tensor: ...
-
-    @property
-    def b(self) -> torch.Tensor: ...
 
 
 class WeightSource(Protocol):
@@ -80,14 +75,12 @@ class WeightSource(Protocol):
 
     def manifest(self) -> Manifest:
         """This stage's tensors in order. Collective over the stage's ranks at the first call."""
-        ...
 
     def parts(self) -> Iterator[Part]:
         """One pass over all tensors, in the manifest's order; none on ranks without tensors.
 
         May run collectives: all ranks of a stage iterate in lockstep and to the end.
         """
-        ...
 
 
 class Part(NamedTuple):

@@ -6,20 +6,15 @@ On CUDA one kernel runs all copies of a bucket and computes its digest on the wa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from bridge.layout.digest import TILE_WORDS
-from bridge.layout.regions import Region, cut
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from bridge.layout.bucket import Piece
-    from bridge.layout.digest import BucketDigests
-    from bridge.layout.regions import Copy
+from bridge.layout.bucket import Piece
+from bridge.layout.digest import TILE_WORDS, BucketDigests
+from bridge.layout.regions import Copy, Region, cut
 
 WORD_BYTES = 8
 MOST_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster

@@ -11,44 +11,29 @@ import difflib
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+DTYPES = (  # in safetensors, in torch, bytes of an element
+    ("F64", "float64", 8),
+    ("F32", "float32", 4),
+    ("BF16", "bfloat16", 2),
+    ("F16", "float16", 2),
+    ("F8_E4M3", "float8_e4m3fn", 1),
+    ("F8_E5M2", "float8_e5m2", 1),
+    ("I64", "int64", 8),
+    ("I32", "int32", 4),
+    ("I16", "int16", 2),
+    ("I8", "int8", 1),
+    ("U8", "uint8", 1),
+    ("BOOL", "bool", 1),
+)
+ITEM_BYTES = {name: num_bytes for _, name, num_bytes in DTYPES}
+SAFETENSORS_DTYPES = {code: name for code, name, _ in DTYPES}
 TIED_HEAD = "lm_head.weight"
 
 

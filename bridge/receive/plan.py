@@ -7,13 +7,11 @@ A worker scatters buckets straight into its parameters by it: no Python loaders,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from bridge.layout.manifest import Manifest
-    from bridge.layout.regions import Copy
+from bridge.layout.manifest import Manifest
+from bridge.layout.regions import Copy
 
 
 @dataclass

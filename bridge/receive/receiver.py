@@ -7,10 +7,12 @@ finish_weight_update. Leaves out the RPCs (replica.py), how buckets become tenso
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,16 +24,10 @@ from bridge.layout.manifest import Manifest, find_differences, read_folder_manif
 from bridge.messages import BeginSync
 from bridge.receive import vllm_adapter, vllm_readback, vllm_reload
 from bridge.receive.bake import bake
+from bridge.receive.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
 from bridge.transport.open import open_reader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
-
-    from bridge.receive.plan import LoadPlan
-    from bridge.transport.protocol import Reader
+from bridge.transport.protocol import Reader
 
 
 @dataclass
@@ -59,7 +55,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parameters = vllm_reload.loadable_parameters(self.model)
+        self._parameters = {name for name, _ in self.model.named_parameters()}  # a tied head counts as the embedding
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
         self._unpacker: Unpacker | None = None
@@ -150,7 +146,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             with vllm_reload.config_scope(self.vllm_config):
                 self._load(sync, reader)
         except BaseException as error:
-            reader.abort(f"{self._name(sync)}: {error}")
+            reader.abort(f"replica {sync.replica} worker {self.parallel_config.rank}: {error}")
             raise
 
     def _load(self, sync: BeginSync, reader: Reader) -> None:
@@ -210,9 +206,6 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if self._reader is not None:
             self._reader.close()
             self._reader = self._unpacker = None  # with its views of the buffers
-
-    def _name(self, sync: BeginSync) -> str:
-        return f"replica {sync.replica} worker {self.parallel_config.rank}"
 
 
 class WorkerExtension:

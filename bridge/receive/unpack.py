@@ -6,23 +6,20 @@ Leaves out what happens to the tensors (receiver.py) and how buckets arrive (tra
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
+from bridge.layout.bucket import Bucket, Piece, StagePlan, SyncPlan
 from bridge.layout.copies import BucketCopies
+from bridge.layout.digest import BucketDigests
+from bridge.layout.manifest import TensorSpec
+from bridge.messages import BeginSync
+from bridge.receive.plan import LoadPlan
 from bridge.receive.vllm_experts import KEPT_IN_VIEWS
 from bridge.transport.errors import TransportError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bridge.layout.bucket import Bucket, Piece, StagePlan, SyncPlan
-    from bridge.layout.digest import BucketDigests
-    from bridge.layout.manifest import TensorSpec
-    from bridge.messages import BeginSync
-    from bridge.receive.plan import LoadPlan
-    from bridge.transport.protocol import Reader
+from bridge.transport.protocol import Reader
 
 
 class Unpacker:

@@ -7,12 +7,10 @@ expert parallelism in vLLM, where a worker holds some experts only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 METHOD = "UnquantizedFusedMoEMethod"
 AS_LOADED = ("TRITON", "BATCHED_TRITON")  # oracle/unquantized.py:416; Hopper's default in 0.26 and 0.32

@@ -6,7 +6,8 @@ full tensors (shards.py) and fused experts (vllm_experts.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,6 @@ from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import TIED_HEAD
 from bridge.receive import vllm_experts
 from bridge.receive.shards import Part, assemble_one
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 IDENTITY_ROWS = 1024
 MAX_PROBLEMS = 5

@@ -6,15 +6,13 @@ imported inside the functions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
 
 from bridge.receive import vllm_experts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
-
-    import torch
 
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
 
@@ -32,11 +30,6 @@ def is_tied(model: torch.nn.Module) -> bool:
     """Whether the head computes with the embedding's weights."""
     head, config = getattr(model, "lm_head", None), getattr(model, "config", None)
     return head is not None and bool(getattr(config, "tie_word_embeddings", False))
-
-
-def loadable_parameters(model: torch.nn.Module) -> set[str]:
-    """The model's own parameter names that a whole load covers; a tied head counts as the embedding."""
-    return {name for name, _ in model.named_parameters()}
 
 
 def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | None]:

@@ -6,9 +6,10 @@ Leaves out ray.init (the caller's), what is asked of them (pool.py) and what the
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import psutil
 import ray
@@ -16,13 +17,9 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bridge.config import ReplicaConfig
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.replica import Replica
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bridge.config import ReplicaConfig
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer

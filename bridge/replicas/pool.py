@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ray
 
+from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 from bridge.replicas.actors import ReplicaActor, ReplicaActors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 

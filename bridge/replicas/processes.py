@@ -13,14 +13,11 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108
 SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums between CPU workers; locks

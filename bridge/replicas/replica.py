@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from bridge.messages import FOLDER_VERSION, Event, ReplicaState, Spans, next_state
+from bridge.config import ReplicaConfig
+from bridge.messages import (
+    FOLDER_VERSION,
+    BeginSync,
+    Completion,
+    Event,
+    GenerationRequest,
+    ReplicaState,
+    Spans,
+    StageSpan,
+    next_state,
+)
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.output import Output
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from bridge.config import ReplicaConfig
-    from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
 
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
 

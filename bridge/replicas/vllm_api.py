@@ -14,20 +14,17 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from bridge.config import ReplicaConfig
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
 from bridge.receive import vllm_adapter
 from bridge.replicas import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bridge.config import ReplicaConfig
 
 BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")

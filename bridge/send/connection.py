@@ -5,19 +5,17 @@ Leaves out the syncs themselves (publish.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from bridge.config import SyncConfig
+from bridge.export.source import WeightSource
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
+from bridge.send.collectives import Ranks
 from bridge.send.sender import StageSender
 from bridge.transport.open import abort_endpoint, open_writer, resolve_transport
-
-if TYPE_CHECKING:
-    from bridge.config import SyncConfig
-    from bridge.export.source import WeightSource
-    from bridge.send.collectives import Ranks
-    from bridge.transport.protocol import Writer
+from bridge.transport.protocol import Writer
 
 
 class Connection:

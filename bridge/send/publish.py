@@ -11,27 +11,22 @@ Leaves out the pass over the source (sender.py), states and messages (messages.p
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bridge.config import SyncConfig, Verify
+from bridge.export.adapter import AdapterSpec
+from bridge.export.source import WeightSource
 from bridge.layout.manifest import TIED_HEAD
-from bridge.messages import BeginSync, Spans, SyncError, SyncReport
+from bridge.messages import BeginSync, Replicas, Spans, SyncError, SyncReport
 from bridge.send.collectives import Ranks
 from bridge.send.connection import Connection, connect
 from bridge.send.sender import PassResult
 from bridge.transport.open import resolve_transport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch.distributed as dist
-
-    from bridge.export.adapter import AdapterSpec
-    from bridge.export.source import WeightSource
-    from bridge.messages import Replicas
 
 POLL_SECONDS = 0.01
 ABORT_SECONDS = 10.0  # how long a failing sync waits for replicas to say that they stopped

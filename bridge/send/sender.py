@@ -10,24 +10,20 @@ import itertools
 import math
 import time
 from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from bridge.layout.bucket import align, gaps
+from bridge.export.source import Part, WeightSource
+from bridge.layout.bucket import Bucket, StagePlan, align, gaps
 from bridge.layout.copies import BucketCopies
 from bridge.layout.digest import digest_value
+from bridge.layout.regions import Copy
 from bridge.messages import StageSpan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from bridge.export.source import Part, WeightSource
-    from bridge.layout.bucket import Bucket, StagePlan
-    from bridge.layout.regions import Copy
-    from bridge.transport.protocol import Writer
+from bridge.transport.protocol import Writer
 
 
 class Step(NamedTuple):

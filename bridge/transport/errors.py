@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bridge.layout.bucket import StagePlan
+from bridge.layout.bucket import StagePlan
 
 
 class TransportError(RuntimeError):

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from bridge.layout.bucket import StagePlan
 from bridge.layout.digest import BucketDigests
 from bridge.transport.errors import DamagedError
 from bridge.transport.segment import NUM_BUFFERS, UnlinkedFile
 from bridge.transport.shm import ShmReader, ShmWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bridge.layout.bucket import StagePlan
 
 SCHEME = "ipc:"
 HANDLE_BYTES = 4096

@@ -9,18 +9,15 @@ bucket means.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests
 from bridge.transport.channel import Channel, abort_at
 from bridge.transport.errors import DamagedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bridge.layout.bucket import Bucket, StagePlan
 
 NUM_BUFFERS = 2
 

@@ -5,22 +5,18 @@ The one place that knows which transports there are.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
+from bridge.config import Transport
+from bridge.layout.bucket import StagePlan
 from bridge.transport import channel, ipc, shm
 from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.nccl import GroupReader, GroupWriter
+from bridge.transport.protocol import Reader, Writer
 from bridge.transport.segment import abort_segment
 from bridge.transport.shm import ShmReader, ShmWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bridge.config import Transport
-    from bridge.layout.bucket import StagePlan
-    from bridge.transport.protocol import Reader, Writer
 
 
 def resolve_transport(name: Transport, *, shares_devices: bool = False) -> Transport:

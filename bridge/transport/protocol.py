@@ -5,15 +5,13 @@ All methods but `abort` and `close` raise TransportError: aborted by another sid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+import torch
 
-    import torch
-
-    from bridge.layout.bucket import Bucket, StagePlan
-    from bridge.layout.digest import BucketDigests
+from bridge.layout.bucket import Bucket, StagePlan
+from bridge.layout.digest import BucketDigests
 
 
 class Writer(Protocol):
@@ -27,23 +25,18 @@ class Writer(Protocol):
 
     def start(self, deadline: float, check: Callable[[], None]) -> None:
         """Before a pass; the first one waits for all readers where the transport needs them."""
-        ...
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
         """The buffer [buffer_bytes] uint8 for the next bucket, once its former contents have left."""
-        ...
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         """Hand the acquired buffer's first `num_bytes` to the readers, with `verify` their digest as well."""
-        ...
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
         """After a pass's last bucket."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at the endpoint; the first reason stays."""
-        ...
 
     def close(self) -> None: ...
 
@@ -61,14 +54,11 @@ class Reader(Protocol):
 
         `sync_index` counts the passes of these endpoints from 0. Raises DamagedError, after the last bucket at the latest.
         """
-        ...
 
     def digests(self, stage: int) -> BucketDigests | None:
         """To which copies out of the stage's current bucket may add its digest; None where that is taken in any case."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at the endpoints; the first reason stays."""
-        ...
 
     def close(self) -> None: ...

@@ -82,13 +82,9 @@ class Segment:
         return segment
 
     @property
-    def num_readers(self) -> int:
-        return self._words[WORD_READERS]
-
-    @property
     def consumed(self) -> list[int]:
         """How many buckets each reader has read."""
-        return list(self._words[WORD_CONSUMED : WORD_CONSUMED + self.num_readers])
+        return list(self._words[WORD_CONSUMED : WORD_CONSUMED + self._words[WORD_READERS]])
 
     def count_consumed(self, reader: int) -> None:
         self._words[WORD_CONSUMED + reader] += 1

@@ -11,21 +11,16 @@ The order of stores holds on x86-64; elsewhere a torn read shows as a wrong dige
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from bridge.layout.digest import digest_bytes
+import torch
+
+from bridge.layout.bucket import Bucket, StagePlan
+from bridge.layout.digest import BucketDigests, digest_bytes
 from bridge.transport.errors import TransportError
 from bridge.transport.segment import NUM_BUFFERS, Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-
-    from bridge.layout.bucket import Bucket, StagePlan
-    from bridge.layout.digest import BucketDigests
 
 SCHEME = "shm:"
 POLL_SECONDS_FIRST = 50e-6

@@ -11,19 +11,16 @@ import argparse
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine import ddp_fields
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
 from megasync.config.errors import ConfigError, explain, main_errors, nearest_name, refuse_if
 from megasync.config.load import load_config
 from megasync.config.model_folder import check_model_folder
+from megasync.config.schema import Config
 from megasync.files import CHECKPOINTS, has_results
 from megasync.rollouts.prompts import load_data, read_files
 from megasync.rollouts.reward import resolve_reward
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> None:
@@ -39,10 +36,11 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     shape = check_model_folder(config.model.path)
     check_engine(config, shape)
     if config.algorithm.name == "grpo":
-        _check_reward(config)
+        resolve_reward(config.rollout.reward)
         check_rollout(config, shape, world_size)
     if needs_data:
-        _check_data(config)
+        # a machine that only submits runs may have no transformers to tokenise it with
+        (load_data if find_spec("transformers") else read_files)(config)
     _check_run_folder(config)
 
 
@@ -83,18 +81,6 @@ def _check_schedule(config: Config) -> None:
     message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
     is_over = end is not None and end <= warmup
     refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
-
-
-def _check_reward(config: Config) -> None:
-    try:
-        resolve_reward(config.rollout.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_data(config: Config) -> None:
-    """Tokenises it where transformers is installed; a machine that only submits runs may not have it."""
-    (load_data if find_spec("transformers") else read_files)(config)
 
 
 def _check_run_folder(config: Config) -> None:

@@ -6,16 +6,12 @@ Leaves out names, files and data (check.py).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from engine.peft_folder import check_peft_folder
 from megasync.config.errors import ConfigError, explain, refuse_if
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megasync.config.model_folder import ModelShape
-    from megasync.config.schema import Config
+from megasync.config.model_folder import ModelShape
+from megasync.config.schema import Config
 
 MAX_STALENESS = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

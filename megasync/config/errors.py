@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 
 class ConfigError(ValueError):

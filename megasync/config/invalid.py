@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from megasync.config.errors import ConfigError, explain, nearest_name
 from megasync.config.keys import all_keys, below, bounds, choices, kind_of, nearest_key
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
-    from pydantic.fields import FieldInfo
 
 KINDS = {
     bool: "true or false",

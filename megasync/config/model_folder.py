@@ -14,10 +14,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from engine.config import FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, explain, nearest_name
 
-MOE_FAMILIES = ("qwen3_moe",)  # mixtures of experts
-FAMILIES = ("llama", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
 

@@ -13,15 +13,13 @@ import importlib
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROGRAM = "megasync.train:main"
 GRACE_SECONDS = 5.0  # after the first failure, for a rank's death to become known too: it is the likelier cause

@@ -9,10 +9,7 @@ import ctypes
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
@@ -25,11 +22,7 @@ def end_with_parent() -> None:
 
 def end_on_sigterm() -> None:
     """SIGTERM ends this program the ordinary way from now on, so that Ray and vLLM are taken down with it."""
-
-    def stop(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:

@@ -20,16 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bridge.replicas.processes import RAY_PATH, socket_folder
 from megasync.launch.processes import end_with_parent
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0

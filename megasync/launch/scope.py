@@ -14,18 +14,14 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from bridge.replicas.processes import RAY_PATH, cuda_memory, shared_memory_below, socket_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megasync.config.schema import Config
+from megasync.config.schema import Config
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone

@@ -6,17 +6,14 @@ python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.y
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch.distributed import run
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bridge.transport.channel import open_store
 from megasync.launch.scope import LOOPBACK, run_scope
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BACKEND = "loopback"
 
@@ -33,13 +30,9 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return BACKEND
 
 
-def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
-
-
 def main(arguments: Sequence[str]) -> None:
     """As torchrun, which raises where a rank failed."""
-    rendezvous_handler_registry.register(BACKEND, create_handler)
+    rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id))
     with run_scope():
         run.main(["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK, *arguments])
 

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
 
 from megasync.config.errors import explain
 from megasync.config.load import save_config
+from megasync.config.schema import Config
 from megasync.files import EVALUATIONS_FILE, METRICS_FILE, write_atomically
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from megasync.config.schema import Config
 
 Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
@@ -35,83 +32,42 @@ TIMELINE_FILE = "timeline.json"
 
 
 class RunLog:
-    """All that a run writes down. The rank with `write` does; the others take the same calls and write nothing."""
+    """All that a run writes down. The rank with `write` does; the others take the same calls and write nothing.
 
-    def __init__(self, config: Config, *, first_step: int, write: bool) -> None:
-        folder = config.run.folder
-        self._folder = folder
-        self._metrics: Metrics | None = None
+    A step is one line, flushed, so that a run that dies leaves every finished step. Steps count from 0. `first_step` is the
+    first step that this process will log: lines of it and of later ones, left by a run that went further than its last
+    checkpoint, are dropped, and so are a cut-off last line and everything when it is 0.
+    """
+
+    def __init__(self, config: Config, *, first_step: int, write: bool, tensorboard: bool = True) -> None:
+        self._folder = folder = config.run.folder
         self.timeline = Timeline(folder / TIMELINE_FILE if write else None, resume=first_step > 0)
+        self._files: dict[str, TextIO] = {}
+        self._writer: Any = None
         if write:
             save_config(config, folder / CONFIG_FILE)
-            self._metrics = Metrics(
-                folder, num_steps=config.run.steps, first_step=first_step, progress=config.run.progress
-            )
+            self._files = {name: _open_from(folder / name, first_step) for name in (METRICS_FILE, EVALUATIONS_FILE)}
+        if write and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._progress = make_progress(config.run.progress if write else "none", config.run.steps, first_step)
 
     def step(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Write step `step` down, counted from 0."""
-        if self._metrics is not None:
-            self._metrics.log(step, values)
+        """Write step `step` down; numbers that are not finite become null, which plots leave out."""
+        self._append(METRICS_FILE, step, values)
+        self._progress.update(step, values)
 
     def evaluation(self, step: int, accuracy: float) -> None:
         """Write down the held-out accuracy after `step` steps."""
-        if self._metrics is not None:
-            self._metrics.log_evaluation(step, {"eval/accuracy": accuracy})
-
-    def note(self, text: str) -> None:
-        """One line to the person watching, above the progress display; it is in no file."""
-        if self._metrics is not None:
-            self._metrics.note(text)
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        if self._metrics is not None:
-            write_summary(self._folder, values)
-
-    def close(self) -> None:
-        """Write the timeline and end the display."""
-        self.timeline.write()
-        if self._metrics is not None:
-            self._metrics.close()
-
-
-class Metrics:
-    """Appends one line a step, flushed, so that a run that dies leaves every finished step. Steps count from 0.
-
-    `first_step` is the first step that this process will log: lines of it and of later ones, left by a run that went
-    further than its last checkpoint, are dropped, and so are a cut-off last line and everything when it is 0.
-    """
-
-    def __init__(
-        self,
-        run_folder: Path,
-        *,
-        num_steps: int,
-        first_step: int = 0,
-        progress: str = "auto",
-        tensorboard: bool = True,
-    ) -> None:
-        self._steps = _open_from(run_folder / METRICS_FILE, first_step)
-        self._evaluations = _open_from(run_folder / EVALUATIONS_FILE, first_step)
-        self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(run_folder), purge_step=first_step)
-        self._progress = make_progress(progress, num_steps, first_step)
-
-    def log(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Writes step `step` down; numbers that are not finite become null, which plots leave out."""
-        self._append(self._steps, step, values)
-        self._progress.update(step, values)
-
-    def log_evaluation(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Writes down what the weights are worth before step `step`, that is after `step` steps."""
-        self._append(self._evaluations, step, values)
+        values = {"eval/accuracy": accuracy}
+        self._append(EVALUATIONS_FILE, step, values)
         self._progress.note(f"after {step} steps: {figures(values)}")
 
-    def _append(self, file: TextIO, step: int, values: Mapping[str, Scalar]) -> None:
-        file.write(_json({"step": step, **values}) + "\n")
-        file.flush()
+    def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
+        if file := self._files.get(name):
+            file.write(_json({"step": step, **values}) + "\n")
+            file.flush()
         if self._writer is not None:
             for key, value in values.items():
                 if isinstance(value, int | float):
@@ -119,12 +75,19 @@ class Metrics:
             self._writer.flush()
 
     def note(self, text: str) -> None:
+        """One line to the person watching, above the progress display; it is in no file."""
         self._progress.note(text)
 
+    def summary(self, values: Mapping[str, Any]) -> None:
+        if self._files:
+            write_summary(self._folder, values)
+
     def close(self) -> None:
+        """Write the timeline and end the display."""
+        self.timeline.write()
         self._progress.close()
-        self._steps.close()
-        self._evaluations.close()
+        for file in self._files.values():
+            file.close()
         if self._writer is not None:
             self._writer.close()
 

@@ -10,10 +10,7 @@ Leaves out files (log.py).
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 SHOWN = {  # metric -> (label, format)
     "reward/mean": ("reward", "{:.3f}"),
@@ -30,7 +27,9 @@ SHOWN = {  # metric -> (label, format)
 }
 
 
-class Progress(Protocol):
+class Progress:
+    """Shows nothing; what the other kinds are made from."""
+
     def update(self, step: int, values: Mapping[str, object]) -> None:
         """Step `step`, counted from 0, is done."""
 
@@ -45,7 +44,7 @@ def make_progress(kind: str, num_steps: int, first_step: int) -> Progress:
         kind = "rich" if sys.stdout.isatty() else "plain"
     if kind == "rich":
         return _RichProgress(num_steps, first_step)
-    return _PlainProgress(num_steps) if kind == "plain" else _NoProgress()
+    return _PlainProgress(num_steps) if kind == "plain" else Progress()
 
 
 def figures(values: Mapping[str, object]) -> str:
@@ -58,18 +57,7 @@ def figures(values: Mapping[str, object]) -> str:
     return "  ".join(shown)
 
 
-class _NoProgress:
-    def update(self, step: int, values: Mapping[str, object]) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _PlainProgress:
+class _PlainProgress(Progress):
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
 
@@ -79,11 +67,8 @@ class _PlainProgress:
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class _RichProgress:
+class _RichProgress(Progress):
     def __init__(self, num_steps: int, first_step: int) -> None:
         from rich import progress
 

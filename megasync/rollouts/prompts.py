@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.sample import Sample
 from megasync.config.errors import ConfigError, explain
 from megasync.config.model_folder import model_shape
+from megasync.config.schema import Config
 from megasync.rollouts.data import Example, load_examples
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
 
 CHUNK = 4096  # texts that the tokenizer's threads share
 

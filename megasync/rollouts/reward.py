@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megasync.config.errors import explain, nearest_name
+from megasync.config.errors import ConfigError, explain, nearest_name
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def resolve_reward(name: str) -> RewardFunction:
     """The function of that name, imported if need be; it raises ValueError where its result is no finite number.
 
     Raises:
-        ValueError: there is no such function, or it does not take one RewardInput.
+        ConfigError: there is no such function, or it does not take one RewardInput.
     """
     function = REWARDS.get(name) or _import_function(name)
 
@@ -124,13 +124,13 @@ def _import_function(path: str) -> RewardFunction:
     if not IMPORT_PATH.fullmatch(path):
         choices = ", ".join([*REWARDS, "package.module:function"])
         near = nearest_name(path, REWARDS)
-        raise ValueError(explain(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY))
+        raise ConfigError(explain(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY))
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ValueError(explain(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy)) from error
+        raise ConfigError(explain(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy)) from error
     function: Any = getattr(module, function_name, None)
     if function is None:
         problem = f"is not in {module.__file__}"
@@ -141,7 +141,7 @@ def _import_function(path: str) -> RewardFunction:
     if problem:
         near = nearest_name(function_name, [name for name, value in vars(module).items() if inspect.isfunction(value)])
         remedy = "name a function that takes one RewardInput and returns a number"
-        raise ValueError(explain(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy))
+        raise ConfigError(explain(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy))
     return function  # type: ignore[no-any-return]
 
 
