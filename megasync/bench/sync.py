@@ -79,8 +79,7 @@ class SyncBench(Ways):
         if way.pool is not None:
             way.pool.call("give_back_free_memory")
         dist.barrier()
-        if way.pool is not None:
-            meter.start()
+        meter.start()
         dist.barrier()
         return meter.extra_bytes
 
@@ -104,7 +103,7 @@ class SyncBench(Ways):
     def _device_bytes(self, way: Way, *, begin: bool) -> dict[str, int]:
         torch.cuda.synchronize()
         found = {f"trainer rank {rank}": size for rank, size in enumerate(self.from_all(device_bytes(begin=begin)))}
-        workers = way.pool.call("device_bytes", begin=begin) if way.pool is not None else []
+        workers = way.pool.call("workers", "bench_device_bytes", begin) if way.pool is not None else []
         return found | {f"vLLM worker {i}": size for i, size in enumerate(size for sizes in workers for size in sizes)}
 
     def _kept_by(self, way: Way) -> str:
@@ -122,7 +121,7 @@ class SyncBench(Ways):
                 self._segments[way.publisher] = new.pop()
 
     def _pids(self, pool: BenchPool | None) -> dict[str, int]:
-        """The processes that take part, by what they are; rank 0 alone looks at them."""
+        """The processes that take part, by what they are; none on ranks but the first, which alone looks at them."""
         return self.trainer_pids | pool.call("pids")[0] if pool is not None else {}
 
     def _describe(self) -> Measured:
