@@ -13,12 +13,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench.machine import describe_machine
+from megasync.bench.tables import print_table
 from megasync.config.load import save_config
 from megasync.devices import visible_devices
 from megasync.files import write_atomically
@@ -69,16 +69,16 @@ class Ranks:
         self.turn.touch()
         begin = time.monotonic()
         try:
-            code: int | None = self.process.wait(limit_seconds)
+            code = self.process.wait(limit_seconds)
+            problem = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
-            code = None
+            problem = f"not done after {limit_seconds:g} s"
         self.end()
-        took: dict[str, Any] = {"total_seconds": time.monotonic() - begin}
-        if code != 0:
-            what = f"exit code {code}" if code is not None else f"not done after {limit_seconds:g} s"
-            took["error"] = f"{what}:\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}"
         measured = json.loads(self.results.read_text(encoding="utf-8")) if self.results.exists() else {}
-        return {**measured, **took}
+        measured["total_seconds"] = time.monotonic() - begin
+        if problem:
+            measured["error"] = f"{problem}:\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}"
+        return dict(measured)
 
     def end(self) -> None:
         """SIGTERM, and SIGKILL where that does not help. Safe to call when they are over."""
@@ -127,28 +127,20 @@ def _line(variant: str, measured: dict[str, Any]) -> str:
 
 def show(results: dict[str, Any]) -> None:
     """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
+    print_table("training, medians", TITLES, ((variant, *_cells(of)) for variant, of in results["variants"].items()))
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(title="training, medians", title_justify="left")
-    for title in TITLES:
-        table.add_column(title, justify="left" if title == "variant" else "right")
-    for variant, measured in results["variants"].items():
-        if "share_of_ceiling" not in measured:
-            table.add_row(variant, "failed")
-            continue
-        flops = (measured[f"{name}_flops_per_gpu"] / 1e12 for name in ("model", "attention"))
-        table.add_row(
-            variant,
-            f"{measured['tokens_per_second_per_gpu']:.0f}",
-            *(f"{value:.4g}" for value in flops),
-            f"{measured['ceiling_flops'] / 1e12:.4g}",
-            f"{measured['share_of_ceiling']:.1%}",
-            f"{measured['peak_bytes'] / 2**30:.1f}",
-            f"{measured['steps'][-1]['loss']:.4f}",
-        )
-    console.print(table)
+
+def _cells(measured: dict[str, Any]) -> list[str]:
+    if "share_of_ceiling" not in measured:
+        return ["failed"]
+    flops = (measured[name] / 1e12 for name in ("model_flops_per_gpu", "attention_flops_per_gpu", "ceiling_flops"))
+    return [
+        f"{measured['tokens_per_second_per_gpu']:.0f}",
+        *(f"{value:.4g}" for value in flops),
+        f"{measured['share_of_ceiling']:.1%}",
+        f"{measured['peak_bytes'] / 2**30:.1f}",
+        f"{measured['steps'][-1]['loss']:.4f}",
+    ]
 
 
 def run(config: BenchRoot, json_path: Path | None) -> int:

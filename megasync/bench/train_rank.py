@@ -81,12 +81,10 @@ def product_ceiling() -> float:
     a, b = (torch.randn(size, size, device=device.compute_device(), dtype=dtype) for _ in range(2))
     for _ in range(3):
         a @ b
-    device.synchronize()
-    begin = time.perf_counter()
+    begin = _now()
     for _ in range(count):
         a @ b
-    device.synchronize()
-    return count * 2 * size**3 / (time.perf_counter() - begin)
+    return count * 2 * size**3 / (_now() - begin)
 
 
 def peak_bytes() -> int:
@@ -159,8 +157,7 @@ def _speed(config: BenchRoot, shapes: Shapes, rounds: list[Measured], ceiling: f
 def profile(built: Engine, samples: list[Sample]) -> Measured:
     """One more step: its wall time, the time kernels ran (all streams added) and those that take longest, on this rank."""
     minibatches = built.prepare(samples)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         begin = _now()
         built.update(minibatches)
         seconds = _now() - begin
@@ -184,8 +181,7 @@ def time_offload(built: Engine) -> Measured:
         num_bytes = offload.offload(kinds)
         away = _now()
         offload.reload()
-        seconds = {"offload_seconds": away - begin, "reload_seconds": _now() - away}
-        measured["+".join(kinds)] = {"bytes": num_bytes, **seconds}
+        measured["+".join(kinds)] = {"bytes": num_bytes, "offload_seconds": away - begin, "reload_seconds": _now() - away}
     return measured
 
 

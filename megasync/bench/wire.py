@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 
 
-def bucket_sizes(num_bytes: int, bucket_bytes: int) -> list[int]:
-    """Whole buckets and the rest."""
-    whole, rest = divmod(num_bytes, bucket_bytes)
-    return [bucket_bytes] * whole + [rest] * (rest > 0)
-
-
 def broadcast_all(channel: Channel, sizes: list[int]) -> float:
     """Broadcast buckets of these sizes from two buffers in turns; the seconds that it took, once all members were there."""
     deadline = time.time() + SECONDS
@@ -49,7 +43,8 @@ class Wire:
 
     def __init__(self, pool: BenchPool, manifest: Manifest, bucket_bytes: int, device: torch.device) -> None:
         self._pool, self._manifest, self._device = pool, manifest, device
-        self.sizes = bucket_sizes(manifest.total_bytes, bucket_bytes)
+        total = manifest.total_bytes
+        self.sizes = [min(bucket_bytes, total - begin) for begin in range(0, total, bucket_bytes)]
         self._channel: Channel | None = None
         self._endpoint = ""
         self._group: Any = None
