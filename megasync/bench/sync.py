@@ -24,6 +24,7 @@ from megasync.bench.ways import Way, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from bridge.send.publish import Publisher
     from megasync.bench.config import BenchRoot
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class SyncBench(Ways):
     """The rounds. Methods are collective; rank 0 alone has results."""
 
-    def __init__(self, config: BenchRoot) -> None:
-        super().__init__(config)
+    def __init__(self, config: BenchRoot, results_path: Path) -> None:
+        super().__init__(config, results_path)
         self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
         self._segments: dict[Publisher, str] = {}  # where each publisher's shared memory lies, once it has some
         self._makers: dict[Publisher | str, str] = {}  # by publisher, the way that synced first; a way without one is its own
@@ -55,8 +56,8 @@ class SyncBench(Ways):
                     measured["same_weights"] = self.compare(name, way.source, way.pool)
                 measured_now.append(measured)
             results["warm_up" if index < 0 else "rounds"] += measured_now
-            if self.layout.rank == 0 and results["rounds"]:
-                self.keep(results)
+            if results["rounds"]:
+                self.keep(results, is_complete=False)
         return results
 
     def _measure(self, name: str, way: Way, version: int, pids: dict[str, int]) -> Measured:

@@ -80,8 +80,8 @@ class Way:
 class Ways(BenchRank):
     """Everything that the ways need. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot) -> None:
-        super().__init__(config)
+    def __init__(self, config: BenchRoot, results_path: Path) -> None:
+        super().__init__(config, results_path)
         self.has_gpus = torch.cuda.is_available()
         self.engine = self.build_engine(config.engine)
         self.exporter = build_exporter(self.engine)
