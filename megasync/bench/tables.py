@@ -44,8 +44,13 @@ STAGES = {
 
 def show_sync(results: dict[str, Any]) -> None:
     """`bench sync`."""
-    _print_setting(results)
-    summary = results["summary"]
+    model, config, summary = results["model"], results["config"], results["summary"]
+    adapter = f"; LoRA rank {config['bench']['lora_rank']}" if "adapter" in results else ""
+    print(
+        f"{model['parameters'] / 1e6:.1f} M parameters, {model['tensors']} tensors, {model['bytes'] / MIB:.0f} MiB; "
+        f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
+        f"{config['engine']['parallel']['tensor']}{adapter}; {config['bench']['rounds']} rounds"
+    )
     for way in summary:
         print(f"{way:<16}{WAYS[way]}")
     titles = ("way", "ms", "least", "most", "x ours", "x floor", "messages", "MiB")
@@ -93,16 +98,6 @@ def show_rollout(results: dict[str, Any]) -> None:
     print(
         f"the adapter generates at {results['adapter_times_merged']:.2f} times the speed of merged weights; "
         f"{results['same_tokens']:.0%} of the completions are the same from both"
-    )
-
-
-def _print_setting(results: dict[str, Any]) -> None:
-    model, config = results["model"], results["config"]
-    adapter = f"; LoRA rank {config['bench']['lora_rank']}" if "adapter" in results else ""
-    print(
-        f"{model['parameters'] / 1e6:.1f} M parameters, {model['tensors']} tensors, {model['bytes'] / MIB:.0f} MiB; "
-        f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
-        f"{config['engine']['parallel']['tensor']}{adapter}; {config['bench']['rounds']} rounds"
     )
 
 

@@ -186,10 +186,8 @@ def time_offload(built: Engine) -> Measured:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure one variant; rank 0 writes the JSON. With `go` as a fourth argument, a file whose coming is waited for."""
-    config_path, variant_name, results_path, *go = arguments
-    while go and not Path(go[0]).exists():  # all is imported; the device is another variant's
-        time.sleep(0.1)
+    """Measure one variant; rank 0 writes the JSON."""
+    config_path, variant_name, results_path = arguments
     config = load_config(config_path, root=BenchRoot)
     parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
     measure(config, variant_name, Path(results_path))
