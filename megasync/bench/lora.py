@@ -29,13 +29,8 @@ class LoraSide:
         self.adapter = build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=rank)
         self.publisher = bench.publisher(self.adapter, self.pool)
-        own = self._stage_bytes() if self.adapter.is_sender else 0
-        self.adapter_bytes = sum(bench.from_all(own))
-
-    def _stage_bytes(self) -> int:
-        """What training trains on this pipeline stage: an A and a B for each linear, over all tensor-parallel ranks."""
-        linears = [linear for _, linear in adapted_linears(self.engine.chunks)]
-        return sum(
-            linear.lora_a.shape[0] * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
-            for linear in linears
+        stage_bytes = sum(  # of what is trained: an A and a B for each linear, over all tensor-parallel ranks
+            rank * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
+            for _, linear in adapted_linears(self.engine.chunks)
         )
+        self.adapter_bytes = sum(bench.from_all(stage_bytes if self.adapter.is_sender else 0))

@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench.machine import describe_machine
@@ -25,7 +24,7 @@ from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from pathlib import Path
 
     from megasync.bench.config import BenchRoot
 
@@ -81,24 +80,6 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def measure_train(config: BenchRoot, paths: Sequence[Path]) -> dict[str, Any]:
-    """All variants, one after another; what is known so far is written to `paths` after each."""
-    save_config(config, config.run.folder / "config.yaml")
-    results = {"bench": "train", **describe_machine(), "config": config.model_dump(), "variants": {}}
-    for variant in config.bench_train.variants:
-        measured = results["variants"][variant] = measure_variant(config, variant)
-        for path in paths:
-            write_atomically(path, json.dumps(results, indent=1) + "\n")
-        seconds = f"{measured['total_seconds']:.0f} s"
-        print(f"{variant}: failed, {measured['error']}" if "error" in measured else f"{variant}: done in {seconds}", flush=True)
-    return results
-
-
-def show(results: dict[str, Any]) -> None:
-    """Print the table."""
-    print_table("training, medians", TITLES, ((variant, *_cells(of)) for variant, of in results["variants"].items()))
-
-
 def _cells(measured: dict[str, Any]) -> list[str]:
     if "share_of_ceiling" not in measured:
         return ["failed"]
@@ -113,7 +94,15 @@ def _cells(measured: dict[str, Any]) -> list[str]:
 
 
 def run(config: BenchRoot, json_path: Path | None) -> int:
-    """Measure by a prepared config and show it. Exit code 0: all measured; 1: a variant failed, the others are there."""
-    results = measure_train(config, [config.run.folder / "bench_train.json", *([json_path] if json_path is not None else [])])
-    show(results)
-    return int(any("error" in measured for measured in results["variants"].values()))
+    """Measure all variants by a prepared config; what is known so far is written after each. Exit code 1: a variant failed."""
+    save_config(config, config.run.folder / "config.yaml")
+    measured: dict[str, dict[str, Any]] = {}
+    results = {"bench": "train", **describe_machine(), "config": config.model_dump(), "variants": measured}
+    for variant in config.bench_train.variants:
+        measured[variant] = measure_variant(config, variant)
+        for path in filter(None, (config.run.folder / "bench_train.json", json_path)):
+            write_atomically(path, json.dumps(results, indent=1) + "\n")
+        error, seconds = measured[variant].get("error"), measured[variant]["total_seconds"]
+        print(f"{variant}: failed, {error}" if error else f"{variant}: done in {seconds:.0f} s", flush=True)
+    print_table("training, medians", TITLES, ([variant, *_cells(of)] for variant, of in measured.items()))
+    return int(any("error" in of for of in measured.values()))
