@@ -102,7 +102,7 @@ def _check_lora(config: BenchRoot, verb: str) -> None:
     refuse_if(is_too_long, message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy)
 
 
-def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
+def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, Results | None]:
     """Run worker.py on all ranks; its exit code, and what it measured, if only of whole rounds before it failed."""
     folder, (summarise, _) = config.run.folder, VERBS[verb]
     config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
@@ -116,7 +116,8 @@ def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
     results = {"bench": verb, **describe_machine(), "config": config.model_dump(), **results}
     results |= summarise(results)
-    write_atomically(results_path, json.dumps(results, indent=1) + "\n")
+    for path in filter(None, (results_path, json_path)):
+        write_atomically(path, json.dumps(results, indent=1) + "\n")
     return code, results
 
 
@@ -137,11 +138,9 @@ def main(arguments: Sequence[str]) -> int:
         config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
     if given.verb == "train":
         return train.run(config, given.json)
-    code, results = measure(given.verb, config)
+    code, results = measure(given.verb, config, given.json)
     if results is None:
         return 1
-    if given.json is not None:
-        write_atomically(given.json, json.dumps(results, indent=1) + "\n")
     if given.picture is not None:
         draw_sync([results], given.picture)
     VERBS[given.verb][1](results)

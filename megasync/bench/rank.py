@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from bridge.export.source import whole_tensors
 from bridge.layout.digest import digest_value
+from bridge.send.collectives import Ranks
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
@@ -28,6 +26,7 @@ from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
     from pathlib import Path
 
     from bridge.export.source import WeightSource
@@ -40,13 +39,13 @@ Measured = dict[str, Any]
 
 
 class BenchRank(ABC):
-    """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
+    """Methods are collective unless they say otherwise; rank 0 alone has pools and results. `ends` takes down what is started."""
 
-    def __init__(self, config: BenchRoot, results_path: Path) -> None:
-        self.config, self.results_path = config, results_path
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        self.config, self.results_path, self.ends = config, results_path, ends
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
-        self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
+        self.from_all = Ranks(control_group()).gather
 
     @abstractmethod
     def run(self) -> Measured:
@@ -87,7 +86,7 @@ class BenchRank(ABC):
         rollout, visible = self.config.rollout, visible_devices()
         gpus = devices_for_ray(visible, self.config.bench.num_ranks, is_colocated=rollout.is_colocated)
         if (stop_ray := start_ray("local", gpus)) is not None:
-            self._ends.callback(stop_ray)
+            self.ends.callback(stop_ray)
         arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
         if self.config.bench.shapes != "none":
             arguments["load_format"] = "dummy"
@@ -97,13 +96,13 @@ class BenchRank(ABC):
             replica = replace(replica, devices=devices)
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
         pool = BenchPool.start(replica, rollout.replicas)
-        self._ends.callback(pool.close)
+        self.ends.callback(pool.close)
         return pool
 
     def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
-        """As a training run's, taken down by `close`."""
+        """As a training run's."""
         publisher = build_publisher(source, pool, self.config)
-        self._ends.callback(publisher.close)
+        self.ends.callback(publisher.close)
         return publisher
 
     def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:
@@ -119,13 +118,3 @@ class BenchRank(ABC):
             if wrong:
                 raise RuntimeError(f"{name}: vLLM holds other values than the trainer in {', '.join(wrong[:5])}")
         return True
-
-    def from_all(self, value: Any) -> list[Any]:
-        """Each rank's value, on every rank."""
-        values: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(values, value, group=control_group())
-        return values
-
-    def close(self) -> None:
-        """Take everything down. Not collective; safe after any failure."""
-        self._ends.close()

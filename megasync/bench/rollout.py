@@ -18,6 +18,7 @@ from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
     from pathlib import Path
 
     from bridge.export.source import WeightSource
@@ -32,8 +33,8 @@ NUM_STEPS = 3
 class RolloutBench(BenchRank):
     """Everything of one rank. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot, results_path: Path) -> None:
-        super().__init__(config, results_path)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.lora = LoraSide(self)
         self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
         self.publishers: dict[str, tuple[Publisher, WeightSource]] = {

@@ -24,6 +24,7 @@ from megasync.bench.ways import Way, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import ExitStack
     from pathlib import Path
 
     from bridge.send.publish import Publisher
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class SyncBench(Ways):
     """The rounds. Methods are collective; rank 0 alone has results."""
 
-    def __init__(self, config: BenchRoot, results_path: Path) -> None:
-        super().__init__(config, results_path)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
         # What stays mapped between two syncs: a publisher's own shared memory, once it has some; else the tensor buffer.
         self._kept: dict[Publisher | None, str] = {None: str(self.buffer_path)}

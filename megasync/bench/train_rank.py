@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(config: BenchRoot, variant_name: str, results_path: Path) -> None:
-    """Train and time; rank 0 writes the results."""
+def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
+    """Train and time; what is measured so far, after each part."""
     bench = config.bench_train
     shapes = Shapes.read(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
     begin = time.perf_counter()
@@ -119,18 +119,13 @@ def measure(config: BenchRoot, variant_name: str, results_path: Path) -> None:
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     measured |= {"peak_bytes": int(totals[0]), "ceiling_flops": float(totals[1]), "steps": rounds}
     measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
-    _write(results_path, measured)
+    yield measured
     if variant_name in bench.profile and device.has_cuda():
         measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
-        _write(results_path, measured)
+        yield measured
     if variant_name in bench.offload:
         measured["offload"] = time_offload(built)
-        _write(results_path, measured)
-
-
-def _write(path: Path, measured: Measured) -> None:
-    if dist.get_rank() == 0:
-        write_atomically(path, json.dumps(measured))
+        yield measured
 
 
 def _now() -> float:
@@ -190,7 +185,9 @@ def main(arguments: Sequence[str]) -> int:
     config_path, variant_name, results_path = arguments
     config = load_config(config_path, root=BenchRoot)
     parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
-    measure(config, variant_name, Path(results_path))
+    for measured in measure(config, variant_name):
+        if dist.get_rank() == 0:
+            write_atomically(Path(results_path), json.dumps(measured))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is measured is written: no need to wait until all is freed

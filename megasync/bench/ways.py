@@ -43,6 +43,7 @@ from megasync.weights import build_exporter, transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import ExitStack
 
     from bridge.config import Verify
     from bridge.export.source import WeightSource
@@ -80,8 +81,8 @@ class Way:
 class Ways(BenchRank):
     """Everything that the ways need. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot, results_path: Path) -> None:
-        super().__init__(config, results_path)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.has_gpus = torch.cuda.is_available()
         self.engine = self.build_engine(config.engine)
         self.exporter = build_exporter(self.engine)
@@ -100,7 +101,7 @@ class Ways(BenchRank):
         possible = self._ways()
         self.ways = {name: possible[name] for name in WAYS if name in wanted and name in possible}
         if self.pool is not None and "per_tensor" in self.ways:
-            self.buffer = self._open_buffer(max(spec.num_bytes for spec in self.manifest.tensors))
+            self._open_buffer(self.pool, max(spec.num_bytes for spec in self.manifest.tensors))
 
     # The ways.
 
@@ -201,16 +202,14 @@ class Ways(BenchRank):
         num_bytes = sum(path.stat().st_size for path in files)
         return {"messages": len(files), "bytes": num_bytes, "seconds": sum(stages.values()), "stages": stages}
 
-    def _open_buffer(self, num_bytes: int) -> torch.Tensor:
+    def _open_buffer(self, pool: BenchPool, num_bytes: int) -> None:
         """Shared memory for one tensor, which the replicas have mapped too; nothing is left to be cleaned up."""
-        assert self.pool is not None
         path = str(self.buffer_path)
         try:
-            buffer = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-            self.pool.call("workers", "bench_open", path, num_bytes)
+            self.buffer = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+            pool.call("workers", "bench_open", path, num_bytes)
         finally:
             self.buffer_path.unlink(missing_ok=True)
-        return buffer
 
 
 def seconds_by_name(spans: Iterable[StageSpan]) -> dict[str, float]:

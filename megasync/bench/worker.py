@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from engine import parallel
@@ -26,14 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measure by a config file and write the results as JSON, also those of a bench that does not come to its end."""
     verb, config_path, results_path = arguments
     end_on_sigterm()
-    bench = None
-    try:
-        bench = BENCHES[verb](load_config(config_path, root=BenchRoot), Path(results_path))
+    with ExitStack() as ends:
+        ends.callback(parallel.shutdown)
+        bench = BENCHES[verb](load_config(config_path, root=BenchRoot), Path(results_path), ends)
         bench.keep(bench.run(), is_complete=True)
-    finally:
-        if bench is not None:
-            bench.close()
-        parallel.shutdown()
     return 0
 
 
