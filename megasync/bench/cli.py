@@ -28,7 +28,7 @@ from megasync.bench.summary import summarise_rollout, summarise_sync
 from megasync.bench.tables import show_rollout, show_sync
 from megasync.config.check import check_config
 from megasync.config.check_sizes import MAX_SERVED_RANK
-from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.errors import ConfigError, explain, main_errors, refuse_if
 from megasync.config.load import load_config, save_config
 from megasync.config.model_folder import check_model_folder
 from megasync.devices import visible_devices
@@ -55,9 +55,8 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     """
     sizes, folder = config.bench, config.run.folder / "model"
     if not config.model.path:
-        if sizes.num_heads % sizes.num_kv_heads:
-            message = f"bench.num_heads = {sizes.num_heads}: not a multiple of bench.num_kv_heads = {sizes.num_kv_heads}"
-            raise ConfigError(explain(message, remedy=f"write bench.num_kv_heads={sizes.num_heads}"))
+        message = f"bench.num_heads = {sizes.num_heads}: not a multiple of bench.num_kv_heads = {sizes.num_kv_heads}"
+        refuse_if(sizes.num_heads % sizes.num_kv_heads, message, remedy=f"write bench.num_kv_heads={sizes.num_heads}")
         try:
             shutil.rmtree(folder, ignore_errors=True)
             write_model(config, folder)
@@ -72,39 +71,38 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 
 
 def _check_ways(config: BenchRoot) -> None:
-    bench = config.bench
-    if bench.update == "negate" and SHARDS_PARAMETERS[config.engine.wrap]:
-        message = f"bench.update = negate: not with engine.wrap = {config.engine.wrap}, whose weights are shards"
-        raise ConfigError(explain(message, choices="step", remedy="write bench.update=step"))
-    impossible = [way for way in bench.ways if way in NEED_GPUS and not visible_devices()]
-    if impossible:
-        choices = ", ".join(way for way in WAYS if way not in NEED_GPUS)
-        raise ConfigError(explain(f"bench.ways: {impossible[0]} needs GPUs", choices=choices, remedy="write bench.ways=[all]"))
+    bench, wrap = config.bench, config.engine.wrap
+    negates_shards = bench.update == "negate" and SHARDS_PARAMETERS[wrap]
+    message = f"bench.update = negate: not with engine.wrap = {wrap}, whose weights are shards"
+    refuse_if(negates_shards, message, choices="step", remedy="write bench.update=step")
+    choices = ", ".join(way for way in WAYS if way not in NEED_GPUS)
+    for way in bench.ways:
+        needs = way in NEED_GPUS and not visible_devices()
+        refuse_if(needs, f"bench.ways: {way} needs GPUs", choices=choices, remedy="write bench.ways=[all]")
 
 
 def _check_lora(config: BenchRoot, verb: str) -> None:
     sizes, rollout = config.bench, config.rollout
-    if config.engine.lora.rank:
-        message = f"engine.lora.rank = {config.engine.lora.rank}: the bench has a rank of its own"
-        raise ConfigError(explain(message, remedy=f"write bench.lora_rank={config.engine.lora.rank}, without engine.lora"))
+    rank = config.engine.lora.rank
+    remedy = f"write bench.lora_rank={rank}, without engine.lora"
+    refuse_if(rank, f"engine.lora.rank = {rank}: the bench has a rank of its own", remedy=remedy)
     shape = check_model_folder(config.model.path)
-    if shape.num_experts and verb == "rollout":
-        message = f"bench rollout: compares LoRA's ways to vLLM, of which {shape.model_type} has one"
-        raise ConfigError(explain(message, remedy="measure bench sync, or take a model without experts"))
+    message = f"bench rollout: compares LoRA's ways to vLLM, of which {shape.model_type} has one"
+    remedy = "measure bench sync, or take a model without experts"
+    refuse_if(shape.num_experts and verb == "rollout", message, remedy=remedy)
     most = 0 if shape.num_experts else min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
     least = 1 if verb == "rollout" else 0
-    if not least <= sizes.lora_rank <= most:
-        message = f"bench.lora_rank = {sizes.lora_rank}: not possible for bench {verb} with this model"
-        remedy = f"write bench.lora_rank={min(32, most)}"
-        raise ConfigError(explain(message, allowed=f"{least} to {most}", remedy=remedy))
+    message = f"bench.lora_rank = {sizes.lora_rank}: not possible for bench {verb} with this model"
+    remedy = f"write bench.lora_rank={min(32, most)}"
+    refuse_if(not least <= sizes.lora_rank <= most, message, allowed=f"{least} to {most}", remedy=remedy)
     length = sizes.prompt_tokens + rollout.max_new_tokens
-    if verb == "rollout" and rollout.max_model_len is not None and length > rollout.max_model_len:
-        message = f"bench.prompt_tokens = {sizes.prompt_tokens}: with rollout.max_new_tokens too long for a sequence"
-        remedy = f"write rollout.max_model_len={length}"
-        raise ConfigError(explain(message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy))
+    is_too_long = verb == "rollout" and rollout.max_model_len is not None and length > rollout.max_model_len
+    message = f"bench.prompt_tokens = {sizes.prompt_tokens}: with rollout.max_new_tokens too long for a sequence"
+    remedy = f"write rollout.max_model_len={length}"
+    refuse_if(is_too_long, message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy)
 
 
-def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
+def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, Results | None]:
     """Run worker.py on all ranks; its exit code, and what it measured, if only of whole rounds before it failed."""
     folder, (summarise, _) = config.run.folder, VERBS[verb]
     config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
@@ -118,7 +116,8 @@ def measure(verb: str, config: BenchRoot) -> tuple[int, Results | None]:
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
     results = {"bench": verb, **describe_machine(), "config": config.model_dump(), **results}
     results |= summarise(results)
-    write_atomically(results_path, json.dumps(results, indent=1) + "\n")
+    for path in filter(None, (results_path, json_path)):
+        write_atomically(path, json.dumps(results, indent=1) + "\n")
     return code, results
 
 
@@ -139,11 +138,9 @@ def main(arguments: Sequence[str]) -> int:
         config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
     if given.verb == "train":
         return train.run(config, given.json)
-    code, results = measure(given.verb, config)
+    code, results = measure(given.verb, config, given.json)
     if results is None:
         return 1
-    if given.json is not None:
-        write_atomically(given.json, json.dumps(results, indent=1) + "\n")
     if given.picture is not None:
         draw_sync([results], given.picture)
     VERBS[given.verb][1](results)

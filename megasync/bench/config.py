@@ -57,13 +57,13 @@ class Variant(NamedTuple):
 VariantName = Literal[
     "ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product", "megatron_fsdp_dot_product"
 ]
-VARIANTS: dict[str, Variant] = {
-    "ddp": Variant("ddp"),
-    "megatron_fsdp": Variant("megatron_fsdp"),
-    "ddp_no_fusions": Variant("ddp", fusions=False),
-    "megatron_fsdp_no_fusions": Variant("megatron_fsdp", fusions=False),
-    "ddp_dot_product": Variant("ddp", dot_product=True),
-    "megatron_fsdp_dot_product": Variant("megatron_fsdp", dot_product=True),
+VARIANTS = {
+    name: Variant(
+        name.removesuffix("_no_fusions").removesuffix("_dot_product"),
+        fusions=not name.endswith("_no_fusions"),
+        dot_product=name.endswith("_dot_product"),
+    )
+    for name in get_args(VariantName)
 }
 NoneOrVariants = Annotated[tuple[Literal["none", VariantName], ...], *OneOrMore]
 

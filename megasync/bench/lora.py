@@ -12,32 +12,25 @@ from engine.lora import adapted_linears
 from megasync.weights import build_adapter_source, build_exporter, transport
 
 if TYPE_CHECKING:
-    from megasync.bench.config import BenchRoot
     from megasync.bench.rank import BenchRank
 
 
-def lora_config(config: BenchRoot) -> LoraConfig:
-    """Adapters of rank `bench.lora_rank` on all linears."""
-    return LoraConfig(rank=config.bench.lora_rank, alpha=2.0 * config.bench.lora_rank)
-
-
 class LoraSide:
-    """`merged` and `adapter` are the two weight sources; `pool` and `publisher` are for the adapter alone."""
+    """Adapters of rank `bench.lora_rank` on all linears.
+
+    `merged` and `adapter` are the two weight sources; `pool` and `publisher` are for the adapter alone.
+    """
 
     def __init__(self, bench: BenchRank) -> None:
-        lora = lora_config(bench.config)
+        rank = bench.config.bench.lora_rank
+        lora = LoraConfig(rank=rank, alpha=2.0 * rank)
         self.engine = bench.build_engine(bench.config.engine.model_copy(update={"lora": lora}))
         self.merged = build_exporter(self.engine, on_all_ranks=transport(bench.config) == "ipc")
         self.adapter = build_adapter_source(self.engine)
-        self.pool = bench.start_pool(adapter_rank=lora.rank)
+        self.pool = bench.start_pool(adapter_rank=rank)
         self.publisher = bench.publisher(self.adapter, self.pool)
-        own = self._stage_bytes() if self.adapter.is_sender else 0
-        self.adapter_bytes = sum(bench.from_all(own))
-
-    def _stage_bytes(self) -> int:
-        """What training trains on this pipeline stage: an A and a B for each linear, over all tensor-parallel ranks."""
-        linears = [linear for _, linear in adapted_linears(self.engine.chunks)]
-        return sum(
-            linear.lora_a.shape[0] * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
-            for linear in linears
+        stage_bytes = sum(  # of what is trained: an A and a B for each linear, over all tensor-parallel ranks
+            rank * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
+            for _, linear in adapted_linears(self.engine.chunks)
         )
+        self.adapter_bytes = sum(bench.from_all(stage_bytes if self.adapter.is_sender else 0))

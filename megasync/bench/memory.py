@@ -3,9 +3,9 @@
 A process's peak is VmHWM of /proc/PID/status, which 5 written to /proc/PID/clear_refs sets back to what is resident now
 (man 5 proc). It counts RssAnon (heap), RssFile (mapped files, a cache that the kernel may take back) and RssShmem
 (shared memory, in every process that touched it). Shared memory that stays mapped from one measurement to the next
-would not show as growth, so its resident part is added: `kept` names it.
+would not show as growth, so its resident part is added: `kept` is its path.
 
-    meter = PeakMeter({"worker": pid}, kept="/dev/shm/megasync-")
+    meter = PeakMeter({"worker": pid}, kept="/dev/shm/megasync-1234-0")
     meter.start()
     ...
     meter.extra_bytes()["worker"]
@@ -16,6 +16,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import psutil
+
 
 def status_bytes(pid: int) -> dict[str, int]:
     """The sizes in /proc/PID/status, in bytes: VmRSS, VmHWM, RssAnon, RssFile, RssShmem and more."""
@@ -23,22 +25,14 @@ def status_bytes(pid: int) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def mapped_bytes(pid: int, prefix: str) -> int:
-    """What a process has resident of files whose path begins with `prefix`."""
-    total, counts = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        words = line.split(maxsplit=5)
-        if not words[0].endswith(":"):  # the head of a mapping: addresses, permissions, offset, device, inode, path
-            counts = len(words) == 6 and words[5].startswith(prefix)
-        elif counts and words[0] == "Rss:":
-            total += int(words[1]) * 1024
-    return total
+def mapped_bytes(pid: int, path: str) -> int:
+    """What a process has resident of a mapped file, which may have been unlinked."""
+    return sum(mapping.rss for mapping in psutil.Process(pid).memory_maps() if mapping.path == path)
 
 
 def mapped_files(prefix: str) -> set[str]:
-    """What this process has mapped of such files, as `mapped_bytes` takes it; also those without a name any more."""
-    mappings = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
-    return {words[5] for words in mappings if len(words) == 6 and words[5].startswith(prefix)}
+    """The files that this process has mapped whose paths begin with `prefix`, unlinked ones too."""
+    return {mapping.path for mapping in psutil.Process().memory_maps() if mapping.path.startswith(prefix)}
 
 
 def give_back_free_memory() -> None:

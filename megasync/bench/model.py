@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasync.files import write_atomically
 from megasync.model_shapes import SHAPES
@@ -19,19 +19,14 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors
 
 
 def write_model(config: BenchRoot, folder: Path) -> None:
-    """What `bench` names: the shapes of `bench.shapes`, or a Qwen3 of its sizes with random weights. No tokenizer."""
-    if config.bench.shapes != "none":
-        write_shapes(folder, config.bench.shapes, config.model.dtype, config.rollout.max_model_len or 4096)
-    else:
-        write_qwen3(config, folder)
-
-
-def write_qwen3(config: BenchRoot, folder: Path) -> None:
-    """Random weights drawn from the seed, tied embeddings."""
+    """The shapes of `bench.shapes`, or a Qwen3 of the sizes in `bench` with random weights, tied embeddings. No tokenizer."""
+    sizes = config.bench
+    if sizes.shapes != "none":
+        write_shapes(folder, sizes.shapes, config.model.dtype, config.rollout.max_model_len or 4096)
+        return
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = config.bench
     torch.manual_seed(config.run.seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -60,14 +55,19 @@ def on_disk(name: str, shape: list[int]) -> list[tuple[str, list[int]]]:
     return [(f"{prefix}.{expert}.{part}.weight", [rows, columns]) for expert in range(experts) for part in parts]
 
 
+def write_config(folder: Path, shapes: str, dtype: str, sequence_length: int) -> dict[str, Any]:
+    """Write config.json; returns what is in it."""
+    hf_config = {**SHAPES[shapes].hf_config(sequence_length), "torch_dtype": dtype}
+    write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
+    return hf_config
+
+
 def write_shapes(folder: Path, shapes: str, dtype: str, sequence_length: int) -> None:
     """config.json and a safetensors file that is all hole: it reads as zeros and takes no room on the disk."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf_config = {**SHAPES[shapes].hf_config(sequence_length), "torch_dtype": dtype}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
+    hf_config = write_config(folder, shapes, dtype, sequence_length)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     item_bytes, entries, end = getattr(torch, dtype).itemsize, {}, 0

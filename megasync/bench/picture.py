@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench.summary import OURS
-from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.errors import ConfigError, explain, main_errors, refuse_if
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,9 @@ def draw_sync(measured: Sequence[dict[str, Any]], path: Path) -> None:
     for (ways, stages), results in zip(rows, measured, strict=True):
         _draw_ways(ways, results)
         _draw_stages(stages, results)
+    for axes in rows.flat:
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
     drawn = {label: handle for _, axes in rows for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower right", ncols=len(drawn), frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
@@ -52,13 +55,12 @@ def draw_sync(measured: Sequence[dict[str, Any]], path: Path) -> None:
 
 def check_picture(verb: str, path: Path) -> None:
     """ConfigError where there is no picture of what is measured, an image cannot have this name, or nothing can draw it."""
-    if verb != "sync":
-        raise ConfigError(explain(f"bench {verb}: there is no picture of it", choices="bench sync", remedy="leave --picture out"))
-    if path.suffix not in FORMATS:
-        message = f"{path}: the name of an image is expected"
-        raise ConfigError(explain(message, choices=", ".join(FORMATS), remedy=f"write {path.with_suffix('.svg')}"))
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(explain(f"{path}: matplotlib draws it, and is not there", remedy="run: pip install matplotlib"))
+    message = f"bench {verb}: there is no picture of it"
+    refuse_if(verb != "sync", message, choices="bench sync", remedy="leave --picture out")
+    message, remedy = f"{path}: the name of an image is expected", f"write {path.with_suffix('.svg')}"
+    refuse_if(path.suffix not in FORMATS, message, choices=", ".join(FORMATS), remedy=remedy)
+    is_missing = importlib.util.find_spec("matplotlib") is None
+    refuse_if(is_missing, f"{path}: matplotlib draws it, and is not there", remedy="run: pip install matplotlib")
 
 
 def _draw_ways(axes: Axes, results: dict[str, Any]) -> None:
@@ -74,11 +76,9 @@ def _draw_ways(axes: Axes, results: dict[str, Any]) -> None:
         axes.annotate(text, end, xytext=(4, 0), textcoords="offset points", va="center")
     if "floor" in summary:
         axes.axvline(median[names.index("floor")], color=FLOOR_COLOUR, linewidth=0.8, linestyle="dashed")
-    axes.invert_yaxis()
     axes.set_xlim(0, 1.35 * max(most))
     axes.set_xlabel("ms a sync: median, least to most")
     axes.set_title(describe(results), loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_stages(axes: Axes, results: dict[str, Any]) -> None:
@@ -89,9 +89,7 @@ def _draw_stages(axes: Axes, results: dict[str, Any]) -> None:
         if any(widths):
             axes.barh(ways, widths, left=left, color=colour, label=stage)
             left = [x + width for x, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
     axes.set_xlabel("ms of ours by stage, on trainer rank 0")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def describe(results: dict[str, Any]) -> str:

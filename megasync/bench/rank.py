@@ -5,30 +5,32 @@ Leaves out what is measured (sync.py, rollout.py).
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from bridge.export.source import whole_tensors
 from bridge.layout.digest import digest_value
-from bridge.send.publish import Publisher
+from bridge.send.collectives import Ranks
 from engine import parallel
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.devices import devices_for_ray, replica_devices, visible_devices
+from megasync.files import write_atomically
 from megasync.launch.ray_cluster import start_ray
 from megasync.model_shapes import SHAPES
 from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from contextlib import ExitStack
+    from pathlib import Path
 
     from bridge.export.source import WeightSource
+    from bridge.send.publish import Publisher
     from engine.config import EngineConfig
     from megasync.bench.config import BenchRoot
 
@@ -37,20 +39,22 @@ Measured = dict[str, Any]
 
 
 class BenchRank(ABC):
-    """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
+    """Methods are collective unless they say otherwise; rank 0 alone has pools and results. `ends` takes down what is started."""
 
-    def __init__(self, config: BenchRoot) -> None:
-        self.config = config
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        self.config, self.results_path, self.ends = config, results_path, ends
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
-        self.keep: Callable[[Measured], None] = lambda so_far: None  # what to do with results of which more will come, on rank 0
-        self._pools: list[BenchPool] = []
-        self._publishers: list[Publisher] = []
-        self._stop_ray: Callable[[], None] | None = None
+        self.from_all = Ranks(control_group()).gather
 
     @abstractmethod
     def run(self) -> Measured:
         """Measure; on rank 0 what summary.py takes."""
+
+    def keep(self, results: Measured, *, is_complete: bool) -> None:
+        """Write what was measured so far, from rank 0. Not collective."""
+        if self.layout.rank == 0:
+            write_atomically(self.results_path, json.dumps({**results, "is_complete": is_complete}))
 
     def say(self, text: str) -> None:
         """A line of progress, from rank 0. Not collective."""
@@ -81,22 +85,25 @@ class BenchRank(ABC):
             return None
         rollout, visible = self.config.rollout, visible_devices()
         gpus = devices_for_ray(visible, self.config.bench.num_ranks, is_colocated=rollout.is_colocated)
-        self._stop_ray = start_ray("local", gpus) or self._stop_ray
+        if (stop_ray := start_ray("local", gpus)) is not None:
+            self.ends.callback(stop_ray)
         arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
         if self.config.bench.shapes != "none":
             arguments["load_format"] = "dummy"
         replica = replace(replica_config(self.config), adapter_rank=adapter_rank, engine_arguments=arguments)
-        if self._pools:
+        if stop_ray is None:  # the second pool
             devices = replica_devices(visible if gpus is None else gpus, rollout.replicas, rollout.tensor_parallel)
             replica = replace(replica, devices=devices)
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
-        self._pools.append(BenchPool.start(replica, rollout.replicas))
-        return self._pools[-1]
+        pool = BenchPool.start(replica, rollout.replicas)
+        self.ends.callback(pool.close)
+        return pool
 
     def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
-        """As a training run's, taken down by `close`."""
-        self._publishers.append(build_publisher(source, pool, self.config))
-        return self._publishers[-1]
+        """As a training run's."""
+        publisher = build_publisher(source, pool, self.config)
+        self.ends.callback(publisher.close)
+        return publisher
 
     def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:
         """Whether every replica computes with exactly what the source has.
@@ -111,18 +118,3 @@ class BenchRank(ABC):
             if wrong:
                 raise RuntimeError(f"{name}: vLLM holds other values than the trainer in {', '.join(wrong[:5])}")
         return True
-
-    def from_all(self, value: Any) -> list[Any]:
-        """Each rank's value, on every rank."""
-        values: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(values, value, group=control_group())
-        return values
-
-    def close(self) -> None:
-        """Take everything down. Not collective; safe after any failure."""
-        for publisher in self._publishers:
-            publisher.close()
-        for pool in self._pools:
-            pool.close()
-        if self._stop_ray is not None:
-            self._stop_ray()

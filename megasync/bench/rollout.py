@@ -18,8 +18,12 @@ from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+    from pathlib import Path
+
     from bridge.export.source import WeightSource
     from bridge.messages import Completion
+    from bridge.send.publish import Publisher
     from megasync.bench.config import BenchRoot
     from megasync.bench.replica import BenchPool
 
@@ -29,21 +33,22 @@ NUM_STEPS = 3
 class RolloutBench(BenchRank):
     """Everything of one rank. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot) -> None:
-        super().__init__(config)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.lora = LoraSide(self)
         self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
-        self.sources: dict[str, WeightSource] = {"merged": self.lora.merged, "adapter": self.lora.adapter}
-        merged = self.publisher(self.lora.merged, self.pools["merged"])
-        self.publishers = {"merged": merged, "adapter": self.lora.publisher}
+        self.publishers: dict[str, tuple[Publisher, WeightSource]] = {
+            "merged": (self.publisher(self.lora.merged, self.pools["merged"]), self.lora.merged),
+            "adapter": (self.lora.publisher, self.lora.adapter),
+        }
 
     def run(self) -> Measured:
         for _ in range(NUM_STEPS):
             self.change(self.lora.engine)
         same_weights: dict[str, bool] = {}
-        for way, publisher in self.publishers.items():
+        for way, (publisher, source) in self.publishers.items():
             publisher.publish(NUM_STEPS)
-            same_weights[way] = self.compare(way, self.sources[way], self.pools[way])
+            same_weights[way] = self.compare(way, source, self.pools[way])
         rounds: list[Measured] = []
         tokens: dict[str, list[tuple[int, ...]]] = {}
         for index in range(-1, self.config.bench.rounds):  # -1 warms up
@@ -55,7 +60,8 @@ class RolloutBench(BenchRank):
                     rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": num_tokens})
                 dist.barrier()
         counted = [measured for measured in rounds if measured["round"] >= 0]
-        return {"rounds": counted, "same_weights": same_weights, "same_tokens": _share_of_equal(tokens)}
+        same = [first == second for first, second in zip(*tokens.values(), strict=True)]  # none on ranks but the first
+        return {"rounds": counted, "same_weights": same_weights, "same_tokens": sum(same) / max(1, len(same))}
 
     def _generate(self, pool: BenchPool) -> tuple[float, list[tuple[int, ...]]]:
         begin = time.perf_counter()
@@ -72,10 +78,3 @@ class RolloutBench(BenchRank):
         ]
         limit = self.config.rollout.max_new_tokens
         return [GenerationRequest(prompt, 1, limit, temperature=0.0) for prompt in prompts]
-
-
-def _share_of_equal(tokens: dict[str, list[tuple[int, ...]]]) -> float:
-    """The share of completions that are token for token the same from both; 0 where nothing was generated."""
-    pairs = list(zip(*tokens.values(), strict=True))
-    equal: int = sum(first == second for first, second in pairs)
-    return equal / max(1, len(pairs))

@@ -24,19 +24,21 @@ from megasync.bench.ways import Way, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import ExitStack
+    from pathlib import Path
 
     from bridge.send.publish import Publisher
     from megasync.bench.config import BenchRoot
-    from megasync.bench.replica import BenchPool
 
 
 class SyncBench(Ways):
     """The rounds. Methods are collective; rank 0 alone has results."""
 
-    def __init__(self, config: BenchRoot) -> None:
-        super().__init__(config)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
-        self._segments: dict[Publisher, str] = {}  # where each publisher's shared memory lies, once it has some
+        # What stays mapped between two syncs: a publisher's own shared memory, once it has some; else the tensor buffer.
+        self._kept: dict[Publisher | None, str] = {None: str(self.buffer_path)}
         self._makers: dict[Publisher | str, str] = {}  # by publisher, the way that synced first; a way without one is its own
         self._stays: dict[str, dict[str, int]] = {}  # of GPUs' memory, what a way's first sync left taken, by process
 
@@ -44,19 +46,20 @@ class SyncBench(Ways):
         """All rounds; on rank 0 what tables.py shows."""
         results: Measured = {"warm_up": [], "rounds": [], **self._describe()}
         num_rounds, version = self.config.bench.rounds, 0
-        pids = {name: self._pids(way.pool) for name, way in self.ways.items()}
+        pids = {  # of the processes that take part, by what they are; rank 0 alone looks at them
+            name: self.trainer_pids | way.pool.call("pids")[0] if way.pool is not None else {}
+            for name, way in self.ways.items()
+        }
         for index in range(-1, num_rounds):  # -1 warms up
-            measured_now = []
             for name, way in self.ways.items():
                 version += 1
                 measured = {"round": index, "way": name, **self._measure(name, way, version, pids[name])}
                 self.say(f"round {index + 1} of {num_rounds}  {name:<16}{measured.get('seconds', 0.0):.4f} s")
                 if way.source is not None and index in (-1, num_rounds - 1):
                     measured["same_weights"] = self.compare(name, way.source, way.pool)
-                measured_now.append(measured)
-            results["warm_up" if index < 0 else "rounds"] += measured_now
-            if self.layout.rank == 0 and results["rounds"]:
-                self.keep(results)
+                results["warm_up" if index < 0 else "rounds"].append(measured)
+            if results["rounds"]:
+                self.keep(results, is_complete=False)
         return results
 
     def _measure(self, name: str, way: Way, version: int, pids: dict[str, int]) -> Measured:
@@ -65,22 +68,21 @@ class SyncBench(Ways):
         meter = self._device_meter(name, way) if self.has_gpus else self._process_meter(way, pids)
         measured = way.sync(version)
         dist.barrier()
-        extra = meter()
+        measured["extra_bytes"] = meter()
         if self.layout.rank == 0:
             shutil.rmtree(self.disk_folder, ignore_errors=True)
-            measured["extra_bytes"] = extra
-        self._find_segment(way)
+        for path in mapped_files(f"{SHARED_MEMORY}/{PREFIX}{os.getpid()}-") - set(self._kept.values()):
+            self._kept[way.publisher] = path  # has come with the publisher's first sync
         dist.barrier()
         return measured
 
     def _process_meter(self, way: Way, pids: dict[str, int]) -> Callable[[], dict[str, int]]:
         """From now on; what is returned says how much more memory processes took."""
-        meter = PeakMeter(pids, kept=self._kept_by(way))
+        meter = PeakMeter(pids, kept=self._kept.get(way.publisher, ""))
         if way.pool is not None:
             way.pool.call("give_back_free_memory")
         dist.barrier()
-        if way.pool is not None:
-            meter.start()
+        meter.start()
         dist.barrier()
         return meter.extra_bytes
 
@@ -104,26 +106,8 @@ class SyncBench(Ways):
     def _device_bytes(self, way: Way, *, begin: bool) -> dict[str, int]:
         torch.cuda.synchronize()
         found = {f"trainer rank {rank}": size for rank, size in enumerate(self.from_all(device_bytes(begin=begin)))}
-        workers = way.pool.call("device_bytes", begin=begin) if way.pool is not None else []
+        workers = way.pool.call("workers", "bench_device_bytes", begin) if way.pool is not None else []
         return found | {f"vLLM worker {i}": size for i, size in enumerate(size for sizes in workers for size in sizes)}
-
-    def _kept_by(self, way: Way) -> str:
-        """What shared memory stays mapped between two syncs of this way: its publisher's own, or the tensor buffer."""
-        if way.publisher is None:
-            return str(self.buffer_path)
-        return self._segments.get(way.publisher, "nothing yet")
-
-    def _find_segment(self, way: Way) -> None:
-        """After the way's first sync: which shared memory has come with it. Not collective."""
-        if way.publisher is not None and way.publisher not in self._segments:
-            ours = mapped_files(f"{SHARED_MEMORY}/{PREFIX}{os.getpid()}-")
-            new = ours - set(self._segments.values())
-            if new:
-                self._segments[way.publisher] = new.pop()
-
-    def _pids(self, pool: BenchPool | None) -> dict[str, int]:
-        """The processes that take part, by what they are; rank 0 alone looks at them."""
-        return self.trainer_pids | pool.call("pids")[0] if pool is not None else {}
 
     def _describe(self) -> Measured:
         largest = max(self.manifest.tensors, key=lambda spec: spec.num_bytes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from megasync.bench.summary import OURS
+from megasync.bench.summary import OURS, SPREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
+    from collections.abc import Iterable, Sequence
 
 MIB = 2**20
 WAYS = {
@@ -45,17 +44,20 @@ STAGES = {
 
 def show_sync(results: dict[str, Any]) -> None:
     """`bench sync`."""
-    console = _console()
-    _print_setting(console, results)
-    summary = results["summary"]
+    model, config, summary = results["model"], results["config"], results["summary"]
+    adapter = f"; LoRA rank {config['bench']['lora_rank']}" if "adapter" in results else ""
+    print(
+        f"{model['parameters'] / 1e6:.1f} M parameters, {model['tensors']} tensors, {model['bytes'] / MIB:.0f} MiB; "
+        f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
+        f"{config['engine']['parallel']['tensor']}{adapter}; {config['bench']['rounds']} rounds"
+    )
     for way in summary:
-        console.print(f"{way:<16}{WAYS[way]}")
+        print(f"{way:<16}{WAYS[way]}")
     titles = ("way", "ms", "least", "most", "x ours", "x floor", "messages", "MiB")
-    numbers = ("seconds_median", "seconds_least", "seconds_most")
     rows = [
         [
             way,
-            *(f"{1000 * s[name]:.1f}" for name in numbers),
+            *(f"{1000 * s[name]:.1f}" for name in SPREAD),
             f"{s['times_ours']:.2f}",
             f"{s['times_floor']:.2f}" if "times_floor" in s else "",
             str(s["messages"]),
@@ -63,21 +65,21 @@ def show_sync(results: dict[str, Any]) -> None:
         ]
         for way, s in summary.items()
     ]
-    _print_table(console, "weight sync, medians", titles, rows)
+    print_table("weight sync, medians", titles, rows)
     rows = [
         [process, *(f"{s['extra_bytes_most'].get(process, 0) / MIB:.0f}" for s in summary.values())]
         for process in summary["stream"]["extra_bytes_most"]
     ]
-    _print_table(console, "peak memory above what was there before, MiB", ("process", *summary), rows)
-    console.print("shared memory and mapped files count in every process that touches them\n")
-    _print_stages(console, results)
-    _print_targets(console, results)
+    print_table("peak memory above what was there before, MiB", ("process", *summary), rows)
+    print("shared memory and mapped files count in every process that touches them\n")
+    _print_stages(results)
+    _print_targets(results)
 
 
 def show_rollout(results: dict[str, Any]) -> None:
     """`bench rollout`."""
-    console, sizes, summary = _console(), results["config"]["bench"], results["summary"]
-    console.print(
+    sizes, summary = results["config"]["bench"], results["summary"]
+    print(
         f"{sizes['num_prompts']} prompts of {sizes['prompt_tokens']} tokens, "
         f"{results['config']['rollout']['max_new_tokens']} new tokens each, greedy; LoRA rank {sizes['lora_rank']}; "
         f"{sizes['rounds']} rounds"
@@ -87,35 +89,19 @@ def show_rollout(results: dict[str, Any]) -> None:
         [
             way,
             f"{s['tokens_per_second_median']:.1f}",
-            *(f"{s[name]:.3f}" for name in ("seconds_median", "seconds_least", "seconds_most")),
+            *(f"{s[name]:.3f}" for name in SPREAD),
             str(s["tokens"]),
         ]
         for way, s in summary.items()
     ]
-    _print_table(console, "generation, medians", titles, rows)
-    console.print(
+    print_table("generation, medians", titles, rows)
+    print(
         f"the adapter generates at {results['adapter_times_merged']:.2f} times the speed of merged weights; "
         f"{results['same_tokens']:.0%} of the completions are the same from both"
     )
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True, highlight=False)
-
-
-def _print_setting(console: Console, results: dict[str, Any]) -> None:
-    model, config = results["model"], results["config"]
-    adapter = f"; LoRA rank {config['bench']['lora_rank']}" if "adapter" in results else ""
-    console.print(
-        f"{model['parameters'] / 1e6:.1f} M parameters, {model['tensors']} tensors, {model['bytes'] / MIB:.0f} MiB; "
-        f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
-        f"{config['engine']['parallel']['tensor']}{adapter}; {config['bench']['rounds']} rounds"
-    )
-
-
-def _print_stages(console: Console, results: dict[str, Any]) -> None:
+def _print_stages(results: dict[str, Any]) -> None:
     stages, summary = results["stage_seconds_median"], results["summary"]
     ways = [way for way in OURS if way in stages]
     rows = []
@@ -123,13 +109,15 @@ def _print_stages(console: Console, results: dict[str, Any]) -> None:
         cells = [f"{1000 * stages[way].get(name, 0.0):.1f}" for way in ways]
         share = stages["stream"][name] / summary["stream"]["seconds_median"]
         rows.append([name, *cells, f"{share:.0%}" if name not in OUTSIDE else ""])
-    _print_table(console, "where our time goes, on rank 0, ms", ("stage", *ways, "of stream"), rows)
+    print_table("where our time goes, on rank 0, ms", ("stage", *ways, "of stream"), rows)
     for name in stages["stream"]:
-        console.print(f"{name:<9}{STAGES[name]}")
-    console.print()
+        print(f"{name:<9}{STAGES[name]}")
+    print()
 
 
-def _print_table(console: Console, title: str, headers: Sequence[str], rows: list[list[str]]) -> None:
+def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Where there is no terminal, as wide as the widest table."""
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -137,13 +125,13 @@ def _print_table(console: Console, title: str, headers: Sequence[str], rows: lis
         table.add_column(header, justify="right" if position else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=True, highlight=False).print(table)
 
 
-def _print_targets(console: Console, results: dict[str, Any]) -> None:
+def _print_targets(results: dict[str, Any]) -> None:
     targets, largest, bucket = results["targets"], results["model"]["largest_tensor"], results["bucket_bytes"]
     memory = targets["stream_extra_bytes"]
-    console.print(
+    print(
         f"ours takes at most {memory['is'] / MIB:.1f} MiB more in any process; aimed at: at most "
         f"{memory['at_most'] / MIB:.1f} MiB, 2 buckets of {bucket / MIB:g} MiB and the largest tensor, {largest['name']} of "
         f"{largest['bytes'] / MIB:g} MiB"
@@ -152,9 +140,9 @@ def _print_targets(console: Console, results: dict[str, Any]) -> None:
         if name in targets:
             target = targets[name]
             bound = f"at most {target['at_most']:g}" if "at_most" in target else f"at least {target['at_least']:g}"
-            console.print(f"{says.format(target['is'])}; aimed at: {bound}")
+            print(f"{says.format(target['is'])}; aimed at: {bound}")
     if "lora_adapter_bytes" in targets:
-        console.print(
+        print(
             f"lora adapter moves {targets['lora_adapter_bytes']['is'] / MIB:.3f} MiB for the "
             f"{results['adapter']['bytes'] / MIB:.3f} MiB that are trained; aimed at: at most 1 % more"
         )

@@ -13,20 +13,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.bench.machine import describe_machine
+from megasync.bench.model import write_config
+from megasync.bench.tables import print_table
 from megasync.config.load import save_config
-from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
-from megasync.model_shapes import SHAPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from pathlib import Path
 
     from megasync.bench.config import BenchRoot
 
@@ -38,121 +36,73 @@ def prepare(config: BenchRoot) -> BenchRoot:
     """The config with a model folder: one with only a config.json is written where model.path is empty."""
     if config.model.path:
         return config
-    folder = config.run.folder / "model"
-    bench = config.bench_train
-    hf_config = {**SHAPES[bench.shapes].hf_config(bench.sequence_length), "torch_dtype": config.model.dtype}
-    write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
+    folder, bench = config.run.folder / "model", config.bench_train
+    write_config(folder, bench.shapes, config.model.dtype, bench.sequence_length)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
-class Ranks:
-    """The processes of one variant. They import everything, then wait for `go`."""
-
-    def __init__(self, config: BenchRoot, variant: str) -> None:
-        folder = config.run.folder
-        self.results, self.log, self.turn = (folder / f"{variant}.{kind}" for kind in ("json", "log", "go"))
-        for path in (self.results, self.turn):
-            path.unlink(missing_ok=True)
-        arguments = [str(folder / "config.yaml"), variant, str(self.results), str(self.turn)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                torchrun(config.bench_train.num_ranks, "megasync.bench.train_rank", *arguments),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run)
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-            )
-
-    def run(self, limit_seconds: float) -> dict[str, Any]:
-        """Let them go and wait; what was measured, or `error` with the end of their output."""
-        self.turn.touch()
-        begin = time.monotonic()
-        try:
-            code: int | None = self.process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        self.end()
-        took: dict[str, Any] = {"total_seconds": time.monotonic() - begin}
-        if code != 0:
-            what = f"exit code {code}" if code is not None else f"not done after {limit_seconds:g} s"
-            took["error"] = f"{what}:\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}"
-        measured = json.loads(self.results.read_text(encoding="utf-8")) if self.results.exists() else {}
-        return {**measured, **took}
-
-    def end(self) -> None:
-        """SIGTERM, and SIGKILL where that does not help. Safe to call when they are over."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def measure_train(config: BenchRoot, paths: Sequence[Path]) -> dict[str, Any]:
-    """All variants, one after another; what is known so far is written to `paths` after each.
-
-    With GPUs the next variant's ranks import their libraries while one is measured, which needs only the CPU.
-    """
-    bench = config.bench_train
-    save_config(config, config.run.folder / "config.yaml")
-    results = {"bench": "train", **describe_machine(), "config": config.model_dump(), "variants": {}}
-    waiting: list[Ranks] = []
-    ahead = 1 if len(visible_devices()) else 0
-    try:
-        for index, variant in enumerate(bench.variants):
-            started = index + len(waiting)
-            waiting += [Ranks(config, name) for name in bench.variants[started : index + 1 + ahead]]
-            results["variants"][variant] = waiting[0].run(bench.variant_seconds)
-            waiting.pop(0)
-            for path in paths:
-                write_atomically(path, json.dumps(results, indent=1) + "\n")
-            print(_line(variant, results["variants"][variant]), flush=True)
-    finally:
-        for ranks in waiting:
-            ranks.end()
-    return results
-
-
-def _line(variant: str, measured: dict[str, Any]) -> str:
-    if "error" in measured:
-        print(f"{variant}: failed, {measured['error']}")
-    if "share_of_ceiling" not in measured:
-        return f"{variant}: not measured"
-    share = f"{measured['share_of_ceiling']:.1%} of {measured['ceiling_flops'] / 1e12:.4g} TFLOP/s"
-    tokens = f"{measured['tokens_per_second_per_gpu']:.0f} tokens/s/GPU"
-    return f"{variant}: {tokens}, {share}, {measured['total_seconds']:.0f} s in all"
-
-
-def show(results: dict[str, Any]) -> None:
-    """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(title="training, medians", title_justify="left")
-    for title in TITLES:
-        table.add_column(title, justify="left" if title == "variant" else "right")
-    for variant, measured in results["variants"].items():
-        if "share_of_ceiling" not in measured:
-            table.add_row(variant, "failed")
-            continue
-        flops = (measured[f"{name}_flops_per_gpu"] / 1e12 for name in ("model", "attention"))
-        table.add_row(
-            variant,
-            f"{measured['tokens_per_second_per_gpu']:.0f}",
-            *(f"{value:.4g}" for value in flops),
-            f"{measured['ceiling_flops'] / 1e12:.4g}",
-            f"{measured['share_of_ceiling']:.1%}",
-            f"{measured['peak_bytes'] / 2**30:.1f}",
-            f"{measured['steps'][-1]['loss']:.4f}",
+def measure_variant(config: BenchRoot, variant: str) -> dict[str, Any]:
+    """What the variant's ranks measured, and `error` with the end of their output where they failed."""
+    folder, bench = config.run.folder, config.bench_train
+    results, log = (folder / f"{variant}.{kind}" for kind in ("json", "log"))
+    results.unlink(missing_ok=True)
+    begin, problem = time.monotonic(), ""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            torchrun(bench.num_ranks, "megasync.bench.train_rank", str(folder / "config.yaml"), variant, str(results)),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run)
+            env={"OMP_NUM_THREADS": "1", **os.environ},
         )
-    console.print(table)
+    try:
+        if code := process.wait(bench.variant_seconds):
+            problem = f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        problem = f"not done after {bench.variant_seconds:g} s"
+    finally:
+        end_session(process)
+    measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    measured["total_seconds"] = time.monotonic() - begin
+    if problem:
+        measured["error"] = f"{problem}:\n{log.read_text(errors='replace')[-LOG_TAIL:]}"
+    return measured
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to all of its processes, and SIGKILL where that does not help; nothing where they are over."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _cells(measured: dict[str, Any]) -> list[str]:
+    if "share_of_ceiling" not in measured:
+        return ["failed"]
+    flops = (measured[name] / 1e12 for name in ("model_flops_per_gpu", "attention_flops_per_gpu", "ceiling_flops"))
+    return [
+        f"{measured['tokens_per_second_per_gpu']:.0f}",
+        *(f"{value:.4g}" for value in flops),
+        f"{measured['share_of_ceiling']:.1%}",
+        f"{measured['peak_bytes'] / 2**30:.1f}",
+        f"{measured['steps'][-1]['loss']:.4f}",
+    ]
 
 
 def run(config: BenchRoot, json_path: Path | None) -> int:
-    """Measure by a prepared config and show it. Exit code 0: all measured; 1: a variant failed, the others are there."""
-    results = measure_train(config, [config.run.folder / "bench_train.json", *([json_path] if json_path is not None else [])])
-    show(results)
-    return int(any("error" in measured for measured in results["variants"].values()))
+    """Measure all variants by a prepared config; what is known so far is written after each. Exit code 1: a variant failed."""
+    save_config(config, config.run.folder / "config.yaml")
+    measured: dict[str, dict[str, Any]] = {}
+    results = {"bench": "train", **describe_machine(), "config": config.model_dump(), "variants": measured}
+    for variant in config.bench_train.variants:
+        measured[variant] = measure_variant(config, variant)
+        for path in filter(None, (config.run.folder / "bench_train.json", json_path)):
+            write_atomically(path, json.dumps(results, indent=1) + "\n")
+        error, seconds = measured[variant].get("error"), measured[variant]["total_seconds"]
+        print(f"{variant}: failed, {error}" if error else f"{variant}: done in {seconds:.0f} s", flush=True)
+    print_table("training, medians", TITLES, ([variant, *_cells(of)] for variant, of in measured.items()))
+    return int(any("error" in of for of in measured.values()))

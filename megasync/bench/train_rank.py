@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,10 @@ def product_ceiling() -> float:
     a, b = (torch.randn(size, size, device=device.compute_device(), dtype=dtype) for _ in range(2))
     for _ in range(3):
         a @ b
-    device.synchronize()
-    begin = time.perf_counter()
+    begin = _now()
     for _ in range(count):
         a @ b
-    device.synchronize()
-    return count * 2 * size**3 / (time.perf_counter() - begin)
+    return count * 2 * size**3 / (_now() - begin)
 
 
 def peak_bytes() -> int:
@@ -96,8 +94,8 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(config: BenchRoot, variant_name: str, results_path: Path) -> None:
-    """Train and time; rank 0 writes the results."""
+def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
+    """Train and time; what is measured so far, after each part."""
     bench = config.bench_train
     shapes = Shapes.read(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
     begin = time.perf_counter()
@@ -121,18 +119,13 @@ def measure(config: BenchRoot, variant_name: str, results_path: Path) -> None:
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     measured |= {"peak_bytes": int(totals[0]), "ceiling_flops": float(totals[1]), "steps": rounds}
     measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
-    _write(results_path, measured)
+    yield measured
     if variant_name in bench.profile and device.has_cuda():
         measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
-        _write(results_path, measured)
+        yield measured
     if variant_name in bench.offload:
         measured["offload"] = time_offload(built)
-        _write(results_path, measured)
-
-
-def _write(path: Path, measured: Measured) -> None:
-    if dist.get_rank() == 0:
-        write_atomically(path, json.dumps(measured))
+        yield measured
 
 
 def _now() -> float:
@@ -159,8 +152,7 @@ def _speed(config: BenchRoot, shapes: Shapes, rounds: list[Measured], ceiling: f
 def profile(built: Engine, samples: list[Sample]) -> Measured:
     """One more step: its wall time, the time kernels ran (all streams added) and those that take longest, on this rank."""
     minibatches = built.prepare(samples)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         begin = _now()
         built.update(minibatches)
         seconds = _now() - begin
@@ -184,19 +176,18 @@ def time_offload(built: Engine) -> Measured:
         num_bytes = offload.offload(kinds)
         away = _now()
         offload.reload()
-        seconds = {"offload_seconds": away - begin, "reload_seconds": _now() - away}
-        measured["+".join(kinds)] = {"bytes": num_bytes, **seconds}
+        measured["+".join(kinds)] = {"bytes": num_bytes, "offload_seconds": away - begin, "reload_seconds": _now() - away}
     return measured
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure one variant; rank 0 writes the JSON. With `go` as a fourth argument, a file whose coming is waited for."""
-    config_path, variant_name, results_path, *go = arguments
-    while go and not Path(go[0]).exists():  # all is imported; the device is another variant's
-        time.sleep(0.1)
+    """Measure one variant; rank 0 writes the JSON."""
+    config_path, variant_name, results_path = arguments
     config = load_config(config_path, root=BenchRoot)
     parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
-    measure(config, variant_name, Path(results_path))
+    for measured in measure(config, variant_name):
+        if dist.get_rank() == 0:
+            write_atomically(Path(results_path), json.dumps(measured))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is measured is written: no need to wait until all is freed

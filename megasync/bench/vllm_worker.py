@@ -41,24 +41,22 @@ class BenchWorkerExtension(WorkerExtension):
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined] # the worker's
         vllm_reload.repack_tied_head(self.weight_transfer_engine.model)
 
-    def bench_floor(self, endpoint: str, first_reader: int, num_readers: int, sizes: list[int]) -> None:
-        """Take buckets of these sizes and do nothing with them."""
-        engine = self.weight_transfer_engine
-        if getattr(self, "bench_endpoint", None) != endpoint:
+    def bench_floor(self, first_reader: int, endpoint: str, num_readers: int, sizes: list[int]) -> None:
+        """Take buckets of these sizes and do nothing with them: the other side of wire.Wire.floor."""
+        if not hasattr(self, "bench_channel"):
+            engine, deadline = self.weight_transfer_engine, time.time() + SECONDS
             reader = 1 + first_reader + engine.parallel_config.rank
-            deadline = time.time() + SECONDS
             self.bench_channel = Channel.connect(endpoint, reader, 1 + num_readers, engine.device, deadline)
-            self.bench_endpoint = endpoint
         broadcast_all(self.bench_channel, sizes)
 
-    def bench_join_packed(self, address: str, port: int, first_rank: int, world_size: int) -> None:
+    def bench_join_packed(self, first_reader: int, address: str, port: int, world_size: int) -> None:
         """An engine of vLLM's own beside ours (vllm 0.26.0, distributed/weight_transfer/nccl_engine.py)."""
         from vllm.distributed.weight_transfer import nccl_engine
 
         own = self.weight_transfer_engine
         self.bench_packed = nccl_engine.NCCLWeightTransferEngine(own.config, own.vllm_config, own.device, own.model)
         self.bench_packed.init_transfer_engine(
-            nccl_engine.NCCLWeightTransferInitInfo(address, port, rank_offset=first_rank, world_size=world_size)
+            nccl_engine.NCCLWeightTransferInitInfo(address, port, rank_offset=1 + first_reader, world_size=world_size)
         )
         self.bench_update_info = nccl_engine.NCCLWeightTransferUpdateInfo
 
@@ -77,6 +75,7 @@ class BenchWorkerExtension(WorkerExtension):
         torch.cuda.synchronize()
 
     def bench_device_bytes(self, begin: bool) -> int:
+        """What it has allocated, from when on its peak counts, or with `begin` false that peak."""
         return device_bytes(begin=begin)
 
     def bench_pid(self) -> int:

@@ -21,14 +21,16 @@ import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from bridge.export.source import whole_tensors
 from bridge.layout.manifest import Manifest
+from bridge.messages import Spans
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
 from engine import checkpoint
@@ -40,34 +42,29 @@ from megasync.files import flush
 from megasync.weights import build_exporter, transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
+    from contextlib import ExitStack
 
     from bridge.config import Verify
-    from bridge.export.source import Part, WeightSource
+    from bridge.export.source import WeightSource
+    from bridge.messages import StageSpan
     from bridge.send.publish import Publisher
     from engine.engine import Engine
     from megasync.bench.config import BenchRoot
     from megasync.bench.replica import BenchPool
 
-DISK_STAGES = ("save", "flush", "reload")
-
 
 class Switch:
-    """A weight source that hands out `source`, which may be exchanged for one of the same tensors between syncs.
+    """Stands for `source`, which may be exchanged for one of the same tensors between syncs.
 
     So that full weights and merged ones go through the same buckets.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
-        self.stage, self.num_stages = source.stage, source.num_stages
-        self.is_sender, self.has_tensors = source.is_sender, source.has_tensors
 
-    def manifest(self) -> Manifest:
-        return self.source.manifest()
-
-    def parts(self) -> Iterator[Part]:
-        return self.source.parts()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class Way:
 class Ways(BenchRank):
     """Everything that the ways need. Methods are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot) -> None:
-        super().__init__(config)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.has_gpus = torch.cuda.is_available()
         self.engine = self.build_engine(config.engine)
         self.exporter = build_exporter(self.engine)
@@ -95,15 +92,16 @@ class Ways(BenchRank):
         self.wire = Wire(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
         self.sync_exporter = build_exporter(self.engine, on_all_ranks=transport(config) == "ipc")
         self.switch = Switch(self.sync_exporter)
-        self.whole = self.publisher(self.switch, self.pool)
+        self.whole = self.publisher(cast("WeightSource", self.switch), self.pool)
         usual = GPU_WAYS if self.has_gpus else CPU_WAYS
         wanted = {"stream", *config.bench.ways, *(usual if "all" in config.bench.ways else ())}
         self.lora = LoraSide(self) if config.bench.lora_rank and any(way.startswith("lora") for way in wanted) else None
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.disk_folder = config.run.folder / "disk"
+        self.buffer, self.buffer_path = torch.empty(0, dtype=torch.uint8), SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
         possible = self._ways()
         self.ways = {name: possible[name] for name in WAYS if name in wanted and name in possible}
         if self.pool is not None and "per_tensor" in self.ways:
-            self.buffer = self._open_buffer(max(spec.num_bytes for spec in self.manifest.tensors))
+            self._open_buffer(self.pool, max(spec.num_bytes for spec in self.manifest.tensors))
 
     # The ways.
 
@@ -111,8 +109,8 @@ class Ways(BenchRank):
         """All that this config allows for."""
         whole = (self.engine, self.exporter, self.pool)
         ways = {
-            "stream": Way(self.stream, *whole, self.whole),
-            "unverified": Way(self.unverified, *whole, self.whole),
+            "stream": Way(partial(self._stream, self.sync_exporter, None), *whole, self.whole),
+            "unverified": Way(partial(self._stream, self.sync_exporter, "none"), *whole, self.whole),
             "disk": Way(self.disk, *whole),
         }
         mbridge_exports = self.engine.wrapped.is_in_place  # it takes parameters as they lie
@@ -122,55 +120,37 @@ class Ways(BenchRank):
             ways |= {"floor": Way(self.floor, self.engine, None, self.pool), "packed": Way(self.packed, *whole)}
             if mbridge_exports:
                 ways["mbridge packed"] = Way(self.mbridge_packed, *whole)
-        if self.lora is not None:
-            lora = self.lora
-            ways["lora merged"] = Way(self.lora_merged, lora.engine, lora.merged, self.pool, self.whole)
-            ways["lora adapter"] = Way(self.lora_adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
+        if (lora := self.lora) is not None:
+            merged = partial(self._stream, lora.merged, None)
+            ways["lora merged"] = Way(merged, lora.engine, lora.merged, self.pool, self.whole)
+            adapter = partial(self._publish, lora.publisher, lora.pool, None)
+            ways["lora adapter"] = Way(adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
         return ways
 
-    def stream(self, version: int) -> Measured:
-        self.switch.source = self.sync_exporter
-        return self._publish(self.whole, self.pool, version)
+    def _stream(self, source: WeightSource, verify: Verify | None, version: int) -> Measured:
+        self.switch.source = source
+        return self._publish(self.whole, self.pool, verify, version)
 
-    def unverified(self, version: int) -> Measured:
-        self.switch.source = self.sync_exporter
-        return self._publish(self.whole, self.pool, version, "none")
-
-    def lora_merged(self, version: int) -> Measured:
-        assert self.lora is not None
-        self.switch.source = self.lora.merged
-        return self._publish(self.whole, self.pool, version)
-
-    def lora_adapter(self, version: int) -> Measured:
-        assert self.lora is not None
-        return self._publish(self.lora.publisher, self.lora.pool, version)
-
-    def _publish(self, publisher: Publisher, pool: BenchPool | None, version: int, verify: Verify | None = None) -> Measured:
+    def _publish(self, publisher: Publisher, pool: BenchPool | None, verify: Verify | None, version: int) -> Measured:
         report = publisher.publish(version, verify)
-        stages: dict[str, float] = defaultdict(float)
-        for span in report.stages:
-            stages[span.name] += span.end - span.start
         sent = {"messages": report.num_buckets, "bytes": report.num_bytes, "fallback_layers": len(report.loader_fallback)}
-        inside = [{span.name: span.end - span.start for span in spans} for spans in pool.sync_spans()] if pool is not None else []
-        return {**sent, "seconds": report.seconds, "stages": dict(stages), "replica_stages": inside}
+        inside = [seconds_by_name(spans) for spans in pool.sync_spans()] if pool is not None else []
+        return {**sent, "seconds": report.seconds, "stages": seconds_by_name(report.stages), "replica_stages": inside}
 
     def floor(self, version: int) -> Measured:
         if self.wire is None:
             return {}
-        return {"messages": self.wire.num_messages, "bytes": self.manifest.total_bytes, "seconds": self.wire.floor()}
+        return {"messages": len(self.wire.sizes), "bytes": self.manifest.total_bytes, "seconds": self.wire.floor()}
 
     def packed(self, version: int) -> Measured:
         return self._packed([(name, tensor.clone()) for name, tensor in whole_tensors(self.exporter)])
 
     def mbridge_packed(self, version: int) -> Measured:
-        exported = self.engine.hf_bridge.export_weights(self.engine.chunks)
-        return self._packed((name, tensor.detach()) for name, tensor in exported)
+        return self._packed((name, tensor.detach()) for name, tensor in self._mbridge_export())
 
     def _packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Measured:
         if self.wire is None or self.pool is None:
-            for _ in tensors:  # collectives
-                pass
-            return {}
+            return take_part(tensors)
         self.pool.pause()
         begin = time.perf_counter()
         self.wire.packed(tensors)
@@ -179,65 +159,68 @@ class Ways(BenchRank):
         return {"messages": len(self.manifest.tensors), "bytes": self.manifest.total_bytes, "seconds": seconds}
 
     def per_tensor(self, version: int) -> Measured:
+        if self.pool is None:
+            return take_part(self._mbridge_export())
         messages = num_bytes = 0
-        if self.pool is not None:
-            self.pool.pause()
+        self.pool.pause()
         begin = time.perf_counter()
-        if self.pool is not None:
-            self.pool.call("start_update")
-        for name, tensor in self.engine.hf_bridge.export_weights(self.engine.chunks):
+        self.pool.call("start_update")
+        for name, parameter in self._mbridge_export():
+            tensor = parameter.detach()
             messages, num_bytes = messages + 1, num_bytes + tensor.nbytes
-            if self.pool is not None:
-                tensor = tensor.detach()
-                self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                self.pool.call("load_tensor", name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if self.pool is not None:
-            self.pool.call("finish_update", version)
+            self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.pool.call("workers", "bench_load_tensor", name, dtype, list(tensor.shape))
+        self.pool.call("finish_update", version)
         seconds = time.perf_counter() - begin
-        if self.pool is not None:
-            self.pool.resume()
+        self.pool.resume()
         return {"messages": messages, "bytes": num_bytes, "seconds": seconds}
 
+    def _mbridge_export(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return cast("Iterable[tuple[str, torch.Tensor]]", self.engine.hf_bridge.export_weights(self.engine.chunks))
+
     def disk(self, version: int) -> Measured:
-        folder = self.disk_folder
+        folder, spans = self.disk_folder, Spans()
         if self.pool is not None:
             self.pool.pause()
-        clock = [time.perf_counter()]
-        if self.layout.rank == 0:
             folder.mkdir(parents=True)
-        dist.barrier()
-        checkpoint.save_weights(folder, self.layout.pipeline_rank, whole_tensors(self.exporter))
-        dist.barrier()
-        if self.pool is None:
-            return {}
-        checkpoint.finish_folder(folder, Path(self.config.model.path))
-        clock.append(time.perf_counter())
-        files = list(folder.glob("*.safetensors"))
-        for path in files:
-            flush(path)
-        clock.append(time.perf_counter())
-        self.pool.call("reload", str(folder.resolve()), version)
-        clock.append(time.perf_counter())
+        with spans.measure("save"):
+            dist.barrier()
+            checkpoint.save_weights(folder, self.layout.pipeline_rank, whole_tensors(self.exporter))
+            dist.barrier()
+            if self.pool is None:
+                return {}
+            checkpoint.finish_folder(folder, Path(self.config.model.path))
+        with spans.measure("flush"):
+            files = list(folder.glob("*.safetensors"))
+            for path in files:
+                flush(path)
+        with spans.measure("reload"):
+            self.pool.call("reload", str(folder.resolve()), version)
         self.pool.resume()
-        stages = {name: end - begin for name, begin, end in zip(DISK_STAGES, clock, clock[1:], strict=False)}
-        sent = {"messages": len(files), "bytes": sum(path.stat().st_size for path in files)}
-        return {**sent, "seconds": clock[-1] - clock[0], "stages": stages}
+        stages = seconds_by_name(spans.taken)
+        num_bytes = sum(path.stat().st_size for path in files)
+        return {"messages": len(files), "bytes": num_bytes, "seconds": sum(stages.values()), "stages": stages}
 
-    @property
-    def disk_folder(self) -> Path:
-        return self.config.run.folder / "disk"
-
-    def _open_buffer(self, num_bytes: int) -> torch.Tensor:
+    def _open_buffer(self, pool: BenchPool, num_bytes: int) -> None:
         """Shared memory for one tensor, which the replicas have mapped too; nothing is left to be cleaned up."""
-        assert self.pool is not None
-        path = self.buffer_path
+        path = str(self.buffer_path)
         try:
-            buffer = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-            self.pool.call("open_buffer", str(path), num_bytes)
+            self.buffer = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+            pool.call("workers", "bench_open", path, num_bytes)
         finally:
-            path.unlink(missing_ok=True)
-        return buffer
+            self.buffer_path.unlink(missing_ok=True)
 
-    @property
-    def buffer_path(self) -> Path:
-        return SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
+
+def seconds_by_name(spans: Iterable[StageSpan]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        seconds[span.name] += span.end - span.start
+    return dict(seconds)
+
+
+def take_part(tensors: Iterable[object]) -> Measured:
+    """Run an export's collectives on a rank that sends nothing; it measures nothing."""
+    for _ in tensors:
+        pass
+    return {}

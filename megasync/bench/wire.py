@@ -8,7 +8,6 @@ Leaves out the workers' side (vllm_worker.py).
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -16,18 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bridge.transport.channel import Channel, own_address
+from megasync.launch.ray_cluster import free_port
 
 if TYPE_CHECKING:
     from bridge.layout.manifest import Manifest
     from megasync.bench.replica import BenchPool
 
 SECONDS = 60.0
-
-
-def bucket_sizes(num_bytes: int, bucket_bytes: int) -> list[int]:
-    """Whole buckets and the rest."""
-    whole, rest = divmod(num_bytes, bucket_bytes)
-    return [bucket_bytes] * whole + [rest] * (rest > 0)
 
 
 def broadcast_all(channel: Channel, sizes: list[int]) -> float:
@@ -49,21 +43,18 @@ class Wire:
 
     def __init__(self, pool: BenchPool, manifest: Manifest, bucket_bytes: int, device: torch.device) -> None:
         self._pool, self._manifest, self._device = pool, manifest, device
-        self._sizes = bucket_sizes(manifest.total_bytes, bucket_bytes)
+        total = manifest.total_bytes
+        self.sizes = [min(bucket_bytes, total - begin) for begin in range(0, total, bucket_bytes)]
         self._channel: Channel | None = None
         self._endpoint = ""
         self._group: Any = None
-
-    @property
-    def num_messages(self) -> int:
-        return len(self._sizes)
 
     def floor(self) -> float:
         """Seconds that the model's bytes take."""
         if self._channel is None:
             self._channel, self._endpoint = Channel.listen(1 + self._pool.num_readers, self._device)
-        taking = self._pool.send("take_floor", self._endpoint, self._pool.num_readers, self._sizes)
-        seconds = broadcast_all(self._channel, self._sizes)
+        taking = self._pool.send("readers", "bench_floor", self._endpoint, self._pool.num_readers, self.sizes)
+        seconds = broadcast_all(self._channel, self.sizes)
         self._pool.gather(taking)
         return seconds
 
@@ -71,29 +62,17 @@ class Wire:
         """Send them all; vLLM has taken them over when this comes back."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        group = self._group or self._join()
-        self._pool.call("packed", "start")
+        if self._group is None:
+            address, port, size = own_address(), free_port(), 1 + self._pool.num_readers
+            joining = self._pool.send("readers", "bench_join_packed", address, port, size)
+            info = {"master_address": address, "master_port": port, "world_size": size}
+            self._group = NCCLWeightTransferEngine.trainer_init(info)
+            self._pool.gather(joining)
+        self._pool.call("workers", "bench_packed_start")
         specs = self._manifest.tensors
-        shapes = [list(spec.shape) for spec in specs]
-        taking = self._pool.send("packed", "take", [spec.name for spec in specs], [spec.dtype for spec in specs], shapes)
-        NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), {"group": group, "packed": True})
+        update = [spec.name for spec in specs], [spec.dtype for spec in specs], [list(spec.shape) for spec in specs]
+        taking = self._pool.send("workers", "bench_packed_take", *update)
+        NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), {"group": self._group, "packed": True})
         torch.cuda.synchronize()
         self._pool.gather(taking)
-        self._pool.call("packed", "finish")
-
-    def _join(self) -> Any:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        address, size = own_address(), 1 + self._pool.num_readers
-        joining = self._pool.send("join_packed", address, port, size)
-        info = {"master_address": address, "master_port": port, "world_size": size}
-        self._group = NCCLWeightTransferEngine.trainer_init(info)
-        self._pool.gather(joining)
-        return self._group
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+        self._pool.call("finish_packed")

@@ -7,19 +7,17 @@ Leaves out the benches (sync.py, rollout.py).
 
 from __future__ import annotations
 
-import functools
-import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from engine import parallel
 from megasync.bench.config import BenchRoot
-from megasync.bench.rank import BenchRank, Measured
+from megasync.bench.rank import BenchRank
 from megasync.bench.rollout import RolloutBench
 from megasync.bench.sync import SyncBench
 from megasync.config.load import load_config
-from megasync.files import write_atomically
 from megasync.launch.processes import end_on_sigterm
 
 BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBench}
@@ -29,21 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measure by a config file and write the results as JSON, also those of a bench that does not come to its end."""
     verb, config_path, results_path = arguments
     end_on_sigterm()
-
-    def write(results: Measured, *, is_complete: bool) -> None:
-        write_atomically(Path(results_path), json.dumps({**results, "is_complete": is_complete}))
-
-    bench = None
-    try:
-        bench = BENCHES[verb](load_config(config_path, root=BenchRoot))
-        bench.keep = functools.partial(write, is_complete=False)
-        results = bench.run()
-        if bench.layout.rank == 0:
-            write(results, is_complete=True)
-    finally:
-        if bench is not None:
-            bench.close()
-        parallel.shutdown()
+    with ExitStack() as ends:
+        ends.callback(parallel.shutdown)
+        bench = BENCHES[verb](load_config(config_path, root=BenchRoot), Path(results_path), ends)
+        bench.keep(bench.run(), is_complete=True)
     return 0
 
 
