@@ -132,7 +132,7 @@ def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:
-    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: rollouts/prompts.py."""
+    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: prompts.py."""
     rollout, positions = config.rollout, shape.max_position_embeddings
     allowed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
     limits = {"rollout.max_model_len": rollout.max_model_len, "engine.tokens_per_microbatch": config.engine.tokens_per_microbatch}
