@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasync.config.errors import ConfigError, explain, main_errors, nearest_name
+from megasync.config.errors import ConfigError, main_errors, nearest_name
 from megasync.config.model_folder import check_weights
 from megasync.files import flush
 
@@ -41,12 +41,10 @@ def find_weights(run: Path, step: int | None = None) -> Path:
         siblings = sorted(path.name for path in folders)
         near = nearest_name(run.name, siblings)
         raise ConfigError(
-            explain(
-                f"{run}: there is no such run folder",
-                nearest=str(run.parent / near) if near else "",
-                there=", ".join(siblings[:12]),
-                remedy="name a run's folder, which is run.dir/run.name of its config",
-            )
+            f"{run}: there is no such run folder",
+            nearest=str(run.parent / near) if near else "",
+            there=", ".join(siblings[:12]),
+            remedy="name a run's folder, which is run.dir/run.name of its config",
         )
     found = checkpoints_of(run)
     there = ", ".join(map(str, found))
@@ -56,11 +54,11 @@ def find_weights(run: Path, step: int | None = None) -> Path:
         return found[step] / "hf"
     if step is not None:
         remedy = f"write --step {max(found)}, or leave it out" if found else "see checkpoint.every_steps"
-        raise ConfigError(explain(f"{run}: has no checkpoint of step {step}", steps=there or "none", remedy=remedy))
+        raise ConfigError(f"{run}: has no checkpoint of step {step}", steps=there or "none", remedy=remedy)
     if (run / "hf").is_dir():
         return run / "hf"
     remedy = "train with checkpoint.every_steps above 0, or with run.export_hf=true"
-    raise ConfigError(explain(f"{run}: has neither a checkpoint nor a folder hf", remedy=remedy))
+    raise ConfigError(f"{run}: has neither a checkpoint nor a folder hf", remedy=remedy)
 
 
 def find_adapter(weights: Path) -> Path:
@@ -71,7 +69,7 @@ def find_adapter(weights: Path) -> Path:
     """
     adapter = weights.with_name("adapter")
     if not (adapter / "adapter_config.json").is_file():
-        raise ConfigError(explain(f"{weights.parent}: holds no adapter", remedy="leave --adapter out: it holds all weights"))
+        raise ConfigError(f"{weights.parent}: holds no adapter", remedy="leave --adapter out: it holds all weights")
     return adapter
 
 
@@ -88,13 +86,13 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
         source = find_adapter(source)
     elif source.with_name("adapter").is_dir():
         remedy = "write --adapter; merged weights are in the run's hf where it trained with run.export_hf=true"
-        raise ConfigError(explain(f"{source.parent}: holds an adapter alone, not the model's weights", remedy=remedy))
+        raise ConfigError(f"{source.parent}: holds an adapter alone, not the model's weights", remedy=remedy)
     elif not (source / "config.json").is_file():
-        raise ConfigError(explain(f"{source}: holds no config.json", remedy="take another checkpoint with --step"))
+        raise ConfigError(f"{source}: holds no config.json", remedy="take another checkpoint with --step")
     check_weights(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         problem = "is not empty" if target.is_dir() else "is a file"
-        raise ConfigError(explain(f"{target}: {problem}", remedy="give --to a new folder, or empty this one"))
+        raise ConfigError(f"{target}: {problem}", remedy="give --to a new folder, or empty this one")
     partial = target.with_name(f".partial_{target.name}_{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -106,7 +104,7 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     except OSError as error:
         remedy = "give --to a folder that you can write, on a disk with room for the weights"
         message = f"{target}: cannot be written: {error.strerror}"
-        raise ConfigError(explain(message, needed=f"{_num_bytes(source)} bytes", remedy=remedy)) from error
+        raise ConfigError(message, needed=f"{_num_bytes(source)} bytes", remedy=remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return source

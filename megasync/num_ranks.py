@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.devices import visible_devices
@@ -34,11 +34,9 @@ def default_num_ranks(config: Config, gpus: int) -> int:
     left = gpus - num_replica_gpus(config)
     if left < 1:
         raise ConfigError(
-            explain(
-                f"rollout.replicas = {config.rollout.replicas}: the replicas leave no GPU for the trainer",
-                GPUs=str(gpus),
-                remedy="lower rollout.replicas or rollout.tensor_parallel, or use a machine with more GPUs",
-            )
+            f"rollout.replicas = {config.rollout.replicas}: the replicas leave no GPU for the trainer",
+            GPUs=str(gpus),
+            remedy="lower rollout.replicas or rollout.tensor_parallel, or use a machine with more GPUs",
         )
     return left
 

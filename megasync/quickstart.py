@@ -24,7 +24,7 @@ from typing import Any
 
 from megasync.assets import Assets
 from megasync.config.check import check_config
-from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.devices import visible_devices
@@ -111,7 +111,7 @@ def prepare_folder(folder: Path, names: Sequence[str]) -> None:
     remedy = "write run.dir=FOLDER for a new folder of yours"
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-            raise ConfigError(explain(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy))
+            raise ConfigError(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy)
         if left := [folder / name for name in names if (folder / name).exists()]:
             print(f"starting afresh: {', '.join(names)} in {folder} are from a former quickstart", flush=True)
             for entry in left:
@@ -119,8 +119,7 @@ def prepare_folder(folder: Path, names: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).touch()
     except OSError as error:
-        message = f"run.dir = {folder}: the folder cannot be written: {error.strerror}"
-        raise ConfigError(explain(message, remedy=remedy)) from error
+        raise ConfigError(f"run.dir = {folder}: the folder cannot be written: {error.strerror}", remedy=remedy) from error
 
 
 def announce(text: str) -> None:

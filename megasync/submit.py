@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.config.errors import ConfigError, explain, main_errors
+from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.devices import visible_devices
@@ -91,7 +91,7 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     if options.address:
         if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):
             remedy = f"move it below {ROOT / 'configs'}, which travels to the cluster"
-            raise ConfigError(explain(f"{path}: the cluster would not see this config", remedy=remedy))
+            raise ConfigError(f"{path}: the cluster would not see this config", remedy=remedy)
         excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
         runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
         interpreter, config_path = "python", str(path.relative_to(ROOT))

@@ -103,7 +103,7 @@ def test_a_cut_off_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     path = folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - 4)
     text = complaint(capsys, tmp_path / "run", "--to", tmp_path / "model")
-    assert "is cut off" in text
+    assert "cut off, or not a safetensors file" in text
     assert not (tmp_path / "model").exists()
 
 
@@ -112,7 +112,7 @@ def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "_copy", full_disk)
+    monkeypatch.setattr(exporting.shutil, "copyfile", full_disk)
     with pytest.raises(ConfigError, match="No space left"):
         export(run, tmp_path / "model")
     assert not list(tmp_path.iterdir())

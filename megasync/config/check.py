@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine import ddp_fields
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
-from megasync.config.errors import ConfigError, explain, main_errors, nearest_name, refuse_if
+from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
 from megasync.config.load import load_config
 from megasync.config.model_folder import check_model_folder
 from megasync.config.schema import Config
@@ -50,7 +50,7 @@ def _check_overrides(config: Config) -> None:
             near = "" if name in ddp_fields.REFUSED or name in ddp_fields.TAKEN else nearest_name(name, ddp_fields.TAKEN)
             fields = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if config.engine.wrap in wraps)
             remedy = f"write engine.overrides.{near}" if near else f"leave engine.overrides.{name} out"
-            raise ConfigError(explain(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy))
+            raise ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy)
 
 
 def _check_algorithm(config: Config) -> None:
@@ -96,7 +96,7 @@ def _check_run_folder(config: Config) -> None:
     except OSError as error:
         message = f"run.dir, run.name = {folder}: the run's folder cannot be written: {error.strerror}"
         remedy = "write run.dir=FOLDER for a folder of yours"
-        raise ConfigError(explain(message, looked_at=str(folder.resolve()), remedy=remedy)) from error
+        raise ConfigError(message, looked_at=str(folder.resolve()), remedy=remedy) from error
 
 
 def _check_former_run(config: Config) -> None:
@@ -107,7 +107,7 @@ def _check_former_run(config: Config) -> None:
     for key, path in {**inputs, "data.eval": data.eval}.items():
         if path and not resumes and has_results(folder) and folder.resolve() in Path(path).resolve().parents:
             message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"
-            raise ConfigError(explain(message, run_folder=str(folder), remedy="write run.name=NAME for another run"))
+            raise ConfigError(message, run_folder=str(folder), remedy="write run.name=NAME for another run")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from engine.peft_folder import check_peft_folder
-from megasync.config.errors import ConfigError, explain, refuse_if
+from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
 
@@ -59,7 +59,7 @@ def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     if shape.num_experts and parallel.tensor > 1 and not parallel.sequence:
         message = f"engine.parallel.sequence = false: megatron-core trains {shape.model_type} split over tensors with it only"
         remedy = "write engine.parallel.sequence=true, or engine.parallel.tensor=1"
-        raise ConfigError(explain(message, tensor=str(parallel.tensor), choices="true", remedy=remedy))
+        raise ConfigError(message, tensor=str(parallel.tensor), choices="true", remedy=remedy)
 
 
 def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names: Sequence[str]) -> None:
@@ -72,9 +72,7 @@ def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names
 
 def _wrong_size(config: Config, key: str, size: int, problem: str, good: list[int]) -> ConfigError:
     remedy = f"write {key}={max(choice for choice in good if choice <= size)}"
-    return ConfigError(
-        explain(f"{key} = {size}: {problem}", model=config.model.path, choices=_list(good), remedy=remedy)
-    )
+    return ConfigError(f"{key} = {size}: {problem}", model=config.model.path, choices=_list(good), remedy=remedy)
 
 
 def _divisors(number: int) -> list[int]:
@@ -90,7 +88,7 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
     if lora.rank == 0:
         if given := lora.model_dump(exclude_defaults=True):
             message = f"engine.lora.rank = 0: there is no adapter that engine.lora.{next(iter(given))} could be for"
-            raise ConfigError(explain(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out"))
+            raise ConfigError(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out")
         return
     _check_lora_of_experts(config, shape)
     smallest = shape.hidden_size if shape.num_experts else min(shape.hidden_size, shape.intermediate_size)
@@ -115,7 +113,7 @@ def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
     if wrong:
         message = f"engine.lora.targets = {', '.join(lora.targets)}: {wrong[0]} is in the experts of {shape.model_type}"
         remedy = f"write engine.lora.targets=[{','.join(adapted)}]"
-        raise ConfigError(explain(message, model=config.model.path, choices=", ".join(adapted), remedy=remedy))
+        raise ConfigError(message, model=config.model.path, choices=", ".join(adapted), remedy=remedy)
     message = f"engine.lora.sync = adapter: not supported for the mixture of experts {shape.model_type}"
     lines = {"model": config.model.path, "choices": "merged", "remedy": "write engine.lora.sync=merged"}
     refuse_if(lora.sync == "adapter", message, **lines)
@@ -134,7 +132,7 @@ def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:
-    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: _check_data."""
+    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: prompts.py."""
     rollout, positions = config.rollout, shape.max_position_embeddings
     allowed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
     limits = {"rollout.max_model_len": rollout.max_model_len, "engine.tokens_per_microbatch": config.engine.tokens_per_microbatch}

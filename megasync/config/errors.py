@@ -14,10 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
-class ConfigError(ValueError):
-    """A config, or a file that it names, cannot be run as it is."""
-
-
 def explain(headline: str, **lines: str) -> str:
     """The headline and, indented below it, each named line that is not empty."""
     shown = {name.replace("_", " ") + ":": text for name, text in lines.items() if text}
@@ -25,10 +21,16 @@ def explain(headline: str, **lines: str) -> str:
     return "\n".join([headline, *(f"  {name:<{width}} {text}" for name, text in shown.items())])
 
 
+class ConfigError(ValueError):
+    """A config, or a file that it names, cannot be run as it is. The text is `explain`'s."""
+
+    def __init__(self, headline: str, **lines: str) -> None:
+        super().__init__(explain(headline, **lines))
+
+
 def refuse_if(is_wrong: object, message: str, **lines: str) -> None:
-    """ConfigError with `explain`'s text."""
     if is_wrong:
-        raise ConfigError(explain(message, **lines))
+        raise ConfigError(message, **lines)
 
 
 def nearest_name(word: str, names: Iterable[str]) -> str:

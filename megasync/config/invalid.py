@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megasync.config.errors import ConfigError, explain, nearest_name
+from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.keys import all_keys, below, bounds, choices, kind_of, nearest_key
 
 KINDS = {
@@ -31,28 +31,28 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
     known = [source for end in range(len(path) + 1) if (source := sources.get(path[:end]))]
     given_in = known[-1] if known else "the defaults"
     if found["type"] == "extra_forbidden":
-        return ConfigError(_unknown_key(keys, path, value, given_in))
+        return _unknown_key(keys, path, value, given_in)
     key = next(name for end in range(len(path), 0, -1) if (name := ".".join(path[:end])) in keys)  # without a list's index
     field, message = keys[key], f"{key} = {reprlib.repr(value)}"
     allowed, kind = choices(field), kind_of(field)
     if found["type"] in OUT_OF_RANGE:
         remedy = f"write a number {bounds(field)}"
-        return ConfigError(explain(f"{key} = {value}: out of range", given_in=given_in, allowed=bounds(field), remedy=remedy))
+        return ConfigError(f"{key} = {value}: out of range", given_in=given_in, allowed=bounds(field), remedy=remedy)
     lines = {"given_in": given_in, "choices": ", ".join(allowed)}
     if found["type"] == "literal_error" and isinstance(value, str):
         near = nearest_name(value, allowed)
         lines |= {"nearest": near, "remedy": f"write {key}={near or allowed[0]}"}
-        return ConfigError(explain(f"{message}: not one of the choices", **lines))
+        return ConfigError(f"{message}: not one of the choices", **lines)
     if "example" in context:  # from a validator of ours, which says what it expects
         remedy = f"write for example {key}={context['example']}"
-        return ConfigError(explain(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy))
+        return ConfigError(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy)
     example = _example(kind, allowed, value)
     inside = next((full for full in keys if full.startswith(f"{key}.") and kind_of(keys[full]) is not dict), f"{key}.NAME")
     remedy = f"write for example {key}={example}" if example else f"set for example {inside}=..."
-    return ConfigError(explain(f"{message}: {KINDS[kind]} is expected", **lines, remedy=remedy))
+    return ConfigError(f"{message}: {KINDS[kind]} is expected", **lines, remedy=remedy)
 
 
-def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: object, given_in: str) -> str:
+def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: object, given_in: str) -> ConfigError:
     section = ".".join(path[:-1])
     while isinstance(value, Mapping) and len(value) == 1:  # optimizer: {lr: 1} is optimizer.lr
         ((inner, value),) = value.items()
@@ -63,7 +63,7 @@ def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: ob
     if path[0] in ELSEWHERE:
         nearest, remedy = "", f"take {path[0]} out: a run does without it; {ELSEWHERE[path[0]]} --config FILE reads it"
     lines = {"given_in": given_in, "nearest": nearest, "choices": ", ".join(below(keys, section)), "remedy": remedy}
-    return explain(f"{unknown}: there is no such key", **lines)
+    return ConfigError(f"{unknown}: there is no such key", **lines)
 
 
 def _example(kind: type, allowed: list[str], value: object) -> str:

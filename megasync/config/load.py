@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from typing_extensions import TypeVar
 
-from megasync.config.errors import ConfigError, explain, nearest_name
+from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.invalid import explain_invalid
 from megasync.config.keys import all_keys, kind_of
 from megasync.config.schema import Config
@@ -52,14 +52,13 @@ def _read_layers(path: Path, refined_by: tuple[Path, ...]) -> list[tuple[str, Ma
     """(source, mapping) of the file and of the files it refines, the most basic first."""
     if path.resolve() in refined_by:
         chain = " -> ".join(str(file) for file in (*refined_by, path.resolve()))
-        raise ConfigError(explain(f"{path}: `base` goes in a circle", files=chain, remedy="take one `base` out"))
+        raise ConfigError(f"{path}: `base` goes in a circle", files=chain, remedy="take one `base` out")
     mapping = _read_yaml(path)
     base = mapping.pop("base", None)
     if base is None:
         return [(str(path), mapping)]
     if not isinstance(base, str):
-        message = explain(f"base = {base!r}: the path of another YAML file is expected", given_in=str(path))
-        raise ConfigError(message)
+        raise ConfigError(f"base = {base!r}: the path of another YAML file is expected", given_in=str(path))
     return [*_read_layers(path.parent / base, (*refined_by, path.resolve())), (str(path), mapping)]
 
 
@@ -69,12 +68,10 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         near = nearest_name(path.name, others)
         problem = "is a folder, a YAML file is expected" if path.is_dir() else "there is no such config file"
         raise ConfigError(
-            explain(
-                f"{path}: {problem}",
-                nearest=str(path.parent / near) if near else "",
-                there=", ".join(others[:12]),
-                remedy="give the path of a YAML file, such as configs/quickstart.yaml",
-            )
+            f"{path}: {problem}",
+            nearest=str(path.parent / near) if near else "",
+            there=", ".join(others[:12]),
+            remedy="give the path of a YAML file, such as configs/quickstart.yaml",
         )
     remedy = "a config is a YAML mapping, such as `run: {name: first, steps: 10}`"
     try:
@@ -82,12 +79,12 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = error.problem or "cannot be read as YAML"
-        raise ConfigError(explain(f"{path}:{line}: {problem}", context=error.context or "", remedy=remedy)) from error
+        raise ConfigError(f"{path}:{line}: {problem}", context=error.context or "", remedy=remedy) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
-        raise ConfigError(explain(f"{path}: cannot be read as a config: {problem}", remedy=remedy)) from error
+        raise ConfigError(f"{path}: cannot be read as a config: {problem}", remedy=remedy) from error
     if not isinstance(content, dict):
-        raise ConfigError(explain(f"{path}: holds a {type(content).__name__}, not a mapping", remedy=remedy))
+        raise ConfigError(f"{path}: holds a {type(content).__name__}, not a mapping", remedy=remedy)
     return content
 
 
@@ -95,16 +92,14 @@ def _read_override(override: str, root: type[Config]) -> dict[str, Any]:
     """The one value as a nested mapping; what is for a text key is the text as typed: run.name=1e3, data.eval=."""
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
-        remedy = (
-            f"write {override.lstrip('-')}" if key.startswith("-") and equals else "write for example engine.wrap=ddp"
-        )
-        raise ConfigError(explain(f"{override!r}: an override is written key=value", remedy=remedy))
+        is_flag = key.startswith("-") and equals
+        remedy = f"write {override.lstrip('-')}" if is_flag else "write for example engine.wrap=ddp"
+        raise ConfigError(f"{override!r}: an override is written key=value", remedy=remedy)
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         problem = (getattr(error, "problem", None) or str(error)).splitlines()[0]
-        message = explain(f"{override!r}: the value cannot be read: {problem}", remedy=f"quote it: {key}='\"...\"'")
-        raise ConfigError(message) from error
+        raise ConfigError(f"{override!r}: the value cannot be read: {problem}", remedy=f"quote it: {key}='\"...\"'") from error
     assert isinstance(value, dict)
     nested: Any = value["value"]
     field = all_keys(root).get(key)
@@ -135,4 +130,4 @@ def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:
         headline = f"{key}: {str(error).splitlines()[0]}"
         remedy = "give it a value; ${...} may name another full key, or an environment variable as ${oc.env:NAME}"
         source = sources.get(tuple(key.split(".")), "")
-        raise ConfigError(explain(headline, given_in=source, remedy=remedy)) from error
+        raise ConfigError(headline, given_in=source, remedy=remedy) from error

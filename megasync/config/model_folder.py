@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from engine.config import FAMILIES, MOE_FAMILIES
-from megasync.config.errors import ConfigError, explain, nearest_name
+from megasync.config.errors import ConfigError, nearest_name
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
@@ -54,7 +54,7 @@ def check_model_folder(folder: str | Path) -> ModelShape:
     if not folder.is_dir():
         problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
         remedy = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
-        raise ConfigError(explain(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy))
+        raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
     _refuse_unsupported(folder / "config.json", shape.model_type, fields)
     check_weights(folder)
@@ -71,13 +71,13 @@ def _read_model_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         message = f"model.path = {path.parent}: the folder holds no config.json"
         remedy = "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
-        raise ConfigError(explain(message, holds=_some(file.name for file in path.parent.iterdir()), remedy=remedy))
+        raise ConfigError(message, holds=_some(file.name for file in path.parent.iterdir()), remedy=remedy)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(explain(f"{path}: not JSON: {error}", remedy=DOWNLOAD_REMEDY)) from error
+        raise ConfigError(f"{path}: not JSON: {error}", remedy=DOWNLOAD_REMEDY) from error
     if not isinstance(fields, dict):
-        raise ConfigError(explain(f"{path}: holds no JSON object", remedy=DOWNLOAD_REMEDY))
+        raise ConfigError(f"{path}: holds no JSON object", remedy=DOWNLOAD_REMEDY)
     return fields
 
 
@@ -85,12 +85,10 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            explain(
-                f"{path}: model_type = {family!r}: the engine does not know this architecture",
-                choices=", ".join(FAMILIES),
-                nearest=nearest_name(str(family), FAMILIES),
-                remedy="set model.path to a model of one of these",
-            )
+            f"{path}: model_type = {family!r}: the engine does not know this architecture",
+            choices=", ".join(FAMILIES),
+            nearest=nearest_name(str(family), FAMILIES),
+            remedy="set model.path to a model of one of these",
         )
     defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
     fields = {name: fields.get(other) for name, other in defaults.items()} | fields
@@ -100,12 +98,11 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     for name in [name for name in ModelShape.__dataclass_fields__ if name not in unused]:
         size = fields.get(name)
         if type(size) is not int or size < 1:
-            message = f"{path}: {name} = {size!r}: a whole number of at least 1 is expected"
-            raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
+            raise ConfigError(f"{path}: {name} = {size!r}: a whole number of at least 1 is expected", remedy=DOWNLOAD_REMEDY)
         sizes[name] = size
     if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
         message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
-        raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY))
+        raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
     return ModelShape(model_type=family, **sizes)
 
 
@@ -132,7 +129,7 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         }
     for feature, present in refused.items():
         if present:
-            raise ConfigError(explain(f"{path}: {feature} is not supported", remedy=UNSUPPORTED_REMEDY))
+            raise ConfigError(f"{path}: {feature} is not supported", remedy=UNSUPPORTED_REMEDY)
 
 
 def check_weights(folder: Path) -> None:
@@ -143,16 +140,15 @@ def check_weights(folder: Path) -> None:
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"{index}: not an index of safetensors files: {error!r}"
-            raise ConfigError(explain(message, remedy=DOWNLOAD_REMEDY)) from error
+            raise ConfigError(f"{index}: not an index of safetensors files: {error!r}", remedy=DOWNLOAD_REMEDY) from error
         missing = sorted(shards - {file.name for file in files})
         if missing:
             message = f"{index}: names {len(missing)} files that are not in the folder"
-            raise ConfigError(explain(message, missing=_some(missing), remedy=DOWNLOAD_REMEDY))
+            raise ConfigError(message, missing=_some(missing), remedy=DOWNLOAD_REMEDY)
     if not files:
         holds = _some(file.name for file in folder.iterdir())
         message = f"model.path = {folder}: the folder holds no *.safetensors file"
-        raise ConfigError(explain(message, holds=holds, remedy="convert the weights to safetensors"))
+        raise ConfigError(message, holds=holds, remedy="convert the weights to safetensors")
     for file in files:
         _check_safetensors(file)
 
@@ -162,14 +158,14 @@ def _check_safetensors(path: Path) -> None:
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         if file.read(8) == b"version ":
-            message = f"{path}: a Git LFS pointer, not the weights"
-            raise ConfigError(explain(message, remedy="run `git lfs pull` in the model's repository"))
+            remedy = "run `git lfs pull` in the model's repository"
+            raise ConfigError(f"{path}: a Git LFS pointer, not the weights", remedy=remedy)
     try:
         with safe_open(path, framework="np"):
             pass
     except SafetensorError as error:
         message = f"{path}: cut off, or not a safetensors file: {error}"
-        raise ConfigError(explain(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD_REMEDY)) from error
+        raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD_REMEDY) from error
 
 
 def _some(names: Any) -> str:

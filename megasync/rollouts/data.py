@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.layout.splitmix import splitmix64
-from megasync.config.errors import explain, nearest_name
+from megasync.config.errors import ConfigError, nearest_name
 
 SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "answer": "3"}'
 
@@ -34,11 +34,11 @@ class Example:
 
 
 def load_examples(path: str | Path, prompt_key: str, answer_key: str) -> list[Example]:
-    """All examples in file order; blank lines are passed over. ValueError names file, line, reason and remedy."""
+    """All examples in file order; blank lines are passed over. ConfigError names file, line, reason and remedy."""
     path = Path(path)
     if not path.is_file():
         problem = "is a folder, a JSONL file is expected" if path.is_dir() else "there is no such data file"
-        raise ValueError(explain(f"{path}: {problem}", looked_in=str(path.resolve().parent), remedy=SHAPE_REMEDY))
+        raise ConfigError(f"{path}: {problem}", looked_in=str(path.resolve().parent), remedy=SHAPE_REMEDY)
     with path.open("rb") as file:
         examples = [
             _read_example(f"{path}:{number}", raw, number, prompt_key, answer_key)
@@ -46,7 +46,7 @@ def load_examples(path: str | Path, prompt_key: str, answer_key: str) -> list[Ex
             if raw.strip()
         ]
     if not examples:
-        raise ValueError(explain(f"{path}: holds no examples", remedy=SHAPE_REMEDY))
+        raise ConfigError(f"{path}: holds no examples", remedy=SHAPE_REMEDY)
     return examples
 
 
@@ -55,16 +55,16 @@ def _read_example(place: str, raw: bytes, number: int, prompt_key: str, answer_k
         fields = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         remedy = "save the file as UTF-8"
-        raise ValueError(explain(f"{place}: not UTF-8: {error.reason} at byte {error.start}", remedy=remedy)) from error
+        raise ConfigError(f"{place}: not UTF-8: {error.reason} at byte {error.start}", remedy=remedy) from error
     except json.JSONDecodeError as error:
         message = f"{place}: not JSON: {error.msg} at column {error.colno}"
-        raise ValueError(explain(message, line=_cut(raw), remedy=SHAPE_REMEDY)) from error
+        raise ConfigError(message, line=_cut(raw), remedy=SHAPE_REMEDY) from error
     if not isinstance(fields, dict):
-        raise ValueError(explain(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY))  # noqa: TRY004
+        raise ConfigError(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY)
     prompt = _text(place, fields, prompt_key, "data.prompt_key")
     answer = _text(place, fields, answer_key, "data.answer_key")
     if not prompt.strip():
-        raise ValueError(explain(f"{place}: the prompt {prompt_key!r} is empty", remedy="take the line out"))
+        raise ConfigError(f"{place}: the prompt {prompt_key!r} is empty", remedy="take the line out")
     return Example(prompt, answer, number)
 
 
@@ -73,11 +73,11 @@ def _text(place: str, fields: dict[str, Any], key: str, config_key: str) -> str:
         present = ", ".join(list(fields)[:20]) or "none"
         near = nearest_name(key, fields)
         remedy = f"write {config_key}={near or 'KEY'}, or give the line a {key!r}"
-        raise ValueError(explain(f"{place}: has no key {key!r}", keys=present, nearest=near, remedy=remedy))
+        raise ConfigError(f"{place}: has no key {key!r}", keys=present, nearest=near, remedy=remedy)
     value = fields[key]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         message = f"{place}: {key!r} is a {type(value).__name__}, a text or a number is expected"
-        raise ValueError(explain(message, remedy="write it as one text"))  # noqa: TRY004
+        raise ConfigError(message, remedy="write it as one text")
     return str(value)
 
 

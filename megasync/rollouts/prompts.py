@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.sample import Sample
-from megasync.config.errors import ConfigError, explain
+from megasync.config.errors import ConfigError
 from megasync.config.model_folder import model_shape
 from megasync.config.schema import Config
 from megasync.rollouts.data import Example, load_examples
@@ -34,7 +34,7 @@ class Prompts:
         self.chat_template = chat_template
         if chat_template and not self.tokenizer.chat_template:
             message = f"data.chat_template = true: the tokenizer in {model_path} has no chat template"
-            raise ConfigError(explain(message, remedy="write data.chat_template=false, or take a model with one"))
+            raise ConfigError(message, remedy="write data.chat_template=false, or take a model with one")
         self.stop_token_ids = _stop_token_ids(model_path, self.tokenizer.eos_token_id)
         self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
 
@@ -78,7 +78,7 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not (folder / "tokenizer.json").is_file():
         remedy = "put it there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
-        raise ConfigError(explain(f"model.path = {folder}: the folder holds no tokenizer.json", remedy=remedy))
+        raise ConfigError(f"model.path = {folder}: the folder holds no tokenizer.json", remedy=remedy)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -91,7 +91,7 @@ def _stop_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ..
         found += eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not found:
         message = f"model.path = {model_path}: names no end-of-sequence token, in its tokenizer or generation_config.json"
-        raise ConfigError(explain(message, remedy="give tokenizer_config.json an eos_token"))
+        raise ConfigError(message, remedy="give tokenizer_config.json an eos_token")
     return tuple(dict.fromkeys(found))
 
 
@@ -124,7 +124,7 @@ def read_files(config: Config) -> dict[str, list[Example]]:
     """
     data = config.data
     if not data.train:
-        raise ConfigError(explain("data.train is not set", remedy="set data.train to a JSONL file"))
+        raise ConfigError("data.train is not set", remedy="set data.train to a JSONL file")
     examples: dict[str, list[Example]] = {}
     for key, path in (("data.train", data.train), ("data.eval", data.eval)):
         try:
@@ -152,7 +152,7 @@ def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompt
     remedy = f"take out or shorten what is longer, or raise {name}" if drops else "write data.too_long=drop"
     left = f"{len(fitting)}, {least} are needed" if drops else ""
     longest = f"line {line}, {length} tokens of {of}"
-    raise ConfigError(explain(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy))
+    raise ConfigError(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy)
 
 
 def _shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:

@@ -124,13 +124,13 @@ def _import_function(path: str) -> RewardFunction:
     if not IMPORT_PATH.fullmatch(path):
         choices = ", ".join([*REWARDS, "package.module:function"])
         near = nearest_name(path, REWARDS)
-        raise ConfigError(explain(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY))
+        raise ConfigError(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY)
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ConfigError(explain(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy)) from error
+        raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
     function: Any = getattr(module, function_name, None)
     if function is None:
         problem = f"is not in {module.__file__}"
@@ -141,7 +141,7 @@ def _import_function(path: str) -> RewardFunction:
     if problem:
         near = nearest_name(function_name, [name for name, value in vars(module).items() if inspect.isfunction(value)])
         remedy = "name a function that takes one RewardInput and returns a number"
-        raise ConfigError(explain(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy))
+        raise ConfigError(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy)
     return function  # type: ignore[no-any-return]
 
 
