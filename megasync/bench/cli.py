@@ -15,8 +15,9 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench import train
@@ -35,10 +36,6 @@ from megasync.devices import visible_devices
 from megasync.files import write_atomically
 from megasync.launch.processes import run_to_end, torchrun
 from megasync.launch.scope import listen_on_loopback
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 Results = dict[str, Any]
 VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]] = {

@@ -5,14 +5,10 @@ Leaves out the measuring (sync.py, rollout.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from engine.config import LoraConfig
 from engine.lora import adapted_linears
+from megasync.bench.rank import BenchRank
 from megasync.weights import build_adapter_source, build_exporter, transport
-
-if TYPE_CHECKING:
-    from megasync.bench.rank import BenchRank
 
 
 class LoraSide:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from megasync.bench.config import BenchRoot
 from megasync.files import write_atomically
 from megasync.model_shapes import SHAPES
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from megasync.bench.config import BenchRoot
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
 

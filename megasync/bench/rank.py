@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from bridge.export.source import whole_tensors
+from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.send.collectives import Ranks
+from bridge.send.publish import Publisher
 from engine import parallel
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.sample import Sample
+from megasync.bench.config import BenchRoot
 from megasync.bench.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.replica import WORKER_EXTENSION, BenchPool
 from megasync.devices import devices_for_ray, replica_devices, visible_devices
@@ -24,15 +29,6 @@ from megasync.launch.ray_cluster import start_ray
 from megasync.model_shapes import SHAPES
 from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    from bridge.export.source import WeightSource
-    from bridge.send.publish import Publisher
-    from engine.config import EngineConfig
-    from megasync.bench.config import BenchRoot
 
 SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
 Measured = dict[str, Any]

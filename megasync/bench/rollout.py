@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch.distributed as dist
 
-from bridge.messages import GenerationRequest
+from bridge.export.source import WeightSource
+from bridge.messages import Completion, GenerationRequest
+from bridge.send.publish import Publisher
+from megasync.bench.config import BenchRoot
 from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    from bridge.export.source import WeightSource
-    from bridge.messages import Completion
-    from bridge.send.publish import Publisher
-    from megasync.bench.config import BenchRoot
-    from megasync.bench.replica import BenchPool
+from megasync.bench.replica import BenchPool
 
 NUM_STEPS = 3
 

@@ -10,25 +10,21 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bridge.layout.bucket import plan_buckets
+from bridge.send.publish import Publisher
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
+from megasync.bench.config import BenchRoot
 from megasync.bench.memory import PeakMeter, device_bytes, give_back_free_memory, mapped_files
 from megasync.bench.rank import Measured
 from megasync.bench.ways import Way, Ways
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    from bridge.send.publish import Publisher
-    from megasync.bench.config import BenchRoot
 
 
 class SyncBench(Ways):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megasync.bench.summary import OURS, SPREAD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 MIB = 2**20
 WAYS = {

@@ -14,19 +14,16 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from megasync.bench.config import BenchRoot
 from megasync.bench.machine import describe_machine
 from megasync.bench.model import write_config
 from megasync.bench.tables import print_table
 from megasync.config.load import save_config
 from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from megasync.bench.config import BenchRoot
 
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
 TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")

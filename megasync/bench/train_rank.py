@@ -87,13 +87,6 @@ def product_ceiling() -> float:
     return count * 2 * size**3 / (_now() - begin)
 
 
-def peak_bytes() -> int:
-    """Of device memory that torch has handed out, or of this process's memory without CUDA."""
-    if device.has_cuda():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
     """Train and time; what is measured so far, after each part."""
     bench = config.bench_train
@@ -115,7 +108,9 @@ def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
         seconds = {"prepare_seconds": prepared - begin, "update_seconds": _now() - prepared}
         rounds.append({**seconds, "loss": metrics["loss/sft"], **metrics})
     ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
-    totals = torch.tensor([float(peak_bytes()), ceiling], dtype=torch.float64, device=built.device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if device.has_cuda() else resident
+    totals = torch.tensor([float(peak), ceiling], dtype=torch.float64, device=built.device)
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     measured |= {"peak_bytes": int(totals[0]), "ceiling_flops": float(totals[1]), "steps": rounds}
     measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])

@@ -20,38 +20,32 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from bridge.export.source import whole_tensors
+from bridge.config import Verify
+from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.manifest import Manifest
-from bridge.messages import Spans
+from bridge.messages import Spans, StageSpan
+from bridge.send.publish import Publisher
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
 from engine import checkpoint
-from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS
+from engine.engine import Engine
+from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS, BenchRoot
 from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
+from megasync.bench.replica import BenchPool
 from megasync.bench.wire import Wire
 from megasync.files import flush
 from megasync.weights import build_exporter, transport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from contextlib import ExitStack
-
-    from bridge.config import Verify
-    from bridge.export.source import WeightSource
-    from bridge.messages import StageSpan
-    from bridge.send.publish import Publisher
-    from engine.engine import Engine
-    from megasync.bench.config import BenchRoot
-    from megasync.bench.replica import BenchPool
 
 
 class Switch:
