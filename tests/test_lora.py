@@ -227,7 +227,6 @@ def changed(folder: str, to: Path, *, fields: dict[str, Any] | None = None, drop
 
 def test_what_does_not_fit_is_refused(root: Path, model: str, shared: str, apart: str) -> None:
     cases = {
-        "no linear 'linear_q' in this model; it has linear_fc1, linear_fc2, linear_proj, linear_qkv": {"targets": ("linear_q",)},
         "engine.lora.rank=129 is larger than a dimension of decoder.layers.0.self_attention.linear_proj (128)": {"rank": 129},
         "has rank 4; write engine.lora.rank=4": {"rank": 5, "adapter_path": shared},
         "write engine.lora.alpha=8": {"alpha": 16.0, "adapter_path": shared},

