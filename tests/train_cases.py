@@ -24,7 +24,7 @@ from megasync.rollouts.reward import RewardInput
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [str(ROOT / "launch" / "torchrun_one_node.sh")]
 SUBMIT = [sys.executable, "-m", "megasync.submit", "--num-ranks", "2"]
-# What a run calls its files in /tmp: the folder of its own, and what lies in that. Beside other tests only the first is its alone.
+# What a run calls its files in /tmp: its own folder, and what lies in that. Beside other tests only the first is surely its own.
 OURS = ("ms-*",) if "PYTEST_XDIST_WORKER" in os.environ else ("ms-*", "ray-*", "megasync-vllm-*", "torchelastic_*", "vllm_dist_*")
 
 
