@@ -5,9 +5,16 @@ Leaves out what is changed in it (upstream.py) and Megatron-FSDP, which wrap.py 
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 from engine import stand_in
 
 stand_in.install()
+# megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
+warnings.filterwarnings("ignore", module=r"megatron\..*")
+warnings.filterwarnings("ignore", module=r"mbridge\..*")
+logging.getLogger("megatron").setLevel(logging.ERROR)
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

@@ -7,16 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
-
-# megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
-warnings.filterwarnings("ignore", module=r"megatron\..*")
-warnings.filterwarnings("ignore", module=r"mbridge\..*")
-logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def use_standalone_fsdp() -> None:
