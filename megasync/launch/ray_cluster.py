@@ -58,7 +58,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             env={**ON_LOOPBACK, **os.environ, "TMPDIR": str(folder)},  # the dashboard's processes talk through sockets there
             start_new_session=True,  # Ctrl-C is for this process, which stops the job first
-            preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run yet)
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (the only thread of ours still sleeps)
         )
     try:
         _wait_for_port(process, port, log)

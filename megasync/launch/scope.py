@@ -14,16 +14,18 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from bridge.replicas.processes import RAY_PATH, cuda_memory, shared_memory_below, socket_folder
+from bridge.replicas.processes import RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
 from megasync.config.schema import Config
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+WATCH_SECONDS = 5.0
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone
 LOOPBACK = "127.0.0.1"
 ON_LOOPBACK = {
@@ -60,7 +62,7 @@ def run_scope() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
-    with environment({"TMPDIR": folder}):
+    with environment({"TMPDIR": folder}), watched_descendants() as (segments, family):
         tempfile.tempdir = None
         try:
             yield
@@ -68,20 +70,42 @@ def run_scope() -> Iterator[None]:
             tempfile.tempdir = None
             for kind in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(kind, signal.SIG_IGN)
-            end_descendants()
+            end_descendants(segments, family)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_descendants() -> None:
-    """Wait until all descendants have ended, kill those that do not, and remove what they had in /dev/shm."""
-    segments, family = shared_memory_below(os.getpid()), psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(family, timeout=END_SECONDS)
+@contextmanager
+def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
+    """The segments in /dev/shm that descendants have mapped so far, and their ids: a killed process leaves both without a trace."""
+    segments: set[str] = set()
+    family: set[int] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(WATCH_SECONDS):
+            segments.update(shared_memory_below(os.getpid()))
+            family.update(child.pid for child in descendants(os.getpid()))
+
+    thread = threading.Thread(target=watch, name="watch-descendants", daemon=True)
+    thread.start()
+    try:
+        yield segments, family
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_descendants(segments: set[str], family: set[int]) -> None:
+    """Wait until all descendants have ended, kill those that do not, and remove what they and `family` had in /dev/shm."""
+    children = psutil.Process().children(recursive=True)
+    segments, family = segments | shared_memory_below(os.getpid()), family | {child.pid for child in children}
+    _, alive = psutil.wait_procs(children, timeout=END_SECONDS)
     while alive:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=END_SECONDS)
         alive = [each for each in psutil.Process().children(recursive=True) if each not in alive]
-    for path in segments | cuda_memory(process.pid for process in family):
+    for path in segments | cuda_memory(family):
         Path(path).unlink(missing_ok=True)
 
 
