@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from bridge.replicas.processes import RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
+from bridge.replicas.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
 from megasync.config.schema import Config
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-WATCH_SECONDS = 5.0
+WATCH_SECONDS = 0.3
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone
 LOOPBACK = "127.0.0.1"
 ON_LOOPBACK = {
@@ -76,15 +76,21 @@ def run_scope() -> Iterator[None]:
 
 @contextmanager
 def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
-    """The segments in /dev/shm that descendants have mapped so far, and their ids: a killed process leaves both without a trace."""
+    """The segments in /dev/shm that descendants have mapped so far, and their ids: once one is killed they cannot be told."""
     segments: set[str] = set()
     family: set[int] = set()
     over = threading.Event()
 
     def watch() -> None:
+        known: set[str] = set()
+        last: set[str] = set()
         while not over.wait(WATCH_SECONDS):
-            segments.update(shared_memory_below(os.getpid()))
-            family.update(child.pid for child in descendants(os.getpid()))
+            names = set(os.listdir(MEMORY_FOLDER))  # noqa: PTH208 # what takes microseconds
+            if names != known:
+                segments.update(shared_memory_below(os.getpid()))
+                family.update(child.pid for child in descendants(os.getpid()))
+            known = names if names == last else known  # a new file may be mapped a moment later: it is looked for twice
+            last = names
 
     thread = threading.Thread(target=watch, name="watch-descendants", daemon=True)
     thread.start()
