@@ -89,9 +89,7 @@ class SyncError(RuntimeError):
     `failed_replicas` are out of service until ReplicaPool.restart.
     """
 
-    def __init__(
-        self, version: int, reasons: list[str], *, refused: bool = False, failed_replicas: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, version: int, reasons: list[str], *, refused: bool = False, failed_replicas: tuple[int, ...] = ()) -> None:
         self.version, self.reasons, self.refused, self.failed_replicas = version, reasons, refused, failed_replicas
         outcome = (
             "refused; replicas still serve the former version"

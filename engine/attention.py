@@ -33,9 +33,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         offsets[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
         offsets = offsets.to(device)
         longest = max(lengths)
-        return cls(
-            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
+        return cls(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     @cached_property
     def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -117,9 +115,7 @@ class CoreAttention(torch.nn.Module):
         """All of [batch, heads, tokens, dim]; later tokens never reach earlier ones, so right padding does no harm."""
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
 
-    def _grouped(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
-    ) -> torch.Tensor:
+    def _grouped(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         groups, inverse = packed.length_groups
         pieces = []
         for index, valid in groups:
@@ -127,9 +123,7 @@ class CoreAttention(torch.nn.Module):
             pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[valid])
         return torch.cat(pieces)[inverse]
 
-    def _varlen(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
-    ) -> torch.Tensor:
+    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         repeats = query.shape[1] // key.shape[1]  # torch 2.11 has no grouped queries here

@@ -184,9 +184,7 @@ class Engine:
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
         log_probs = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
-        weights = loss.aggregation_weights(
-            micro, minibatch.num_tokens, minibatch.num_samples, self.algorithm.loss_aggregation
-        )
+        weights = loss.aggregation_weights(micro, minibatch.num_tokens, minibatch.num_samples, self.algorithm.loss_aggregation)
         if self.algorithm.name == "grpo":
             value, sums = loss.grpo_loss(log_probs, micro, weights, self.algorithm)
         else:
@@ -238,9 +236,7 @@ class Engine:
         values = (whole.argmax(-1) == micro.labels).squeeze(0).float()
         return values.new_zeros(()), values
 
-    def _log_probs(
-        self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]
-    ) -> list[torch.Tensor] | list[None]:
+    def _log_probs(self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]) -> list[torch.Tensor] | list[None]:
         """float32 [T] of each micro-batch on the last stage; no gradients."""
         with torch.no_grad():
             values = self._run(microbatches, chunks, self._log_prob_values, forward_only=True)

@@ -57,9 +57,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 @device.compiled
-def _rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
 
@@ -121,9 +119,7 @@ def _logits_gradient(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, group: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, group: Any) -> torch.Tensor:
         size = logits.shape[1]
         labels = labels - dist.get_rank(group) * size
         for x in (logits, labels):

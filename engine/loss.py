@@ -20,9 +20,7 @@ MAX_KL = 10.0
 Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
 
 
-def token_log_probs(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, use_fused: bool = False
-) -> torch.Tensor:
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, use_fused: bool = False) -> torch.Tensor:
     """Natural log-prob of each label under softmax(logits / temperature).
 
     Args:
@@ -95,9 +93,7 @@ def grpo_loss(
     mask, old = batch.mask, log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     # masked differences are 0 before exp: padding must not give inf * 0
     ratio = _bounded((log_probs - old) * mask).exp()
-    surrogate = torch.minimum(
-        ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
-    )
+    surrogate = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages)
     gap = (old - batch.rollout_log_probs) * mask
     correction = _bounded(gap).exp().clamp(max=config.importance_cap) if config.importance_correction == "tis" else mask
     token_loss = -surrogate * correction

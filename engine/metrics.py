@@ -37,9 +37,7 @@ def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dic
     return {**dict(zip(names, sums.tolist(), strict=True)), **dict(zip(MAXIMA, maxima.tolist(), strict=True))}
 
 
-def non_finite_error(
-    loss: float, grad_norm: float, gradients: Iterable[torch.Tensor], device: torch.device
-) -> NonFiniteError:
+def non_finite_error(loss: float, grad_norm: float, gradients: Iterable[torch.Tensor], device: torch.device) -> NonFiniteError:
     """The error of a step whose loss or gradient norm is not finite; it names the ranks whose `gradients` are not."""
     num_ranks = dist.get_world_size()
     bad = torch.zeros(num_ranks, device=device)

@@ -34,9 +34,7 @@ class _LocalSpec:
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
-        spec = get_gpt_decoder_block_spec(
-            self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-        )
+        spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
         spec.layer_norm = RMSNorm
         for layer in spec.layer_specs:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -15,9 +15,7 @@ from engine.megatron import OptimizerConfig as MegatronOptimizerConfig
 from engine.megatron import OptimizerParamScheduler, clip_grad_by_total_norm_fp32, get_megatron_optimizer
 
 
-def build_optimizer(
-    config: OptimizerConfig, chunks: list[torch.nn.Module], dtype: torch.dtype, use_fused: bool = False
-) -> Any:
+def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtype: torch.dtype, use_fused: bool = False) -> Any:
     """megatron-core's optimizer over the wrapped chunks; fp32 main weights when `dtype` is bfloat16.
 
     With `use_fused`, Adam is one kernel and so is clipping.

@@ -143,9 +143,7 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
 
 
 @torch.no_grad()
-def load_adapter(
-    chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, hf_bridge: Any, model_path: Path
-) -> None:
+def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, hf_bridge: Any, model_path: Path) -> None:
     """Put the folder's adapter into the adapted linears, before they are wrapped. What it lacks keeps its start.
 
     Raises:

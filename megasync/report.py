@@ -97,10 +97,7 @@ def _config_figures(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(caption: str, figures: dict[str, Any]) -> str:
-    rows = [
-        f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(_shown(value))}</td></tr>"
-        for key, value in figures.items()
-    ]
+    rows = [f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(_shown(value))}</td></tr>" for key, value in figures.items()]
     return f"<table><caption>{caption}</caption>{''.join(rows)}</table>" if rows else ""
 
 

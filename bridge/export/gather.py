@@ -23,7 +23,6 @@ from bridge.layout.regions import Copy, whole
 Convert = Callable[[WeightItem, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
 
-
 class Gatherer:
     """Runs passes over the engine's units; holds what GatherPlans share.
 

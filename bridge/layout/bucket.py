@@ -59,9 +59,7 @@ class SyncPlan:
         """`stage_sizes`: each stage's number of tensors."""
         self.manifest, self.stage_sizes, self.bucket_bytes = manifest, stage_sizes, bucket_bytes
         ends = itertools.accumulate(stage_sizes)
-        stages = [
-            (end - size, Manifest(manifest.tensors[end - size : end])) for size, end in zip(stage_sizes, ends, strict=True)
-        ]
+        stages = [(end - size, Manifest(manifest.tensors[end - size : end])) for size, end in zip(stage_sizes, ends, strict=True)]
         self.stages = tuple(
             StagePlan(index, first, part, plan_buckets(part, bucket_bytes), buffer_bytes(part, bucket_bytes))
             for index, (first, part) in enumerate(stages)

@@ -61,9 +61,7 @@ class BucketCopies:
         self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory, and its addresses on the device
 
     @torch.no_grad()
-    def run(
-        self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None
-    ) -> None:
+    def run(self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None) -> None:
         """Copy; on CUDA one kernel adds the digest to `digests` on the way, if each byte of the pieces is copied once.
 
         Args:
@@ -99,9 +97,7 @@ class BucketCopies:
         copy_tiles(self._table, bases, data, total, into_bucket=self._into_bucket)
         return True
 
-    def _bases_of(
-        self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device
-    ) -> torch.Tensor | None:
+    def _bases_of(self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
         """The addresses of the tiles' memory, on the device; None where one is not aligned to words."""
         if self._bases is not None and self._bases[0] is memory:
             return self._bases[1]

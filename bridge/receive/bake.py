@@ -78,9 +78,7 @@ def bake(
     return LoadPlan(manifest, parameters, copies, fallback, [layer for name, layer in layers.items() if name in fallback])
 
 
-def _planned(
-    parts: list[Copy], reason: str | None, owners: _Owners, fallback: dict[str, str]
-) -> tuple[Copy, ...] | None:
+def _planned(parts: list[Copy], reason: str | None, owners: _Owners, fallback: dict[str, str]) -> tuple[Copy, ...] | None:
     """What is recorded of a tensor, if all of it goes to planned layers."""
     if not parts or reason is not None or any(owners.layer_of(copy.buffer) in fallback for copy in parts):
         return None

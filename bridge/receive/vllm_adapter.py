@@ -109,9 +109,7 @@ def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
             places[key] = place
             if width == full_width == stride:
                 num_rows, width = 1, num_rows * width
-            by_name[name].append(
-                Copy(Region(source, num_rows, width, full_width), key, Region(target, num_rows, width, stride))
-            )
+            by_name[name].append(Copy(Region(source, num_rows, width, full_width), key, Region(target, num_rows, width, stride)))
     except ValueError:
         return None
     return LoadPlan(manifest, places, [tuple(by_name[spec.name]) for spec in manifest.tensors], {}, [])

@@ -102,9 +102,7 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
         offsets = (0, rank * layer.input_size_per_partition) if name == "weight" else (0,)
         yield hf_names[0], offsets, tensor
         return
-    if (
-        kind == "QKVParallelLinear"
-    ):  # model_executor/layers/linear.py:1052-1105; KV heads are copied when ranks exceed them
+    if kind == "QKVParallelLinear":  # model_executor/layers/linear.py:1052-1105; KV heads are copied when ranks exceed them
         kv_rank = rank // layer.num_kv_head_replicas
         sizes = [layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size]
         sizes.append(layer.num_kv_heads * layer.v_head_size)

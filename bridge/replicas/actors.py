@@ -95,9 +95,7 @@ class ReplicaActors:
             raise RuntimeError(f"{len(waiting)} replicas gave no answer within {timeout:g} seconds")
         return [values[ref] for ref in refs]
 
-    def _call(
-        self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None
-    ) -> list[Any]:
+    def _call(self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None) -> list[Any]:
         return self.gather([method(actor.handle) for actor in self._chosen(replicas)], timeout)
 
     def _chosen(self, replicas: Sequence[int] | None = None) -> list[ReplicaActor]:

@@ -77,9 +77,7 @@ class Replica:
             version = self.version if self.version is not None else FOLDER_VERSION
             for request in requests:
                 for sample in range(request.num_samples):
-                    queue = await vllm_api.submit(
-                        self._engine, request, sample, self._new_id(), with_adapter=self._has_adapter
-                    )
+                    queue = await vllm_api.submit(self._engine, request, sample, self._new_id(), with_adapter=self._has_adapter)
                     queues.append(queue)
 
         outputs = iter(await self._run(submit))
@@ -258,8 +256,7 @@ class Replica:
         self._notice_death()
         if self._state is ReplicaState.FAILED:
             raise RuntimeError(
-                f"replica {self.index} is out of service ({self._failure}); "
-                "restart it (ReplicaPool.restart) and publish again"
+                f"replica {self.index} is out of service ({self._failure}); restart it (ReplicaPool.restart) and publish again"
             )
 
     def _require_serving(self) -> None:

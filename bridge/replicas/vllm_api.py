@@ -198,9 +198,7 @@ def mix_seed(seed: int, sample: int) -> int:
     return int(mix64(np.array([state], np.uint64))[0]) & SEED_MASK
 
 
-async def submit(
-    engine: Any, request: GenerationRequest, sample: int, request_id: str, *, with_adapter: bool = False
-) -> Any:
+async def submit(engine: Any, request: GenerationRequest, sample: int, request_id: str, *, with_adapter: bool = False) -> Any:
     """Hand one sample to the engine; comes back once it is on its way to the core. The queue gives the output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

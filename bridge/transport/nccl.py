@@ -154,4 +154,3 @@ class GroupReader:
                 channel.close()
         self._channels = [None] * len(self.endpoints)
         self._buffers = []
-

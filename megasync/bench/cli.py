@@ -144,4 +144,3 @@ def main(arguments: Sequence[str]) -> int:
     if not results["is_complete"]:
         print(f"cut off; rounds until then are in {config.run.folder / f'bench_{given.verb}.json'}", file=sys.stderr)
     return int(code != 0)
-

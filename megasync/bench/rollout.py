@@ -67,9 +67,6 @@ class RolloutBench(BenchRank):
         """The same at every call."""
         sizes, generator = self.config.bench, random.Random(self.config.run.seed)
         vocabulary: int = self.lora.engine.hf_bridge.hf_config.vocab_size
-        prompts = [
-            tuple(generator.randrange(vocabulary) for _ in range(sizes.prompt_tokens))
-            for _ in range(sizes.num_prompts)
-        ]
+        prompts = [tuple(generator.randrange(vocabulary) for _ in range(sizes.prompt_tokens)) for _ in range(sizes.num_prompts)]
         limit = self.config.rollout.max_new_tokens
         return [GenerationRequest(prompt, 1, limit, temperature=0.0) for prompt in prompts]

@@ -43,8 +43,7 @@ class SyncBench(Ways):
         results: Measured = {"warm_up": [], "rounds": [], **self._describe()}
         num_rounds, version = self.config.bench.rounds, 0
         pids = {  # of the processes that take part, by what they are; rank 0 alone looks at them
-            name: self.trainer_pids | way.pool.call("pids")[0] if way.pool is not None else {}
-            for name, way in self.ways.items()
+            name: self.trainer_pids | way.pool.call("pids")[0] if way.pool is not None else {} for name, way in self.ways.items()
         }
         for index in range(-1, num_rounds):  # -1 warms up
             for name, way in self.ways.items():
