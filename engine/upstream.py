@@ -1,6 +1,6 @@
 """Work-arounds for bugs and gaps of megatron-core 0.16.1, megatron-fsdp 0.6.1 and mbridge 0.15.1, each with its place.
 
-tests/test_upstream.py fails when one of them is no longer needed. Leaves out the device: see device.py.
+tests/test_upstream.py fails when one of them is no longer needed. Leaves out the device: see stand_in.py.
 """
 
 from __future__ import annotations
