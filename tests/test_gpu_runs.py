@@ -45,9 +45,10 @@ def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[
 
 def check(lines: list[dict[str, float]]) -> None:
     assert [line["step"] for line in lines] == list(range(STEPS))
+    assert lines[0]["grad_norm"] > 0
     for line in lines:
         assert line["sync/verified"] == 1 and line["staleness/max"] == 0
-        assert line["grad_norm"] > 0
+        assert line["grad_norm"] > 0 or line["reward/std"] == 0, line  # equal rewards leave nothing to learn from
         assert line["logprob_gap/mean"] < LARGEST_MEAN_GAP, line
 
 
