@@ -14,6 +14,7 @@ BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2*
 
 Transport = Literal["auto", "shm", "nccl", "ipc"]
 Verify = Literal["none", "digest", "readback"]
+OnUpdate = Literal["drain", "continue", "restart"]
 
 
 def _num_bytes(value: object) -> object:
@@ -65,4 +66,6 @@ class ReplicaConfig:
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
     shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
+    on_update: OnUpdate = "drain"  # what a sync does to running requests: wait for them, hold them, or begin them anew
+    recomputes_cache: bool = True  # continue: what held requests have computed is computed anew, with the new weights
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

@@ -7,8 +7,9 @@
 A replica that shares its devices with the trainer goes from SERVING to ASLEEP, its memory given up, and on to PAUSED by the
 next pause, or back by resume where it kept its weights. A manifest is offered to a replica that is PAUSED before the first
 receive: begin changes no weight, whether it is accepted or refused, and resume serves the former version, if there still is
-one. An abort in PAUSED does the same; from RECEIVING on it leads to FAILED, where nothing generates, and which only a new
-replica leaves (ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py obeys. No torch in here.
+one. An abort in PAUSED does the same; from RECEIVING on it leads to STALE, where nothing generates, and which the next whole sync
+leaves, by a pause. A replica whose vLLM died, or that gives no answer, is FAILED; only a new one takes its place
+(ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py obeys. No torch in here.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class ReplicaState(Enum):
     RECEIVING = "receiving"
     RECEIVED = "received"
     COMMITTED = "committed"
+    STALE = "stale"
     FAILED = "failed"
 
 
@@ -54,6 +56,7 @@ TRANSITIONS: dict[tuple[ReplicaState, Event], ReplicaState] = {
     (ReplicaState.SERVING, Event.SLEEP): ReplicaState.ASLEEP,
     (ReplicaState.SERVING, Event.PAUSE): ReplicaState.PAUSED,
     (ReplicaState.ASLEEP, Event.PAUSE): ReplicaState.PAUSED,
+    (ReplicaState.STALE, Event.PAUSE): ReplicaState.PAUSED,
     (ReplicaState.PAUSED, Event.BEGIN): ReplicaState.PAUSED,
     (ReplicaState.PAUSED, Event.RECEIVE): ReplicaState.RECEIVING,
     (ReplicaState.RECEIVING, Event.RECEIVED): ReplicaState.RECEIVED,
@@ -64,9 +67,10 @@ TRANSITIONS: dict[tuple[ReplicaState, Event], ReplicaState] = {
     (ReplicaState.SERVING, Event.ABORT): ReplicaState.SERVING,
     (ReplicaState.ASLEEP, Event.ABORT): ReplicaState.ASLEEP,
     (ReplicaState.PAUSED, Event.ABORT): ReplicaState.SERVING,
-    (ReplicaState.RECEIVING, Event.ABORT): ReplicaState.FAILED,
-    (ReplicaState.RECEIVED, Event.ABORT): ReplicaState.FAILED,
-    (ReplicaState.COMMITTED, Event.ABORT): ReplicaState.FAILED,
+    (ReplicaState.RECEIVING, Event.ABORT): ReplicaState.STALE,
+    (ReplicaState.RECEIVED, Event.ABORT): ReplicaState.STALE,
+    (ReplicaState.COMMITTED, Event.ABORT): ReplicaState.STALE,
+    (ReplicaState.STALE, Event.ABORT): ReplicaState.STALE,
     (ReplicaState.FAILED, Event.ABORT): ReplicaState.FAILED,
 } | {(state, Event.DIE): ReplicaState.FAILED for state in ReplicaState}
 
@@ -85,25 +89,40 @@ def next_state(state: ReplicaState, event: Event) -> ReplicaState:
 class SyncError(RuntimeError):
     """A sync that did not happen; the same text on every trainer rank. `version` is the one that was to be published.
 
-    `refused`: the replicas turned the manifest down and still serve the former version. Otherwise those named in
-    `failed_replicas` are out of service until ReplicaPool.restart.
+    `refused`: the replicas turned the manifest down and still serve the former version. Otherwise those in `failed_replicas` are
+    out of service until ReplicaPool.restart, and those in `stale_replicas` until another sync.
     """
 
-    def __init__(self, version: int, reasons: list[str], *, refused: bool = False, failed_replicas: tuple[int, ...] = ()) -> None:
-        self.version, self.reasons, self.refused, self.failed_replicas = version, reasons, refused, failed_replicas
-        outcome = (
-            "refused; replicas still serve the former version"
-            if refused
-            else f"failed; out of service until restarted: replicas {list(failed_replicas)}"
-            if failed_replicas
-            else "failed; no replica changed"
-        )
+    def __init__(
+        self,
+        version: int,
+        reasons: list[str],
+        *,
+        refused: bool = False,
+        failed_replicas: tuple[int, ...] = (),
+        stale_replicas: tuple[int, ...] = (),
+    ) -> None:
+        self.version, self.reasons, self.refused = version, reasons, refused
+        self.failed_replicas, self.stale_replicas = failed_replicas, stale_replicas
+        outcomes = []
+        if failed_replicas:
+            outcomes.append(f"out of service until restarted: replicas {list(failed_replicas)}")
+        if stale_replicas:
+            outcomes.append(f"out of service until the next sync: replicas {list(stale_replicas)}")
+        outcome = f"failed; {'; '.join(outcomes) or 'no replica changed'}"
+        if refused:
+            outcome = "refused; replicas still serve the former version"
         super().__init__(f"sync of version {version} {outcome}: " + "; ".join(reasons))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Exceptions with arguments of their own do not pickle by themselves; Ray carries this one."""
-        rebuild = partial(SyncError, refused=self.refused, failed_replicas=self.failed_replicas)
+        failed, stale = self.failed_replicas, self.stale_replicas
+        rebuild = partial(SyncError, refused=self.refused, failed_replicas=failed, stale_replicas=stale)
         return rebuild, (self.version, self.reasons)
+
+
+class NotServingError(RuntimeError):
+    """A replica has no whole weights until the next sync; it is in order otherwise."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +186,35 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """Samples of one prompt that are generated side by side: those of these indices, below the request's `num_samples`."""
+
+    key: int  # the caller's
+    request: GenerationRequest
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Sample `sample` of group `key` has ended."""
+
+    key: int
+    sample: int
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a replica has finished since it was last asked.
+
+    `silent_seconds`: how long vLLM's engine core has owed it an answer; none is due during a sync.
+    """
+
+    finished: tuple[Finished, ...]
+    silent_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpan:
     """A stretch of a sync for the timeline; wall clock, seconds since the epoch."""
 
@@ -206,11 +254,11 @@ class Replicas(Protocol):
 
     def loader_fallback(self) -> dict[str, str]: ...
 
-    def read_digests(self, timeout: float) -> list[dict[str, int]]: ...
+    def read_digests(self, timeout: float) -> dict[int, dict[str, int]]: ...
 
     def resume(self) -> None: ...
 
-    def abort(self, reason: str, *, timeout: float) -> list[int]: ...
+    def abort(self, *, timeout: float) -> tuple[list[int], list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)

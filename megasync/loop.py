@@ -12,23 +12,22 @@ if TYPE_CHECKING:
 
 
 def train_grpo(session: Session) -> None:
-    """Generate, reward, train, publish. Version v is the weights after v steps; batch s trains on version s.
+    """Generate, reward, train, publish. Version v is the weights after v steps; step s trains version s.
 
-    With `rollout.max_staleness` n, batch s may begin to generate when version s - n serves.
+    With `rollout.max_staleness` n, no token that it trains on is of a version before s - n.
     """
-    config, engine = session.config, session.engine
+    engine = session.engine
     session.start_replicas()
-    session.weights.publish(version=session.first_step)
+    session.publish(version=session.first_step)
     session.evaluate(session.first_step)
     for step in session.steps():
-        session.start_rollouts(until=step)
+        session.start_rollouts(step)
         rollout = session.take_rollout(step)
-        session.start_rollouts(until=step + config.rollout.max_staleness)
         with session.span("log-probs"):
             batch = engine.prepare(rollout.samples)
         with session.span("train"):
             metrics = engine.update(batch)
-        synced = session.weights.publish(version=step + 1)
+        synced = session.publish(version=step + 1)
         session.log_step({**rollout.metrics, **metrics, **synced})
         session.evaluate_if_due(step + 1)
         session.checkpoint_if_due(step + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +99,29 @@ class Session:
         self.weights.start_replicas()
         pool = self.weights.pool
         if pool is not None:
-            self.rollouts = Rollouts(
-                self.config, pool, self._data.prompts, self._data.train, reward, self.log.timeline, self.first_step
-            )
+            self.rollouts = Rollouts(self.config, pool, self._data, reward, self.log, self.first_step)
 
-    def start_rollouts(self, until: int) -> None:
-        """Let the batches up to that of step `until` begin to generate."""
-        on_rank_zero(lambda: self._rollouts.start_until(until))
+    def publish(self, version: int) -> dict[str, float]:
+        """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync."""
+        metrics = self.weights.publish(version)
+        on_rank_zero(lambda: self._rollouts.stream.serve(version))
+        return metrics
+
+    def start_rollouts(self, step: int) -> None:
+        """Let the samples begin that `step`, which is trained next, and `rollout.max_staleness` make room for."""
+        on_rank_zero(lambda: self._rollouts.stream.admit(step))
 
     def take_rollout(self, step: int) -> RolloutBatch:
         """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
-        batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step))
+        batch: RolloutBatch = self._with_replicas(step, lambda: self._rollouts.take(step))
         self.weights.devices.acquire_for_training()
         return batch
+
+    def _with_replicas(self, version: int, work: Callable[[], Any]) -> Any:
+        """What `work` on rank 0 gives; where that is None too few replicas are left, and it goes on with those that come back."""
+        while (result := on_rank_zero(work)) is None:
+            self.publish(version)
+        return result
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -134,7 +144,7 @@ class Session:
             samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
             self.accuracies[step] = statistics.fmean(self.engine.greedy_matches(samples))
         else:
-            self.accuracies[step] = on_rank_zero(lambda: self._rollouts.evaluate(self._data.held_out))
+            self.accuracies[step] = self._with_replicas(step, lambda: self._rollouts.evaluate(self._data.held_out))
         self.log.evaluation(step, self.accuracies[step])
         return self.accuracies[step]
 
@@ -175,6 +185,8 @@ class Session:
 
     def close(self) -> None:
         """Take replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
+        if self.rollouts is not None:
+            self.rollouts.close()
         self.weights.close()
         self.log.close()
 

@@ -28,6 +28,7 @@ from megasync.rank_zero import control_group, on_rank_zero
 from megasync.reporting.log import RunLog
 
 MERGE_ERROR_NOTE = 0.5
+SYNC_ATTEMPTS = 3
 
 
 class Weights:
@@ -56,10 +57,11 @@ class Weights:
         self._ends.callback(self.publisher.close)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Bring every replica to the trainer's weights as `version`; a replica that failed is restarted, once.
+        """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
 
         Raises:
-            SyncError: the sync was refused, or failed twice.
+            SyncError: the sync was refused, or failed SYNC_ATTEMPTS times.
+            RankZeroError: fewer than `rollout.min_replicas` replicas run, even after `rollout.restart_timeout_seconds`.
         """
         with self.devices.sync():
             report = self._publish(version)
@@ -79,15 +81,26 @@ class Weights:
 
     def _publish(self, version: int) -> SyncReport:
         assert self.publisher is not None
-        try:
-            return self.publisher.publish(version)
-        except SyncError as error:
-            failed = error.failed_replicas
-            if error.refused or not failed:
-                raise
-            self.log.note(f"{error}; restarting {len(failed)} replica(s)")
-            on_rank_zero(lambda: self.pool.restart(*failed) if self.pool is not None else None)
-            return self.publisher.publish(version)
+        for _ in range(SYNC_ATTEMPTS - 1):
+            self._let_rejoin()
+            try:
+                return self.publisher.publish(version)
+            except SyncError as error:
+                if error.refused or not (error.failed_replicas or error.stale_replicas):
+                    raise
+                self.log.note(f"{error}; the sync is repeated")
+                if self.pool is not None:
+                    self.pool.replace(*error.failed_replicas)
+        self._let_rejoin()
+        return self.publisher.publish(version)
+
+    def _let_rejoin(self) -> None:
+        """Replicas that were started anew take part from now on; waits for some where there are too few."""
+        assert self.publisher is not None
+        rollout = self.config.rollout
+        least, seconds = rollout.min_replicas, rollout.restart_timeout_seconds
+        if on_rank_zero(lambda: self.pool is not None and self.pool.rejoin(least, seconds)):
+            self.publisher.close()  # the next sync connects to the members that there are then
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder: whole, under a temporary name first."""
@@ -145,6 +158,8 @@ def replica_config(config: Config) -> ReplicaConfig:
         kv_cache_bytes=rollout.kv_cache_bytes,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
+        on_update=rollout.on_update,
+        recomputes_cache=rollout.cache_on_update == "recompute",
         seed=config.run.seed,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.is_colocated,

@@ -28,10 +28,10 @@ class OpenReplica(Replica):
         async def submit(queues: list[Any]) -> None:
             for ids in token_id_lists:
                 prompt, lora = {"prompt_token_ids": list(ids)}, vllm_adapter.request(self._has_adapter)
-                queues.append(await self._engine.add_request(self._new_id(), prompt, parameters, lora_request=lora))
+                queues.append(await self._engine.add_request(self._generator.new_id(), prompt, parameters, lora_request=lora))
 
         scores = []
-        for output in await self._run(submit):
+        for output in await self._generator.run(submit):
             entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
             scores.append([entry[token].logprob for token, entry in entries])
         return scores

@@ -171,7 +171,7 @@ class LostPool:
     def pause(self) -> None:
         raise RuntimeError("the replicas do not answer")
 
-    def abort(self, reason: str, timeout: float) -> list[int]:
+    def abort(self, timeout: float) -> tuple[list[int], list[int]]:
         raise ConnectionError("Ray is gone")
 
 

@@ -183,6 +183,12 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             vllm_reload.finish_reload(self._fallback_layers, self.model, self.model_config)
         self._sync = None
 
+    def break_off(self) -> None:
+        """Leave a sync that did not arrive whole, so that another can begin; the weights are of no use until then."""
+        if self._sync is not None and not self.takes_adapter:
+            self.finish_weight_update()
+        self._sync = None
+
     def read_digests(self) -> dict[str, int]:
         """vllm_readback.digest_whole of what the workers hold. Collective over them."""
         return vllm_readback.digest_whole(self.held_slices(None), vllm_readback.tensor_group())
@@ -215,6 +221,7 @@ class WorkerExtension:
     model_runner: Any
     start_weight_update: Callable[[], None]  # vLLM's worker has these (v1/worker/gpu_worker.py:1507, :1550)
     update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def megasync_begin(self, fields: dict[str, Any]) -> list[str]:
         self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
@@ -232,6 +239,12 @@ class WorkerExtension:
             return
         self.start_weight_update()
         self.update_weights({"version": fields["version"]})
+
+    def megasync_break_off(self) -> None:
+        """Also where this worker has got all of a sync that broke off elsewhere (v1/worker/gpu_worker.py:1591)."""
+        if getattr(self, "_weight_update_active", False) and not self.weight_transfer_engine.takes_adapter:
+            self.finish_weight_update()
+        self.weight_transfer_engine.break_off()
 
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()

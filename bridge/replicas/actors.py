@@ -5,6 +5,7 @@ Leaves out ray.init (the caller's), what is asked of them (pool.py) and what the
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,14 @@ class ReplicaActors:
 
     def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
         self.config, self.num_replicas = config, num_replicas
+        self.members: list[int] = []  # numbers of those that are asked, and brought to new weights
         self._actors: dict[int, ReplicaActor] = {}  # by number; without those that are not there
+        self._fresh: dict[int, ReplicaActor] = {}  # started in the background, until they rejoin
+        self._starting: dict[int, ReplicaActor] = {}
+        self._restarts: dict[int, threading.Thread] = {}
+        self._deferred: list[int] = []  # to be started by `rejoin`
+        self._start_problems: dict[int, str] = {}
+        self._is_closed = False
 
     @classmethod
     def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
@@ -62,21 +70,67 @@ class ReplicaActors:
                     f"rollout.replicas={num_replicas} times rollout.tensor_parallel={config.tensor_parallel} needs "
                     f"{needed} GPUs, Ray has {there}; lower one of them"
                 )
-        try:
-            actors._launch(range(num_replicas), serves_folder=True)
-        except BaseException:
-            actors.close()
-            raise
+        actors._actors = actors._launch(range(num_replicas), serves_folder=True)
+        actors.members = list(range(num_replicas))
         return actors
 
     def restart(self, *replicas: int) -> None:
         """New actors in the place of those that failed or died. They generate after the next publish."""
-        self._kill(replicas)
-        self._launch(replicas, serves_folder=False)
+        self._end([self._actors.pop(replica) for replica in replicas if replica in self._actors])
+        self._actors |= self._launch(replicas, serves_folder=False)
+
+    def replace(self, *replicas: int) -> None:
+        """As `restart`, in the background: new actors wait for `rejoin`. Nothing where that has begun already.
+
+        On devices that the trainer shares they start within `rejoin`, since now the trainer may have the memory.
+        """
+        for replica in replicas:
+            former = self._actors.pop(replica, None)
+            if former is not None and not self._is_closed:
+                self._restarts[replica] = threading.Thread(target=self._replace, args=(replica, former), daemon=True)
+                self._restarts[replica].start()
+
+    def _replace(self, replica: int, former: ReplicaActor) -> None:
+        try:
+            self._end([former], seconds=UNSTARTED_CLOSE_SECONDS)  # it may be hung
+            if self.config.shares_devices:
+                self._deferred.append(replica)
+            else:
+                self._fresh |= self._launch([replica], serves_folder=False)
+        except Exception as error:  # noqa: BLE001 # said by who misses it
+            self._start_problems[replica] = str(error)
+
+    def rejoin(self, at_least: int, seconds: float) -> bool:
+        """Let those that were started anew be members, once there are `at_least` so many in all; whether the members changed.
+
+        Raises:
+            RuntimeError: there were not within `seconds`; with the errors of those that did not start.
+        """
+        deadline = time.monotonic() + seconds
+        for thread in self._restarts.values() if self.config.shares_devices else ():
+            thread.join(CLOSE_SECONDS)
+        if self._deferred:
+            self._fresh |= self._launch([self._deferred.pop() for _ in list(self._deferred)], serves_folder=False)
+        while len(self._actors) + len(self._fresh) < at_least:
+            is_hopeless = not any(thread.is_alive() for thread in self._restarts.values())
+            if is_hopeless or time.monotonic() > deadline:
+                problems = [f"replica {replica}: {text}" for replica, text in self._start_problems.items()]
+                there = f"{len(self._actors) + len(self._fresh)} of {self.num_replicas} replicas run, {at_least} are needed"
+                raise RuntimeError("; ".join([there, *(problems or [f"the others did not start within {seconds:g} s"])]))
+            time.sleep(0.1)
+        for replica in list(self._fresh):
+            self._actors[replica] = self._fresh.pop(replica)
+        former, self.members = self.members, sorted(self._actors)
+        return former != self.members
 
     def close(self) -> None:
         """Stop everything, the engines' processes too. Safe to repeat."""
-        self._kill(range(self.num_replicas))
+        self._is_closed = True
+        self._end([*self._actors.values(), *self._fresh.values(), *self._starting.values()])
+        for thread in self._restarts.values():
+            thread.join(CLOSE_SECONDS)
+        self._end(list(self._fresh.values()))
+        self._actors, self._fresh = {}, {}
 
     def gather(self, refs: list[Any], timeout: float | None = None) -> list[Any]:
         """Wait for all, then ray.get with the actor's own error, without Ray's wrapping.
@@ -99,30 +153,40 @@ class ReplicaActors:
         return self.gather([method(actor.handle) for actor in self._chosen(replicas)], timeout)
 
     def _chosen(self, replicas: Sequence[int] | None = None) -> list[ReplicaActor]:
-        """The actors of these replicas, None: of all. RuntimeError where one was not started again."""
-        chosen = range(self.num_replicas) if replicas is None else replicas
+        """The actors of these replicas, None: of all members. RuntimeError where one was not started again."""
+        chosen = self.members if replicas is None else replicas
         missing = [replica for replica in chosen if replica not in self._actors]
         if missing:
             raise RuntimeError(f"replica {missing[0]} is not there: it was to be restarted and did not start")
         return [self._actors[replica] for replica in chosen]
 
-    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> None:
+    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
+        """Started actors by number; where one does not start, none is left."""
         cuda = torch.cuda.is_available()
         actor_class: Any = ray.remote(self.replica_class)
+        actors = {}
         for replica in replicas:
             options = placement_options(self.config, replica, cuda=cuda) | {"num_cpus": 0, "max_concurrency": 1000}
             handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
-            self._actors[replica] = ReplicaActor(handle)
-        actors = self._chosen(replicas)
-        for actor, pid in zip(actors, self._wait_for_start([actor.handle.start.remote() for actor in actors]), strict=True):
-            actor.pid, actor.shared_memory = pid, processes.shared_memory_below(pid)
-            actor.family = {pid, *(child.pid for child in processes.descendants(pid))}
+            actors[replica] = self._starting[replica] = ReplicaActor(handle)
+        try:
+            pids = self._wait_for_start([actor.handle.start.remote() for actor in actors.values()])
+            for actor, pid in zip(actors.values(), pids, strict=True):
+                actor.pid, actor.shared_memory = pid, processes.shared_memory_below(pid)
+                actor.family = {pid, *(child.pid for child in processes.descendants(pid))}
+        except BaseException:
+            self._end(list(actors.values()))
+            raise
+        finally:
+            for replica in replicas:
+                self._starting.pop(replica, None)
+        return actors
 
     def _wait_for_start(self, refs: list[Any]) -> list[int]:
         """The actors' process ids. The first error ends the wait for the others."""
         deadline = time.monotonic() + self.config.start_timeout_seconds
         waiting = refs
-        while waiting and time.monotonic() < deadline:
+        while waiting and time.monotonic() < deadline and not self._is_closed:
             finished, waiting = ray.wait(waiting, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
             self.gather(finished)
         if waiting:
@@ -132,12 +196,11 @@ class ReplicaActors:
             )
         return self.gather(refs)
 
-    def _kill(self, replicas: Sequence[int]) -> None:
-        """Ask nicely, then kill, then wait until the processes are gone; their children end with them (vllm_api)."""
-        actors = [self._actors.pop(replica) for replica in replicas if replica in self._actors]
+    def _end(self, actors: list[ReplicaActor], seconds: float = CLOSE_SECONDS) -> None:
+        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (vllm_api)."""
         if not actors:
             return
-        seconds = CLOSE_SECONDS if all(actor.pid for actor in actors) else UNSTARTED_CLOSE_SECONDS
+        seconds = seconds if all(actor.pid for actor in actors) else UNSTARTED_CLOSE_SECONDS
         ray.wait([actor.handle.close.remote() for actor in actors], num_returns=len(actors), timeout=seconds)
         for actor in actors:
             ray.kill(actor.handle)

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from bridge.messages import BeginSync, Completion, GenerationRequest, StageSpan
+from bridge.messages import BeginSync, Completion, GenerationRequest, GroupRequest, ReplicaState, StageSpan
 from bridge.replicas.actors import ReplicaActor, ReplicaActors
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
@@ -48,24 +48,35 @@ class ReplicaPool(ReplicaActors):
     """Replicas that generate and are brought to new weights. Use `start`."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
-        """Send requests off, request i to replica i modulo `num_replicas`; does not wait."""
-        shares = [list(requests[i :: self.num_replicas]) for i in range(min(self.num_replicas, len(requests)))]
+        """Send requests off, dealt out in turns to the members; does not wait."""
+        members = self._chosen()
+        shares = [list(requests[i :: len(members)]) for i in range(min(len(members), len(requests)))]
         refs = []
-        for actor, share in zip(self._chosen(), shares, strict=False):
+        for actor, share in zip(members, shares, strict=False):
             refs.append(actor.handle.generate.remote(share))
             actor.num_sent += 1  # a pause comes after: calls of an actor may overtake each other
         return Generation(self, refs, len(requests))
+
+    def hand_in(self, replica: int, groups: Sequence[GroupRequest]) -> Any:
+        """Let a replica begin with these groups; a Ray reference. `collect` has their samples."""
+        (actor,) = self._chosen([replica])
+        return actor.handle.hand_in.remote(list(groups))
+
+    def collect(self, replica: int, seconds: float) -> Any:
+        """A Ray reference to Collected: what the replica has finished since the last call, after `seconds` at the latest."""
+        (actor,) = self._chosen([replica])
+        return actor.handle.collect.remote(seconds)
 
     # The steps of a sync (messages.py), driven by Publisher.
 
     @property
     def num_readers(self) -> int:
-        return self.num_replicas * self.config.tensor_parallel
+        return len(self.members) * self.config.tensor_parallel
 
     @property
     def reader_names(self) -> list[str]:
         width = self.config.tensor_parallel
-        return [f"replica {reader // width} worker {reader % width}" for reader in range(self.num_readers)]
+        return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
 
     def pause(self) -> None:
         """No new requests; waits for running ones.
@@ -90,7 +101,7 @@ class ReplicaPool(ReplicaActors):
             actor.manifest_digest = "" if refused else message.manifest_digest
         if all(refused == refusals[0] for refused in refusals):
             return list(refusals[0])
-        return [f"replica {replica}: {reason}" for replica, reasons in enumerate(refusals) for reason in reasons]
+        return [f"replica {r}: {reason}" for r, reasons in zip(self.members, refusals, strict=True) for reason in reasons]
 
     def receive(self, message: BeginSync) -> list[Any]:
         """Let all replicas load the stream of a manifest that they have accepted; a Ray reference each."""
@@ -102,8 +113,8 @@ class ReplicaPool(ReplicaActors):
     def _own(self, message: BeginSync) -> Iterator[tuple[ReplicaActor, BeginSync]]:
         """Each replica's actor and message; the manifest goes to those that do not hold it."""
         width = self.config.tensor_parallel
-        for replica, actor in enumerate(self._chosen()):
-            first = replica * width
+        for place, (replica, actor) in enumerate(zip(self.members, self._chosen(), strict=True)):
+            first = place * width
             known = actor.manifest_digest == message.manifest_digest
             yield (
                 actor,
@@ -130,28 +141,33 @@ class ReplicaPool(ReplicaActors):
     def resume(self, replicas: Sequence[int] | None = None) -> None:
         self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas)
 
-    def abort(self, reason: str, replicas: Sequence[int] | None = None, timeout: float = CONTROL_SECONDS) -> list[int]:
-        """Leave the sync everywhere; the replicas that are out of service now. Dead ones count among them."""
-        chosen = range(self.num_replicas) if replicas is None else replicas
-        failed = []
-        for replica in chosen:
+    def abort(self, timeout: float = CONTROL_SECONDS) -> tuple[list[int], list[int]]:
+        """Leave the sync everywhere, all at once; the replicas that are out of service now, and those that wait for another sync.
+
+        Who gives no answer within `timeout` seconds is out of service, too.
+        """
+        there = {replica: actor for replica, actor in self._actors.items() if replica in self.members}
+        refs = {replica: actor.handle.abort.remote() for replica, actor in there.items()}
+        if refs:
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
+        states = dict.fromkeys(self.members, ReplicaState.FAILED)
+        for replica, ref in refs.items():
             try:
-                (out,) = self._call(lambda actor: actor.abort.remote(reason), timeout, [replica])
+                (states[replica],) = self.gather([ref], 0.0)
             except RuntimeError:
-                out = True
-            if out:
-                failed.append(replica)
-        return failed
+                states[replica] = ReplicaState.FAILED
+        failed = [replica for replica, state in states.items() if state is ReplicaState.FAILED]
+        return failed, [replica for replica, state in states.items() if state is ReplicaState.STALE]
 
     def loader_fallback(self) -> dict[str, str]:
         """See SyncReport."""
-        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, [0])
+        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1])
         return dict(layers)
 
     def sync_spans(self) -> list[list[StageSpan]]:
         """What the last sync's time went to, replica by replica."""
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
-    def read_digests(self, timeout: float) -> list[dict[str, int]]:
-        """digest.digest_value by HF name of what each replica holds."""
-        return self._call(lambda actor: actor.read_digests.remote(), timeout)
+    def read_digests(self, timeout: float) -> dict[int, dict[str, int]]:
+        """Of each replica: digest.digest_value by HF name of what it holds."""
+        return dict(zip(self.members, self._call(lambda actor: actor.read_digests.remote(), timeout), strict=True))

@@ -7,24 +7,26 @@ Leaves out who calls it (pool.py) and the workers' side of a sync (receiver.py).
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from bridge.config import ReplicaConfig
 from bridge.messages import (
     FOLDER_VERSION,
     BeginSync,
+    Collected,
     Completion,
     Event,
     GenerationRequest,
+    GroupRequest,
+    NotServingError,
     ReplicaState,
     Spans,
     StageSpan,
     next_state,
 )
 from bridge.replicas import processes, vllm_api
+from bridge.replicas.generator import Generator
 from bridge.replicas.output import Output
 
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
@@ -40,11 +42,9 @@ class Replica:
         self._state = ReplicaState.SERVING
         self._failure = ""
         self._in_sync = False  # the lock is held for a sync, or asleep
+        self._is_torn = False  # weights of several versions, after a sync that broke off
         self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
         self._spans = Spans()
-        self._num_calls = 0  # that generate, all
-        self._num_running = 0  # those whose requests are in the engine
-        self._ids = itertools.count()
         self._output = Output()
         self._engine: Any = None
 
@@ -54,7 +54,6 @@ class Replica:
         Raises:
             RuntimeError: vLLM did not start; its own error text, that of its child processes included.
         """
-        self._control = asyncio.Lock()  # held while requests are handed in, and from pause to resume or abort
         vllm_api.prepare_process()
         try:
             with self._output.taking(), vllm_api.noticing_failure(self._output.text):
@@ -62,70 +61,29 @@ class Replica:
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
             told = f"{error}\n{self._output.summary()}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
+        self._generator = Generator(self._engine, self.index, self.config.on_update, self._serving, self._explain)
+        self._watch = asyncio.create_task(self._generator.watch())
         return os.getpid()
 
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of each request, in order.
+        """See Generator."""
+        return await self._generator.generate(requests)
 
-        The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
-        call runs: all enter the scheduler at once, with nothing cached.
-        """
-        version = FOLDER_VERSION
+    async def hand_in(self, groups: list[GroupRequest]) -> None:
+        """See Generator."""
+        await self._generator.hand_in(groups)
 
-        async def submit(queues: list[Any]) -> None:
-            nonlocal version
-            version = self.version if self.version is not None else FOLDER_VERSION
-            for request in requests:
-                for sample in range(request.num_samples):
-                    queue = await vllm_api.submit(self._engine, request, sample, self._new_id(), with_adapter=self._has_adapter)
-                    queues.append(queue)
-
-        outputs = iter(await self._run(submit))
-        return [[vllm_api.to_completion(next(outputs), version) for _ in range(r.num_samples)] for r in requests]
-
-    async def _run(self, submit: Callable[[list[Any]], Awaitable[None]]) -> list[Any]:
-        """Hand requests in as one batch and wait for their outputs; `submit` appends a queue for each.
-
-        A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
-        input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
-        """
-        queues: list[Any] = []
-        self._num_calls += 1
-        async with self._control:
-            self._require_serving()
-            alone, self._num_running = self._num_running == 0, self._num_running + 1
-            try:
-                if alone:
-                    await vllm_api.pause(self._engine, "keep")
-                    await self._engine.reset_prefix_cache()
-                await submit(queues)
-            except Exception as error:
-                await self._give_up(queues, error)
-                raise
-            finally:
-                if alone and not self._engine.errored:
-                    await self._engine.resume_generation()
-        try:
-            return [await queue.get() for queue in queues]
-        except Exception as error:
-            await self._give_up(queues, error)
-            raise
-        finally:
-            self._num_running -= 1
-            for queue in queues:
-                queue.close()
-
-    async def _give_up(self, queues: list[Any], error: Exception) -> None:
+    async def collect(self, seconds: float) -> Collected:
+        """See Generator."""
         self._notice_death()
-        if self._engine.errored:
-            told = f"{error}\n{self._output.summary()}"
-            raise RuntimeError(f"vLLM died in replica {self.index}: {told}") from None
-        await self._engine.abort([queue.request_id for queue in queues], internal=True)
+        if self._state is ReplicaState.FAILED:
+            raise self._out_of_service()
+        return await self._generator.collect(seconds)
 
     async def pause(self, num_calls: int) -> None:
-        """Take on no new requests, and wait until the running ones are done; asleep, get memory for weights.
+        """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 
-        `num_calls`: how many calls that generate come before; they may still be on their way.
+        `num_calls`: how many calls of `generate` come before; they may still be on their way.
         """
         if self._state is ReplicaState.ASLEEP:
             await self._wake([vllm_api.WEIGHTS])
@@ -143,15 +101,16 @@ class Replica:
         self._given_up = [vllm_api.WEIGHTS, vllm_api.CACHES]
 
     async def _stop(self, event: Event, num_calls: int) -> None:
-        while self._num_calls < num_calls:  # they are on their way here
+        while self._generator.num_calls < num_calls:  # they are on their way here
             await asyncio.sleep(1e-3)
-        await self._control.acquire()
+        await self._generator.lock.acquire()
         self._in_sync = True
         before = self._state
         try:
             self._require_service()
             self._advance(event)
-            await self._unless_dead(vllm_api.pause(self._engine, "wait"))
+            if before is not ReplicaState.STALE:
+                await self._generator.pause(drain=event is Event.SLEEP)
         except BaseException:
             self._leave_sync()
             if self._state is not ReplicaState.FAILED:
@@ -164,16 +123,6 @@ class Replica:
         if wanted:
             await vllm_api.wake(self._engine, wanted)
             self._given_up = [kind for kind in self._given_up if kind not in wanted]
-
-    async def _unless_dead(self, call: Awaitable[None]) -> None:
-        """Wait for an answer that has no time limit; vLLM leaves it open when its core dies."""
-        task = asyncio.ensure_future(call)
-        while not task.done():
-            await asyncio.wait([task], timeout=1.0)
-            if not task.done() and self._engine.errored:
-                task.cancel()
-                raise RuntimeError(f"vLLM's processes ended in replica {self.index}")
-        await task
 
     async def begin(self, message: BeginSync) -> list[str]:
         """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted. Changes no weight."""
@@ -190,31 +139,44 @@ class Replica:
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
-        """Finish the reload, stamp the version and forget cached prefixes."""
+        """Finish the reload, stamp the version and forget cached prefixes: of requests that are held, with `recomputes_cache`."""
+        holds = self.config.on_update == "continue"
+        recompute, adapter = holds and self.config.recomputes_cache, self.config.adapter_rank > 0
         with self._spans.measure("finish"):
-            if not await vllm_api.finish_update(self._engine, version, adapter=self.config.adapter_rank > 0):
+            is_reset = await vllm_api.finish_update(self._engine, version, adapter=adapter, recompute=recompute)
+            if not is_reset and not holds:
                 raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
-        self.version = version
+        self.version, self._is_torn = version, False
 
     async def resume(self) -> None:
         self._advance(Event.RESUME)
         await self._wake(self._given_up)
-        await self._engine.resume_generation()
+        await self._generator.resume()
         self._leave_sync()
 
-    async def abort(self, reason: str) -> bool:
-        """Leave the sync; whether this replica is out of service from now on."""
+    async def abort(self) -> ReplicaState:
+        """Leave the sync; how the replica stands from now on.
+
+        Raises:
+            RuntimeError: what it received in part cannot be replaced by another sync.
+        """
         self._notice_death()
         before, self._state = self._state, next_state(self._state, Event.ABORT)
-        if self._state is ReplicaState.FAILED:
-            self._failure = self._failure or reason
+        if self._state is ReplicaState.STALE and before is not ReplicaState.STALE:
+            self._is_torn, self.version = True, None
+            await self._engine.collective_rpc("megasync_break_off")
+        elif before is ReplicaState.PAUSED and self._is_torn:
+            self._state = ReplicaState.STALE
         elif before is ReplicaState.PAUSED:
             await self._wake(self._given_up)
-            await self._engine.resume_generation()
+            if self.version is None:
+                await self._engine.resume_generation()
+            else:
+                await self._generator.resume()
         if self._state is not ReplicaState.ASLEEP:
             self._leave_sync()
-        return self._state is ReplicaState.FAILED
+        return self._state
 
     async def sync_spans(self) -> list[StageSpan]:
         """What the last sync's time went to in here, for the timeline."""
@@ -242,7 +204,7 @@ class Replica:
     def _leave_sync(self) -> None:
         if self._in_sync:
             self._in_sync = False
-            self._control.release()
+            self._generator.lock.release()
 
     def _advance(self, event: Event) -> None:
         self._state = next_state(self._state, event)
@@ -252,17 +214,29 @@ class Replica:
             self._advance(Event.DIE)
             self._failure = f"vLLM's processes ended: {'; '.join(self._output.errors()) or 'without a word'}"
 
+    def _explain(self, error: Exception) -> Exception:
+        """What is to be said in place of `error`, which came of a request."""
+        self._notice_death()
+        if self._engine.errored:
+            return RuntimeError(f"vLLM died in replica {self.index}: {error}\n{self._output.summary()}")
+        return error
+
     def _require_service(self) -> None:
         self._notice_death()
         if self._state is ReplicaState.FAILED:
-            raise RuntimeError(
-                f"replica {self.index} is out of service ({self._failure}); restart it (ReplicaPool.restart) and publish again"
-            )
+            raise self._out_of_service()
 
-    def _require_serving(self) -> None:
+    def _out_of_service(self) -> RuntimeError:
+        restart = "restart it (ReplicaPool.restart) and publish again"
+        return RuntimeError(f"replica {self.index} is out of service ({self._failure}); {restart}")
+
+    def _serving(self) -> tuple[int, bool]:
+        """The version that is served, and whether with an adapter.
+
+        Raises:
+            NotServingError: nothing may be generated before the next sync.
+        """
         self._require_service()
         if self.version is None:
-            raise RuntimeError(f"replica {self.index} has no weights and waits for a publish before it can generate")
-
-    def _new_id(self) -> str:
-        return f"{self.index}-{next(self._ids)}"
+            raise NotServingError(f"replica {self.index} has no weights and waits for a publish before it can generate")
+        return self.version, self._has_adapter

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,14 +22,13 @@ import numpy as np
 
 from bridge.config import ReplicaConfig
 from bridge.layout.splitmix import GAMMA, mix64
-from bridge.messages import FOLDER_VERSION, Completion, GenerationRequest
+from bridge.messages import Completion, GenerationRequest
 from bridge.receive import vllm_adapter
 from bridge.replicas import processes
 
 BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
-DEFAULT_WEIGHT_VERSION = "default"  # v1/engine/core.py:141
 START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
 FAILED_START_SECONDS = 20.0
 SEED_MASK = 2**63 - 1
@@ -179,16 +178,17 @@ async def wake(engine: Any, kinds: list[str]) -> None:
     await engine.collective_rpc("wake_up", args=(kinds,))
 
 
-async def finish_update(engine: Any, version: int, *, adapter: bool) -> bool:
+async def finish_update(engine: Any, version: int, *, adapter: bool, recompute: bool) -> bool:
     """End a weight update, stamp what is generated from now on (0.26 has no stamps) and forget cached prefixes, which were
-    computed with other weights; whether that was possible. vLLM knows nothing of an update that brought an adapter.
+    computed with other weights; whether that was possible: not where requests are held, unless theirs are to be computed
+    anew (`recompute`). vLLM knows nothing of an update that brought an adapter.
 
     The core takes what it is asked in this order (v1/engine/core.py:926), so that nothing waits for the answer before it.
     """
     calls = [] if adapter else [engine.finish_weight_update()]
     if hasattr(engine, "update_weight_version"):
         calls.append(engine.update_weight_version(str(version)))
-    *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache())
+    *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache(reset_running_requests=recompute))
     return bool(is_reset)
 
 
@@ -198,8 +198,13 @@ def mix_seed(seed: int, sample: int) -> int:
     return int(mix64(np.array([state], np.uint64))[0]) & SEED_MASK
 
 
-async def submit(engine: Any, request: GenerationRequest, sample: int, request_id: str, *, with_adapter: bool = False) -> Any:
-    """Hand one sample to the engine; comes back once it is on its way to the core. The queue gives the output."""
+async def submit(
+    engine: Any, request: GenerationRequest, sample: int, request_id: str, *, version: int, with_adapter: bool = False
+) -> Any:
+    """Hand one sample to the engine; comes back once it is on its way to the core. The queue gives the output.
+
+    Prefixes are shared with requests of the same `version` only: those of held requests outlast an update.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -214,21 +219,37 @@ async def submit(engine: Any, request: GenerationRequest, sample: int, request_i
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompt = {"prompt_token_ids": list(request.prompt_ids)}
+    prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(version)}
     return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
 
 
-def to_completion(output: Any, version: int) -> Completion:
+def num_output_tokens(engine: Any, request_id: str) -> int | None:
+    """Tokens that this process has got of a request that has not ended; None once it has (v1/engine/output_processor.py)."""
+    state = engine.output_processor.request_states.get(request_id)
+    return None if state is None else int(state.detokenizer.num_output_tokens())
+
+
+async def take_in_outputs(engine: Any, num_requests: int) -> None:
+    """Let the engine's own task process what came before a pause ended; it lets others run every 128 outputs
+    (v1/engine/async_llm.py:_run_output_handler).
+    """
+    while not engine.engine_core.outputs_queue.empty():
+        await asyncio.sleep(0)
+    for _ in range(16 + num_requests // 64):
+        await asyncio.sleep(0)
+
+
+def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int) -> Completion:
     """From a finished RequestOutput with one sample.
 
-    `version` is what the replica served when it took the request; vLLM 0.26, which stamps no outputs, has no other. It is
-    that of every token, since a sync begins when running requests have ended.
+    `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
     """
     sample = output.outputs[0]
     tokens = tuple(sample.token_ids)
     log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
     versions = [version] * len(tokens)
-    for span in getattr(sample, "weight_versions", None) or ():
-        label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
-        versions[span.start : span.end] = [label] * (span.end - span.start)
+    begin = 0
+    for end, of in marks:
+        versions[begin:end] = [of] * (end - begin)
+        begin = end
     return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))

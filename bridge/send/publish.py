@@ -65,6 +65,7 @@ class Publisher:
             raise ValueError("Publisher takes the pool on rank 0 and None on the others")
         self._connection: Connection | None = None
         self._spans = Spans()
+        self._broken: tuple[list[int], list[int]] = ([], [])  # replicas out of service, and those that wait for another sync
 
     def publish(self, version: int, verify: Verify | None = None) -> SyncReport:
         """Bring every replica to this rank's weights, as `version`.
@@ -181,7 +182,7 @@ class Publisher:
         assert self._pool is not None
         answers = self._pool.read_digests(self._config.timeout_seconds)
         problems = []
-        for replica, held in enumerate(answers):
+        for replica, held in answers.items():
             wanted = {name: digest for name, digest in expected.items() if name in held or name != TIED_HEAD}
             if TIED_HEAD in held and TIED_HEAD not in expected:
                 wanted[TIED_HEAD] = expected[EMBEDDING]
@@ -233,25 +234,28 @@ class Publisher:
     def _fail(self, version: int, problems: list[str], refused: bool) -> None:
         """Abort on every side and raise the same SyncError on every rank."""
         reasons = _essential([text for texts in self._ranks.gather(problems) for text in texts])
-        failed, problem = self._undo(reasons[0])
-        told = self._ranks.gather((refused, failed, problem))
-        refused, failed, _ = told[0]
-        reasons += [f"rank {rank}: on leaving the sync: {text}" for rank, (_, _, text) in enumerate(told) if text]
-        raise SyncError(version, reasons, refused=refused, failed_replicas=tuple(failed))
+        problem = self._undo(reasons[0])
+        told = self._ranks.gather((refused, self._broken, problem))
+        refused, (failed, stale), _ = told[0]
+        reasons += [f"rank {rank}: on leaving the sync: {text}" for rank, (*_, text) in enumerate(told) if text]
+        raise SyncError(version, reasons, refused=refused, failed_replicas=tuple(failed), stale_replicas=tuple(stale))
 
-    def _undo(self, reason: str) -> tuple[list[int], str | None]:
-        """Which replicas are out of service then, and what went wrong here: the other ranks wait to hear of it."""
-        failed: list[int] = []
+    def _undo(self, reason: str) -> str | None:
+        """What went wrong here, if anything: the other ranks wait to hear of it. Notes which replicas are `_broken` then."""
+        self._broken = ([], [])
         try:
             with ExitStack() as leave:  # calls all, whatever one of them raises, the last first
                 leave.callback(self.close)
-                if (pool := self._pool) is not None:
-                    leave.callback(lambda: failed.extend(pool.abort(reason, timeout=ABORT_SECONDS)))
+                leave.callback(self._abort_replicas)
                 if self._connection is not None:
                     self._connection.abort(reason)
         except Exception as error:  # noqa: BLE001 # whatever it is, it must not keep the ranks apart
-            return failed, f"{type(error).__name__}: {error}"
-        return failed, None
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _abort_replicas(self) -> None:
+        if self._pool is not None:
+            self._broken = self._pool.abort(timeout=ABORT_SECONDS)
 
     def _share_digests(self, connection: Connection, digests: list[int]) -> list[int]:
         """All stages' digests on all ranks, by a sum of int64 in which each has one owner."""

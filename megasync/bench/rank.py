@@ -109,7 +109,7 @@ class BenchRank(ABC):
         """
         own = {tensor: digest_value(value) for tensor, value in whole_tensors(source)}
         digests = {key: digest for part in self.from_all(own) for key, digest in part.items()}
-        for held in pool.read_digests(600.0) if pool is not None else []:
+        for held in pool.read_digests(600.0).values() if pool is not None else ():
             wrong = [key for key, digest in digests.items() if held.get(key) != digest]
             if wrong:
                 raise RuntimeError(f"{name}: vLLM holds other values than the trainer in {', '.join(wrong[:5])}")

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from bridge.config import ByteSize, SyncConfig
+from bridge.config import ByteSize, OnUpdate, SyncConfig
 from engine.config import OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig, OffloadKind, OneOrMore, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -62,7 +62,17 @@ class RolloutConfig(Section):
     tensor_parallel: PositiveInt = 1
     """vLLM workers of one replica."""
     max_staleness: NonNegativeInt = 0
-    """The whole of asynchrony: 0 synchronous, 1 one-step-off."""
+    """The whole of asynchrony: by how many versions the oldest token of a sample may be behind the weights that train on it."""
+    on_update: OnUpdate = "drain"
+    """What a sync does to running samples: waits for them, holds them and lets them continue, or restarts them after it."""
+    cache_on_update: Literal["recompute", "keep"] = "recompute"
+    """continue: whether the keys and values that held samples have cached are computed anew with the new weights."""
+    min_replicas: PositiveInt = 1
+    """With fewer left the run waits for replicas to be restarted; with more it goes on meanwhile."""
+    answer_timeout_seconds: PositiveFloat = 120.0
+    """A replica that gives no answer for so long is restarted, and others take its samples over."""
+    restart_timeout_seconds: PositiveFloat = 600.0
+    """How long the run waits for replicas to be restarted before it stops."""
     group_size: PositiveInt = 8
     """Samples a prompt."""
     max_new_tokens: PositiveInt = 1024

@@ -103,6 +103,11 @@ class PromptOrder:
         if self.num_examples < 1 or self.batch_size < 1:
             raise ValueError(f"{self.num_examples} examples in batches of {self.batch_size}: both must be at least 1")
 
+    def index(self, ordinal: int) -> int:
+        """Which example the prompt of that number is, counted from 0 over all steps."""
+        epoch, place = divmod(ordinal, self.num_examples)
+        return int(epoch_order(self.num_examples, self.seed, epoch)[place]) if self.shuffle else place
+
     def indices(self, step: int) -> list[int]:
         """The `batch_size` indices into the examples of step `step`, counted from 0."""
         if step < 0:

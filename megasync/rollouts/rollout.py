@@ -1,13 +1,15 @@
-"""Rollouts: which prompts a step gets, their generation on the replicas, and rewards. Rank 0 does it, every rank gets it.
+"""Rollouts: the prompts of a run as groups, their rewards, and batches of samples for the trainer. Rank 0 does it.
 
-Asynchrony is one number here: `start_until(step + max_staleness)` lets batches begin while older ones train. Leaves out
-tokens' log-probs under the trainer (the engine's) and weight sync (the bridge's).
+Leaves out when groups are generated and which of them make a batch (stream.py, scheduler.py), tokens' log-probs under the trainer
+(the engine's) and weight sync (the bridge's).
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,12 +17,13 @@ from bridge.messages import Completion, GenerationRequest
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
 from megasync.rollouts.reward import RewardFunction, RewardInput
+from megasync.rollouts.stream import Group, RolloutStream, StreamSettings
 
 if TYPE_CHECKING:
-    from bridge.replicas.pool import Generation, ReplicaPool
+    from bridge.replicas.pool import ReplicaPool
     from megasync.config.schema import Config
-    from megasync.reporting.timeline import Timeline
-    from megasync.rollouts.prompts import Prompts
+    from megasync.reporting.log import RunLog
+    from megasync.rollouts.prompts import RunData
 
 
 @dataclass
@@ -31,66 +34,60 @@ class RolloutBatch:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class _Started:
-    examples: list[Example]
-    handle: Generation
-    at_seconds: float
-
-
 class Rollouts:
-    """Rank 0's side. Batches are started in order, at most once, and taken in order."""
+    """Rank 0's side of a run's stream. `close` ends its threads."""
 
     def __init__(
-        self,
-        config: Config,
-        pool: ReplicaPool,
-        prompts: Prompts,
-        examples: list[Example],
-        reward: RewardFunction,
-        timeline: Timeline,
-        first_step: int,
+        self, config: Config, pool: ReplicaPool, data: RunData, reward: RewardFunction, log: RunLog, first_step: int
     ) -> None:
-        self.config, self.pool, self.prompts, self.examples = config, pool, prompts, examples
-        self.reward, self.timeline = reward, timeline
-        self.order = PromptOrder(len(examples), config.data.batch_size, config.run.seed, config.data.shuffle)
-        self.started: dict[int, _Started] = {}
-        self.next_step = first_step
+        self.config, self.prompts, self.examples = config, data.prompts, data.train
+        self.reward, self.timeline = reward, log.timeline
+        self.order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
+        self.scorer = ThreadPoolExecutor(1, "reward")
+        self.stream = RolloutStream(pool, stream_settings(config), self._group, self._score, log.note)
+        self.stream.num_begun = first_step * config.data.batch_size
+        self._taken_seconds = 0.0
 
-    def start_until(self, step: int) -> None:
-        """Start every batch up to that of `step` that has not been started, within the run."""
-        while self.next_step <= min(step, self.config.run.steps - 1):
-            chosen = [self.examples[index] for index in self.order.indices(self.next_step)]
-            requests = [self._request(example, index) for index, example in enumerate(chosen)]
-            self.started[self.next_step] = _Started(chosen, self.pool.generate(requests), time.time())
-            self.next_step += 1
-
-    def take(self, step: int) -> RolloutBatch:
-        """Wait for the batch of `step`; its samples, in order of prompts, and metrics."""
-        started = self.started.pop(step)
+    def take(self, step: int) -> RolloutBatch | None:
+        """Wait for the batch of `step`; its samples, in order of prompts, and metrics. None: too few replicas are left."""
         waited_from = time.time()
-        completions = started.handle.result()
+        groups = self.stream.take(step)
+        if groups is None:
+            return None
         done = time.time()
-        ended = min(started.handle.ended_seconds or done, done)
-        self.timeline.add("rollout", "rollout", started.at_seconds, ended, {"step": step})
+        begun, ended = min(group.begun_seconds for group in groups), max(group.ended_seconds for group in groups)
+        self.timeline.add("rollout", "rollout", begun, ended, {"step": step})
         if done - waited_from > 1e-3:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step})
-        samples = self._samples(started.examples, completions)
-        self.timeline.add("reward", "rollout", done, time.time(), {"step": step})
-        return RolloutBatch(samples, self._metrics(samples, step, ended - started.at_seconds, done - waited_from))
+        samples = [sample for place, group in enumerate(groups) for sample in self._samples(group, place)]
+        seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
+        self._taken_seconds = done
+        return RolloutBatch(samples, self._metrics(samples, step, seconds, done - waited_from))
 
-    def evaluate(self, examples: list[Example]) -> float:
-        """Mean reward of greedy answers."""
-        requests = [self._request(example, index, greedy=True) for index, example in enumerate(examples)]
+    def evaluate(self, examples: list[Example]) -> float | None:
+        """Mean reward of greedy answers. None: too few replicas are left."""
+        requests = [self._request(example, place, greedy=True) for place, example in enumerate(examples)]
         begin = time.time()
-        completions = self.pool.generate(requests).result()
+        completions = self.stream.generate(requests)
+        if completions is None:
+            return None
         self.timeline.add("evaluate", "rollout", begin, time.time(), {})
-        return statistics.fmean(sample.reward for sample in self._samples(examples, completions))
+        pairs = zip(examples, completions, strict=True)
+        return statistics.fmean(self.reward(self._reward_input(example, completion)) for example, (completion,) in pairs)
 
-    def _request(self, example: Example, index: int, greedy: bool = False) -> GenerationRequest:
+    def close(self) -> None:
+        self.stream.close()
+        self.scorer.shutdown(wait=False, cancel_futures=True)
+
+    def _example(self, ordinal: int) -> Example:
+        return self.examples[self.order.index(ordinal)]
+
+    def _group(self, ordinal: int) -> Group:
+        return Group(ordinal, self._request(self._example(ordinal), ordinal))
+
+    def _request(self, example: Example, place: int, greedy: bool = False) -> GenerationRequest:
+        """The seed of a sample is a function of the run's seed and the prompt's `place`."""
         rollout = self.config.rollout
-        # the seed of a sample is a function of the run's seed, the step and the prompt's place in the batch
-        place = self.next_step * self.config.data.batch_size + index
         return GenerationRequest(
             prompt_ids=self.prompts.prompt_ids(example),
             num_samples=1 if greedy else rollout.group_size,
@@ -101,28 +98,34 @@ class Rollouts:
             stop_token_ids=self.prompts.stop_token_ids,
         )
 
-    def _samples(self, examples: list[Example], completions: list[list[Completion]]) -> list[Sample]:
-        samples = []
-        for group, (example, group_completions) in enumerate(zip(examples, completions, strict=True)):
-            for completion in group_completions:
-                given = RewardInput(
-                    prompt=example.prompt,
-                    response=self.prompts.text(completion.token_ids),
-                    answer=example.answer,
-                    num_tokens=len(completion.token_ids),
-                    max_tokens=self.config.rollout.max_new_tokens,
-                )
-                samples.append(
-                    Sample(
-                        prompt_ids=self.prompts.prompt_ids(example),
-                        response_ids=completion.token_ids,
-                        rollout_log_probs=completion.log_probs,
-                        weight_versions=completion.weight_versions,
-                        reward=float(self.reward(given)),
-                        group=group,
-                    )
-                )
-        return samples
+    async def _score(self, group: Group, sample: int) -> float:
+        completion = group.completions[sample]
+        assert completion is not None
+        given = self._reward_input(self._example(group.key), completion)
+        return await asyncio.get_running_loop().run_in_executor(self.scorer, self.reward, given)
+
+    def _reward_input(self, example: Example, completion: Completion) -> RewardInput:
+        return RewardInput(
+            prompt=example.prompt,
+            response=self.prompts.text(completion.token_ids),
+            answer=example.answer,
+            num_tokens=len(completion.token_ids),
+            max_tokens=self.config.rollout.max_new_tokens,
+        )
+
+    def _samples(self, group: Group, place: int) -> list[Sample]:
+        return [
+            Sample(
+                prompt_ids=group.request.prompt_ids,
+                response_ids=completion.token_ids,
+                rollout_log_probs=completion.log_probs,
+                weight_versions=completion.weight_versions,
+                reward=reward,
+                group=place,
+            )
+            for completion, reward in zip(group.completions, group.rewards, strict=True)
+            if completion is not None and reward is not None
+        ]
 
     def _metrics(self, samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
         tokens = sum(len(sample.response_ids) for sample in samples)
@@ -138,3 +141,17 @@ class Rollouts:
             "rollout/wait_seconds": waited_seconds,
             "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
         }
+
+
+def stream_settings(config: Config) -> StreamSettings:
+    """With no staleness a batch is handed out whole, so that what is generated does not depend on who is done first."""
+    rollout = config.rollout
+    return StreamSettings(
+        max_staleness=rollout.max_staleness,
+        batch_size=config.data.batch_size,
+        num_steps=config.run.steps,
+        slots=rollout.max_num_seqs + rollout.group_size if rollout.max_staleness else None,
+        expected_tokens=rollout.max_new_tokens / 2,
+        answer_seconds=rollout.answer_timeout_seconds,
+        min_replicas=rollout.min_replicas,
+    )

@@ -1,0 +1,240 @@
+"""What one AsyncLLM generates: requests handed in as a batch, held or begun anew when weights change, each token's version kept.
+
+Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm_api.py).
+
+    generator = Generator(engine, 0, on_update="continue", serving=lambda: (version, False), explain=str)
+    await generator.hand_in([GroupRequest(key=7, request=request, samples=(0, 1))])
+    (await generator.collect(1.0)).finished
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.config import OnUpdate
+from bridge.messages import Collected, Completion, Finished, GenerationRequest, GroupRequest
+from bridge.replicas import vllm_api
+
+PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
+PING_SECONDS = 1.0
+
+
+@dataclass
+class Live:
+    """A sample that the engine works on. `marks`: how many tokens it had when their version, the first of a pair, ended."""
+
+    request: GenerationRequest
+    sample: int
+    queue: Any
+    version: int
+    marks: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Generator:
+    """Methods are called on one event loop. `lock` is held while requests are handed in, and by a sync from pause to resume."""
+
+    def __init__(
+        self,
+        engine: Any,
+        index: int,
+        on_update: OnUpdate,
+        serving: Callable[[], tuple[int, bool]],
+        explain: Callable[[Exception], Exception],
+    ) -> None:
+        """`serving` gives the version that is served and whether an adapter is, or raises; `explain` an error's better form."""
+        self.lock = asyncio.Lock()
+        self.num_calls = 0  # of generate and run, all
+        self._engine, self._index, self._on_update = engine, index, on_update
+        self._serving, self._explain = serving, explain
+        self._ids = itertools.count()
+        self._num_running = 0  # batches whose requests are in the engine
+        self._live: dict[str, Live] = {}  # by vLLM's id
+        self._finished: list[Finished] = []
+        self._problem: Exception | None = None
+        self._has_news, self._is_open = asyncio.Event(), asyncio.Event()
+        self._is_open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked = self._answered = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------ one call, one answer
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Completions of each request, in order.
+
+        The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
+        call runs: all enter the scheduler at once, with nothing cached.
+        """
+        self.num_calls += 1
+        lives = await self._begin([(request, sample) for request in requests for sample in range(request.num_samples)])
+        completions = iter(await asyncio.gather(*(self._complete(live) for live in lives)))
+        return [[next(completions) for _ in range(request.num_samples)] for request in requests]
+
+    async def run(self, submit: Callable[[list[Any]], Awaitable[None]]) -> list[Any]:
+        """vLLM's own outputs of requests for which `submit` appends a queue each."""
+        self.num_calls += 1
+        queues: list[Any] = []
+        await self._enter(submit, queues)
+        try:
+            return [await self._get(queue) for queue in queues]
+        finally:
+            self._num_running -= 1
+
+    # ------------------------------------------------------------------------------------------------ a stream of groups
+
+    async def hand_in(self, groups: Sequence[GroupRequest]) -> None:
+        """Begin to generate; `collect` has each sample once it has ended."""
+        wanted = [(group, sample) for group in groups for sample in group.samples]
+        lives = await self._begin([(group.request, sample) for group, sample in wanted])
+        for (group, sample), live in zip(wanted, lives, strict=True):
+            task = asyncio.create_task(self._finish(group.key, sample, live))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def collect(self, seconds: float) -> Collected:
+        """The samples that have ended since the last call, at once or as soon as one has; none after `seconds`.
+
+        Raises:
+            RuntimeError: a sample cannot be completed, such as after vLLM died.
+        """
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_news.wait(), seconds)
+        self._has_news.clear()
+        if self._problem is not None:
+            raise self._problem
+        finished, self._finished = self._finished, []
+        return Collected(tuple(finished), self._silent_seconds)
+
+    async def _finish(self, key: int, sample: int, live: Live) -> None:
+        try:
+            completion = await self._complete(live)
+            self._finished.append(Finished(key, sample, completion))
+        except Exception as error:  # noqa: BLE001 # the caller of collect has to hear of it
+            self._problem = error
+        self._has_news.set()
+
+    # ------------------------------------------------------------------------------------------------ at an update
+
+    async def pause(self, *, drain: bool = False) -> None:
+        """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held."""
+        self._is_open.clear()
+        mode = PAUSE_MODES["drain" if drain else self._on_update]
+        await self._unless_dead(vllm_api.pause(self._engine, mode))
+        if mode != "keep":
+            return
+        await vllm_api.take_in_outputs(self._engine, len(self._live))
+        for name, live in self._live.items():
+            if (num_tokens := vllm_api.num_output_tokens(self._engine, name)) is not None:
+                live.marks.append((num_tokens, live.version))
+
+    async def resume(self) -> None:
+        """What is held goes on under the version that is served now."""
+        version, _ = self._serving()
+        for name, live in self._live.items():
+            if vllm_api.num_output_tokens(self._engine, name) is not None:  # else its output is on its way to us
+                live.version = version
+        await self._engine.resume_generation()
+        self._is_open.set()
+
+    # ------------------------------------------------------------------------------------------------ is it alive
+
+    async def watch(self) -> None:
+        """Ask the engine core for a word every second, for as long as it lives."""
+        with suppress(Exception):  # it died: whoever waits for its outputs hears of it
+            while not self._engine.errored:
+                self._asked = time.monotonic()
+                await self._engine.engine_core.is_sleeping_async()
+                self._answered = time.monotonic()
+                await asyncio.sleep(PING_SECONDS)
+
+    @property
+    def _silent_seconds(self) -> float:
+        """How long the engine core has owed an answer; 0 while a sync has it."""
+        return 0.0 if self._answered >= self._asked or self.lock.locked() else time.monotonic() - self._asked
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    async def _begin(self, wanted: Sequence[tuple[GenerationRequest, int]]) -> list[Live]:
+        """Hand samples in as one batch."""
+        queues: list[Any] = []
+        lives: list[Live] = []
+
+        async def submit(queues: list[Any]) -> None:
+            version, with_adapter = self._serving()
+            for request, sample in wanted:
+                name = self.new_id()
+                queues.append(
+                    await vllm_api.submit(self._engine, request, sample, name, version=version, with_adapter=with_adapter)
+                )
+                lives.append(Live(request, sample, queues[-1], version))
+
+        await self._enter(submit, queues)
+        self._num_running += len(lives) - 1
+        self._live |= {live.queue.request_id: live for live in lives}
+        return lives
+
+    async def _complete(self, live: Live) -> Completion:
+        """Once it has ended; an update that ended it lets it begin anew, under the new weights."""
+        while True:
+            try:
+                output = await self._get(live.queue)
+            finally:
+                self._num_running -= 1
+                self._live.pop(live.queue.request_id, None)
+            if output.outputs[0].finish_reason != "abort":
+                return vllm_api.to_completion(output, live.marks, live.version)
+            await self._is_open.wait()
+            (live,) = await self._begin([(live.request, live.sample)])
+
+    async def _enter(self, submit: Callable[[list[Any]], Awaitable[None]], queues: list[Any]) -> None:
+        """Hand requests in as one batch; `submit` appends a queue for each.
+
+        A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
+        input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
+        """
+        async with self.lock:
+            self._serving()
+            alone, self._num_running = self._num_running == 0, self._num_running + 1
+            try:
+                if alone:
+                    await vllm_api.pause(self._engine, "keep")
+                    await self._engine.reset_prefix_cache()
+                await submit(queues)
+            except Exception as error:  # noqa: BLE001 # whatever vLLM raises
+                self._num_running -= 1
+                explained = self._explain(error)
+                if not self._engine.errored:
+                    await self._engine.abort([queue.request_id for queue in queues], internal=True)
+                raise explained from None
+            finally:
+                if alone and not self._engine.errored:
+                    await self._engine.resume_generation()
+
+    async def _get(self, queue: Any) -> Any:
+        try:
+            return await queue.get()
+        except Exception as error:  # noqa: BLE001 # whatever vLLM raises
+            explained = self._explain(error)
+            if not self._engine.errored:
+                await self._engine.abort([queue.request_id], internal=True)
+            raise explained from None
+        finally:
+            queue.close()
+
+    async def _unless_dead(self, call: Awaitable[None]) -> None:
+        """Wait for an answer that has no time limit; vLLM leaves it open when its core dies."""
+        task = asyncio.ensure_future(call)
+        while not task.done():
+            await asyncio.wait([task], timeout=1.0)
+            if not task.done() and self._engine.errored:
+                task.cancel()
+                raise RuntimeError(f"vLLM's processes ended in replica {self._index}")
+        await task
+
+    def new_id(self) -> str:
+        return f"{self._index}-{next(self._ids)}"
