@@ -17,6 +17,7 @@ from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
+from megasync.distribute import TokenScatter
 from megasync.files import CHECKPOINTS, set_aside
 from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
@@ -60,6 +61,7 @@ class Session:
         for note in data.notes if data is not None else ():
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
+        self.scatter = TokenScatter.of(self.layout)
         self.rollouts: Rollouts | None = None
         self.accuracies: dict[int, float] = {}
 
@@ -108,10 +110,15 @@ class Session:
         on_rank_zero(lambda: self._rollouts.start_until(until))
 
     def take_rollout(self, step: int) -> RolloutBatch:
-        """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
-        batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step))
+        """The batch of `step`, waiting for it if need be, with the tokens that this rank trains on.
+
+        Then the trainer has the devices, where it shares them.
+        """
+        batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step), RolloutBatch.without_tokens)
+        with self.span("scatter"):
+            samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
         self.weights.devices.acquire_for_training()
-        return batch
+        return RolloutBatch(samples, batch.metrics)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

@@ -211,6 +211,7 @@ async def submit(engine: Any, request: GenerationRequest, sample: int, request_i
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -225,10 +226,11 @@ def to_completion(output: Any, version: int) -> Completion:
     that of every token, since a sync begins when running requests have ended.
     """
     sample = output.outputs[0]
-    tokens = tuple(sample.token_ids)
-    log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
-    versions = [version] * len(tokens)
+    tokens = np.array(sample.token_ids, np.int32)
+    firsts = sample.logprobs.start_indices  # the sampled token comes first at its position (vllm/v1/engine/logprobs.py:110)
+    log_probs = np.array(sample.logprobs.logprobs, np.float32)[firsts]
+    assert len(tokens) == len(log_probs), "vLLM gave a log-prob for each token"
+    versions = np.full(len(tokens), version, np.int32)
     for span in getattr(sample, "weight_versions", None) or ():
-        label = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
-        versions[span.start : span.end] = [label] * (span.end - span.start)
-    return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
+        versions[span.start : span.end] = FOLDER_VERSION if span.version == DEFAULT_WEIGHT_VERSION else int(span.version)
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason))

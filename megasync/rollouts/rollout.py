@@ -11,7 +11,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bridge.messages import Completion, GenerationRequest
+from engine.batch import SampleTable
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
 from megasync.rollouts.reward import RewardFunction, RewardInput
@@ -27,8 +30,11 @@ if TYPE_CHECKING:
 class RolloutBatch:
     """The samples of one step, and what their generation took."""
 
-    samples: list[Sample]
+    samples: SampleTable
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def without_tokens(self) -> RolloutBatch:
+        return RolloutBatch(self.samples.only([]), self.metrics)
 
 
 @dataclass
@@ -77,7 +83,7 @@ class Rollouts:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step})
         samples = self._samples(started.examples, completions)
         self.timeline.add("reward", "rollout", done, time.time(), {"step": step})
-        return RolloutBatch(samples, self._metrics(samples, step, ended - started.at_seconds, done - waited_from))
+        return RolloutBatch(SampleTable.of(samples), batch_metrics(samples, step, ended - started.at_seconds, done - waited_from))
 
     def evaluate(self, examples: list[Example]) -> float:
         """Mean reward of greedy answers."""
@@ -104,6 +110,7 @@ class Rollouts:
     def _samples(self, examples: list[Example], completions: list[list[Completion]]) -> list[Sample]:
         samples = []
         for group, (example, group_completions) in enumerate(zip(examples, completions, strict=True)):
+            prompt_ids = np.array(self.prompts.prompt_ids(example), np.int32)
             for completion in group_completions:
                 given = RewardInput(
                     prompt=example.prompt,
@@ -114,7 +121,7 @@ class Rollouts:
                 )
                 samples.append(
                     Sample(
-                        prompt_ids=self.prompts.prompt_ids(example),
+                        prompt_ids=prompt_ids,
                         response_ids=completion.token_ids,
                         rollout_log_probs=completion.log_probs,
                         weight_versions=completion.weight_versions,
@@ -124,17 +131,20 @@ class Rollouts:
                 )
         return samples
 
-    def _metrics(self, samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
-        tokens = sum(len(sample.response_ids) for sample in samples)
-        ages = [step - version for sample in samples for version in sample.weight_versions]
-        rewards = [sample.reward for sample in samples]
-        return {
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "response/tokens_mean": tokens / len(samples),
-            "staleness/mean": statistics.fmean(ages),
-            "staleness/max": max(ages),
-            "rollout/seconds": seconds,
-            "rollout/wait_seconds": waited_seconds,
-            "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
-        }
+
+def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
+    """Rewards, lengths and staleness of a batch whose generation took `seconds`, of which training waited for a part."""
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    versions = sum(int(sample.weight_versions.sum(dtype=np.int64)) for sample in samples)
+    oldest = min(int(sample.weight_versions.min(initial=step)) for sample in samples)
+    rewards = [sample.reward for sample in samples]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "response/tokens_mean": tokens / len(samples),
+        "staleness/mean": (step * tokens - versions) / tokens,
+        "staleness/max": step - oldest,
+        "rollout/seconds": seconds,
+        "rollout/wait_seconds": waited_seconds,
+        "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
+    }
