@@ -170,8 +170,7 @@ class Completion:
 
     def copy(self) -> Completion:
         """With arrays of its own: those that Ray hands out are views of its object store, which cannot free them before."""
-        arrays = (self.token_ids, self.log_probs, self.weight_versions)
-        return Completion(*(array.copy() for array in arrays), self.finish_reason)
+        return Completion(self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy(), self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

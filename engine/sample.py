@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
 TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_probs": np.float32, "weight_versions": np.int32}
 
 
@@ -22,8 +22,9 @@ class Sample:
 
     prompt_ids: IntArray  # [prompt tokens], at least one
     response_ids: IntArray  # [response tokens]
-    rollout_log_probs: FloatArray = NO_FLOATS  # [response tokens], by vLLM at sampling time, natural log
-    weight_versions: IntArray = NO_INTS  # [response tokens]
+    # [response tokens], by vLLM at sampling time, natural log
+    rollout_log_probs: FloatArray = field(default_factory=partial(np.empty, 0, np.float32))
+    weight_versions: IntArray = field(default_factory=partial(np.empty, 0, np.int32))  # [response tokens]
     reward: float = 0.0
     group: int = 0  # samples of one prompt share it
 

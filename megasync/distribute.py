@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,8 +44,8 @@ def with_tokens(table: SampleTable, indices: Sequence[int], buffer: torch.Tensor
     pieces = iter(np.split(buffer.numpy(), np.cumsum(list(chain.from_iterable(sizes)))[:-1]))
     samples: list[Sample | None] = [None] * len(table)
     for index in indices:
-        arrays = {name: next(pieces).view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
-        samples[index] = Sample(**arrays, **{name: column[index].item() for name, column in table.columns.items()})
+        fields: dict[str, Any] = {name: next(pieces).view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
+        samples[index] = Sample(**fields, **{name: column[index].item() for name, column in table.columns.items()})
     return dataclasses.replace(table, samples=samples)
 
 
@@ -81,7 +81,7 @@ class TokenScatter:
             return table.only(own)
         first, *others = self.peers[self.layout.data_rank]
         buffer = torch.empty(sum(chain.from_iterable(array_sizes(table, own))), dtype=torch.int32)
-        for piece in buffer.split(MESSAGE_ELEMENTS):
+        for piece in torch.split(buffer, MESSAGE_ELEMENTS):
             dist.recv(piece, 0 if rank == first else first, group=self.group)
         if rank == first:
             self._send(buffer, others)
@@ -89,5 +89,5 @@ class TokenScatter:
 
     def _send(self, buffer: torch.Tensor, receivers: Sequence[int]) -> None:
         for receiver in receivers:
-            for piece in buffer.split(MESSAGE_ELEMENTS):
+            for piece in torch.split(buffer, MESSAGE_ELEMENTS):
                 dist.send(piece, receiver, group=self.group)
