@@ -22,6 +22,9 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 FOLDER_VERSION = -1  # weights as loaded from the model folder, before any sync
 
 
@@ -171,18 +174,22 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sample. A stop token that ended it is its last token.
+    """One sample of n tokens. A stop token that ended it is its last token.
 
     `log_probs` are natural logarithms at the request's temperature (plain at temperature 0), renormalised when
-    `top_p` is below 1. `weight_versions` has one a token; FOLDER_VERSION stands for the model folder's weights.
+    `top_p` is below 1. In `weight_versions` FOLDER_VERSION stands for the model folder's weights.
     """
 
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    weight_versions: tuple[int, ...]
+    token_ids: npt.NDArray[np.int32]  # [n]
+    log_probs: npt.NDArray[np.float32]  # [n]
+    weight_versions: npt.NDArray[np.int32]  # [n]
     finish_reason: str  # stop | length
+
+    def copy(self) -> Completion:
+        """With arrays of its own: those that Ray hands out are views of its object store, which cannot free them before."""
+        return Completion(self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy(), self.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,78 @@
-"""Samples become packed, balanced micro-batches. Pure functions, except for `pack`, which makes tensors.
+"""Samples become packed, balanced micro-batches. Pure functions; `pack` alone makes tensors.
 
 Samples of a micro-batch are concatenated (thd) and padded at the end only, to the multiple that sequence parallelism needs.
-Every rank computes the same plan from the same samples, so that no plan is communicated.
-Leaves out the loss (loss.py).
+Every rank computes the same plan from the same lengths, so that no plan is communicated; a rank needs the tokens of those
+samples alone that the plan gives it. Leaves out the loss (loss.py) and who sends the tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention import PackedSequences
-from engine.sample import Sample
+from engine.sample import TOKEN_ARRAYS, Sample
 
 Bins = list[list[int]]
+Lengths = Sequence[int] | npt.NDArray[np.int64]
+COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in TOKEN_ARRAYS)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTable:
+    """A batch of n samples: what is small is there of all of them, as arrays [n]; tokens of those that this rank needs."""
+
+    prompt_lengths: npt.NDArray[np.int64]
+    response_lengths: npt.NDArray[np.int64]
+    advantages: npt.NDArray[np.float64]  # 0 until they are known
+    columns: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, all that are no arrays themselves
+    samples: Sequence[Sample | None]  # None: another data-parallel rank has its tokens
+
+    @staticmethod
+    def of(samples: Sequence[Sample] | SampleTable) -> SampleTable:
+        """The table of samples that are all here; a table stays as it is."""
+        if isinstance(samples, SampleTable):
+            return samples
+        return SampleTable(
+            prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples], np.int64),
+            response_lengths=np.array([len(sample.response_ids) for sample in samples], np.int64),
+            advantages=np.zeros(len(samples)),
+            columns={name: np.array([getattr(sample, name) for sample in samples]) for name in COLUMNS},
+            samples=samples,
+        )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return self.prompt_lengths + self.response_lengths
+
+    def part(self, part: range) -> SampleTable:
+        """The consecutive samples `part` as a table of their own."""
+        cut = slice(part.start, part.stop)
+        return SampleTable(
+            self.prompt_lengths[cut],
+            self.response_lengths[cut],
+            self.advantages[cut],
+            {name: column[cut] for name, column in self.columns.items()},
+            self.samples[cut],
+        )
+
+    def only(self, indices: Iterable[int]) -> SampleTable:
+        """Without the tokens of all samples but these."""
+        kept: list[Sample | None] = [None] * len(self)
+        for index in indices:
+            kept[index] = self.samples[index]
+        return dataclasses.replace(self, samples=kept)
 
 
 def split_evenly(num_items: int, num_parts: int) -> list[range]:
@@ -27,36 +82,61 @@ def split_evenly(num_items: int, num_parts: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def balance(lengths: Sequence[int], num_bins: int) -> Bins:
+def balance(lengths: Lengths, num_bins: int) -> Bins:
     """Item indices in `num_bins` bins of nearly equal total length: longest first into the emptiest bin.
 
     Every index is in exactly one bin; no bin is empty when there are at least as many items as bins; indices are sorted
     within a bin. Ties break on the index, so the result is a function of `lengths`.
     """
+    bins = _balance(np.asarray(lengths, np.int64), num_bins, None)
+    assert bins is not None
+    return bins
+
+
+def _balance(lengths: npt.NDArray[np.int64], num_bins: int, limit: int | None) -> Bins | None:
+    """As `balance`; None where a bin of several items would be longer than `limit`, as soon as that is known."""
     heap = [(0, 0, number) for number in range(num_bins)]
     bins: Bins = [[] for _ in range(num_bins)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        total, count, number = heapq.heappop(heap)
+    order = np.argsort(-lengths, kind="stable")
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        total, count, number = heap[0]
+        if limit is not None and count and total + length > limit:
+            return None
         bins[number].append(index)
-        heapq.heappush(heap, (total + lengths[index], count + 1, number))
+        heapq.heapreplace(heap, (total + length, count + 1, number))
     return [sorted(members) for members in bins]
 
 
-def plan_microbatches(lengths: Sequence[int], data_size: int, tokens_per_microbatch: int) -> list[Bins]:
+def plan_microbatches(lengths: Lengths, data_size: int, tokens_per_microbatch: int) -> list[Bins]:
     """For each data-parallel rank the same number of micro-batches, balanced in tokens.
 
     Every index lies in exactly one micro-batch. A micro-batch holds at most `tokens_per_microbatch` tokens unless it is one
     sample that is longer by itself. With fewer samples than ranks some micro-batches are empty lists.
     """
-    count = max(1, -(-sum(lengths) // (data_size * tokens_per_microbatch)))
+    lengths = np.asarray(lengths, np.int64)
+    count = max(1, -(-int(lengths.sum()) // (data_size * tokens_per_microbatch)))
     most = max(1, -(-len(lengths) // data_size))
+    num_alone = int((2 * lengths > tokens_per_microbatch).sum())  # no two of these share a micro-batch
+    count = max(count, min(most, -(-num_alone // data_size)))
     while True:
-        bins = balance(lengths, data_size * count)
-        fits = all(sum(lengths[i] for i in b) <= tokens_per_microbatch or len(b) == 1 for b in bins)
-        if fits or count >= most:
-            break
+        bins = _balance(lengths, data_size * count, tokens_per_microbatch if count < most else None)
+        if bins is not None:
+            return [bins[rank::data_size] for rank in range(data_size)]
         count += 1
-    return [bins[rank::data_size] for rank in range(data_size)]
+
+
+def needed_samples(lengths: Lengths, num_minibatches: int, data_size: int, tokens_per_microbatch: int) -> list[list[int]]:
+    """For each data-parallel rank the sorted indices of the samples whose tokens it packs, over all mini-batches.
+
+    Every index is in at least one list; the first of a mini-batch is also in those of ranks that stand in with it (`pack`).
+    """
+    lengths = np.asarray(lengths, np.int64)
+    needed: list[list[int]] = [[] for _ in range(data_size)]
+    for part in split_evenly(len(lengths), num_minibatches):
+        bins = plan_microbatches(lengths[part.start : part.stop], data_size, tokens_per_microbatch) if len(part) else []
+        for own, of_rank in zip(needed, bins, strict=False):
+            own += sorted({part.start + index for members in of_rank for index in members or [0]})
+    return needed
 
 
 @dataclass
@@ -84,38 +164,44 @@ class MicroBatch:
         return self.tokens.shape[1]
 
 
-def pack(samples: Sequence[Sample], indices: list[int], multiple: int, device: torch.device) -> MicroBatch:
-    """Concatenate `samples[i] for i in indices`; pad with token 0 to a multiple of `multiple`.
+def pack(table: SampleTable, indices: list[int], multiple: int, device: torch.device) -> MicroBatch:
+    """Concatenate the samples `indices`, whose tokens must be here; pad with token 0 to a multiple of `multiple`.
 
     Empty `indices` give a micro-batch of the first sample with no weight, so that every rank runs the same number of passes.
     """
-    chosen = [samples[i] for i in indices] or [samples[0]]
-    weight = 1.0 if indices else 0.0
-    lengths = [sample.num_tokens for sample in chosen]
+    chosen = indices or [0]
+    lengths = table.lengths[chosen].tolist()
     padding = -sum(lengths) % multiple
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    if padding:
-        lengths.append(padding)
-        segment = torch.cat([segment, segment[-1:].expand(padding)])
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    size = sum(lengths) + padding
+    tokens, labels, positions, segment = (np.zeros(size, np.int64) for _ in range(4))
+    mask, advantages, rollout_log_probs = (np.zeros(size, np.float32) for _ in range(3))
+    end = 0
+    for number, (index, length) in enumerate(zip(chosen, lengths, strict=True)):
+        sample = table.samples[index]
+        assert sample is not None, f"the tokens of sample {index} are on another rank"
+        begin, end = end, end + length
+        tokens[begin:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        labels[begin : end - 1] = tokens[begin + 1 : end]
+        positions[begin:end] = np.arange(length)
+        segment[begin:end] = number
+        advantages[begin:end] = table.advantages[index]
+        predictions = slice(end - len(sample.response_ids) - 1, end - 1)
+        mask[predictions] = 1.0 if indices else 0.0
+        if len(sample.rollout_log_probs):
+            rollout_log_probs[predictions] = sample.rollout_log_probs
+    positions[end:], segment[end:] = np.arange(padding), len(chosen) - 1
 
-    def packed(values: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor([*chain.from_iterable(values), *[0] * padding], dtype=dtype, device=device)
+    def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
 
     return MicroBatch(
         samples=indices,
-        tokens=packed(((*s.prompt_ids, *s.response_ids) for s in chosen), torch.int64)[None],
-        labels=packed(((*s.prompt_ids[1:], *s.response_ids, 0) for s in chosen), torch.int64)[None],
-        position_ids=positions[None].to(device),
-        sequences=PackedSequences.from_lengths(lengths, device),
-        mask=packed(_at_predictions(s, (weight,) * len(s.response_ids)) for s in chosen),
-        segment=segment.to(device),
-        advantages=packed((s.advantage,) * s.num_tokens for s in chosen),
-        rollout_log_probs=packed(_at_predictions(s, s.rollout_log_probs) for s in chosen),
+        tokens=on_device(tokens)[None],
+        labels=on_device(labels)[None],
+        position_ids=on_device(positions)[None],
+        sequences=PackedSequences.from_lengths([*lengths, *([padding] if padding else [])], device),
+        mask=on_device(mask),
+        segment=on_device(segment),
+        advantages=on_device(advantages),
+        rollout_log_probs=on_device(rollout_log_probs),
     )
-
-
-def _at_predictions(sample: Sample, values: tuple[float, ...]) -> tuple[float, ...]:
-    """A value for each token of the sample: `values`, one a response token, at the positions that predict those; else 0."""
-    before = (0.0,) * (len(sample.prompt_ids) - 1)
-    return (*before, *(values or (0.0,) * len(sample.response_ids)), 0.0)

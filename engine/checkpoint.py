@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,11 @@ def save(
     weights: Iterable[tuple[str, torch.Tensor]],
     model_path: Path,
     keep: int,
+    write_more: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Write the checkpoint of `step`, then drop all but the newest `keep`. Every rank calls.
+
+    `write_more` is called with the folder on rank 0, before it gets its name.
 
     `weights` is this stage's export; every rank iterates it, senders write it. With LoRA it is left alone, and the adapter
     is written; the base model stays in `model_path`. Returns the folder.
@@ -91,6 +94,7 @@ def save(
         else:
             finish_folder(weights_folder, model_path)
         (partial / "layout.json").write_text(json.dumps(_layout(engine), indent=1))
+        write_more(partial)
         _commit(partial, final)
         for old in _steps(root)[:-keep]:
             shutil.rmtree(old)

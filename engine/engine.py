@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from engine import device, fused, lora, loss, metrics, parallel, peft
-from engine.batch import MicroBatch, pack, plan_microbatches, split_evenly
+from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
 from engine.model import build_bridge, build_chunks, gpt_model
@@ -96,14 +97,23 @@ class Engine:
         if resumed:
             peft.load_adapter(chunks, Path(resumed), self.config.lora, self.hf_bridge, model_path)
 
-    def prepare(self, samples: Sequence[Sample]) -> list[MiniBatch]:
-        """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs."""
+    def needed_samples(self, samples: SampleTable) -> list[list[int]]:
+        """For each data-parallel rank the indices of the samples whose tokens `prepare` needs there."""
+        num_minibatches, size = self.algorithm.num_minibatches, self.layout.data_size
+        return needed_samples(samples.lengths, num_minibatches, size, self.config.tokens_per_microbatch)
+
+    def prepare(self, samples: Sequence[Sample] | SampleTable) -> list[MiniBatch]:
+        """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs.
+
+        A table need hold no other tokens than those of `needed_samples`.
+        """
+        table = SampleTable.of(samples)
         if self.algorithm.name == "grpo":
-            rewards, groups = [s.reward for s in samples], [s.group for s in samples]
+            rewards, groups = table.columns["reward"].tolist(), table.columns["group"].tolist()
             values = loss.group_advantages(rewards, groups, self.algorithm.normalize_advantage_by_std)
-            samples = [dataclasses.replace(s, advantage=value) for s, value in zip(samples, values, strict=True)]
-        parts = split_evenly(len(samples), self.algorithm.num_minibatches)
-        minibatches = [self._minibatch([samples[i] for i in part]) for part in parts if len(part)]
+            table = dataclasses.replace(table, advantages=np.array(values))
+        parts = split_evenly(len(table), self.algorithm.num_minibatches)
+        minibatches = [self._minibatch(table.part(part)) for part in parts if len(part)]
         microbatches = [micro for mini in minibatches for micro in mini.microbatches]
         if self._needs_old_log_probs:
             with lora.training(self.chunks), unchanged_random_state():  # the training pass draws the same dropout masks
@@ -149,14 +159,13 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _minibatch(self, samples: Sequence[Sample]) -> MiniBatch:
-        lengths = [sample.num_tokens for sample in samples]
-        bins = plan_microbatches(lengths, self.layout.data_size, self.config.tokens_per_microbatch)
+    def _minibatch(self, table: SampleTable) -> MiniBatch:
+        bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch)
         multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
         return MiniBatch(
-            [pack(samples, indices, multiple, self.device) for indices in bins[self.layout.data_rank]],
-            num_tokens=sum(len(sample.response_ids) for sample in samples),
-            num_samples=len(samples),
+            [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]],
+            num_tokens=int(table.response_lengths.sum()),
+            num_samples=len(table),
         )
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
@@ -244,21 +253,21 @@ class Engine:
 
     def _response_values(self, samples: Sequence[Sample], values: LossFunction) -> list[torch.Tensor]:
         """What `values` gives at the positions that predict each sample's response tokens, float32 on the CPU, on every rank."""
-        microbatches = self._minibatch(samples).microbatches
+        table = SampleTable.of(samples)
+        microbatches = self._minibatch(table).microbatches
         with torch.no_grad():
             outputs = self._run(microbatches, self.chunks, values, forward_only=True)
-        offsets = [0]
-        for sample in samples:
-            offsets.append(offsets[-1] + len(sample.response_ids))
+        prompts, answers = table.prompt_lengths.tolist(), table.response_lengths.tolist()
+        offsets = [0, *np.cumsum(answers).tolist()]
         flat = torch.zeros(offsets[-1], device=self.device)
         for micro, output in zip(microbatches, outputs, strict=True) if self._reports else []:
             position = 0
             for index in micro.samples:
-                prompt, answer = len(samples[index].prompt_ids), len(samples[index].response_ids)
+                prompt, answer = prompts[index], answers[index]
                 flat[offsets[index] : offsets[index + 1]] = output[position + prompt - 1 : position + prompt + answer - 1]
                 position += prompt + answer
         dist.all_reduce(flat)
-        return [part.cpu() for part in torch.split(flat, [len(sample.response_ids) for sample in samples])]
+        return [part.cpu() for part in torch.split(flat, answers)]
 
     @property
     def _reports(self) -> bool:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_probs": np.float32, "weight_versions": np.int32}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Token ids and what is known of them.
+    """Token ids and what is known of them. Any sequence of numbers becomes an array of the field's dtype.
 
-    Supervised examples leave the rollout's fields empty; their `advantage` is not used.
+    Supervised examples leave the rollout's fields empty.
     """
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    rollout_log_probs: tuple[float, ...] = ()  # one a response token, by vLLM at sampling time, natural log
-    weight_versions: tuple[int, ...] = ()  # one a response token
+    prompt_ids: IntArray  # [prompt tokens], at least one
+    response_ids: IntArray  # [response tokens]
+    # [response tokens], by vLLM at sampling time, natural log
+    rollout_log_probs: FloatArray = field(default_factory=partial(np.empty, 0, np.float32))
+    weight_versions: IntArray = field(default_factory=partial(np.empty, 0, np.int32))  # [response tokens]
     reward: float = 0.0
-    advantage: float = 0.0
     group: int = 0  # samples of one prompt share it
+
+    def __post_init__(self) -> None:
+        for name, dtype in TOKEN_ARRAYS.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
     @property
     def num_tokens(self) -> int:

@@ -20,25 +20,29 @@ class RankZeroError(RuntimeError):
 EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
 
 
-def on_rank_zero(work: Callable[[], Any]) -> Any:
+def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda result: result) -> Any:
     """Do `work` on rank 0 alone; what it returns, on every rank; its failure too, so that nobody waits. Collective.
+
+    `for_others`: what the other ranks get of that result, where it is not the whole.
 
     Raises:
         RankZeroError: on every rank, with the text of what `work` raised.
     """
     box: list[Any] = [None, None]
+    result: Any = None
     failure: BaseException | None = None
     group = control_group()
     if dist.get_rank() == 0:
         try:
-            box[0] = work()
+            result = work()
+            box[0] = for_others(result)
         except Exception as error:  # noqa: BLE001 # handed on to every rank below
             failure = error
             box[1] = str(error) if isinstance(error, EXPECTED) else traceback.format_exc()
     dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise RankZeroError(box[1]) from failure
-    return box[0]
+    return result if dist.get_rank() == 0 else box[0]
 
 
 def control_group() -> dist.ProcessGroup:

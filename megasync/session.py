@@ -17,14 +17,16 @@ from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
+from megasync.distribute import TokenScatter
 from megasync.files import CHECKPOINTS, set_aside
 from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
 from megasync.rollouts.data import PromptOrder
+from megasync.rollouts.progress import Progress, load_progress, save_progress
 from megasync.rollouts.prompts import RunData
 from megasync.rollouts.reward import resolve_reward
-from megasync.rollouts.rollout import RolloutBatch, Rollouts
+from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.weights import Weights
 
 
@@ -41,6 +43,9 @@ class Session:
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
         self.first_step = checkpoint.step_of(self.last_checkpoint) if self.last_checkpoint else 0
         self.step = self.first_step
+        self.progress = Progress(num_trained=self.first_step * config.data.batch_size)
+        if self.last_checkpoint:
+            self.progress = load_progress(self.last_checkpoint) or self.progress
         former = None if self.last_checkpoint else on_rank_zero(lambda: set_aside(config.run.folder))
         self.engine = Engine(
             config.model,
@@ -60,6 +65,7 @@ class Session:
         for note in data.notes if data is not None else ():
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
+        self.scatter = TokenScatter.of(self.layout)
         self.rollouts: Rollouts | None = None
         self.accuracies: dict[int, float] = {}
 
@@ -91,7 +97,9 @@ class Session:
         """The supervised examples of a step, the same on every rank. Not collective."""
         data = self.config.data
         order = PromptOrder(len(self._data.train), data.batch_size, self.config.run.seed, data.shuffle)
-        return [self._data.prompts.supervised(self._data.train[index]) for index in order.indices(step)]
+        first = self.progress.num_trained + (step - self.first_step) * data.batch_size
+        indices = [order.index(ordinal) for ordinal in range(first, first + data.batch_size)]
+        return [self._data.prompts.supervised(self._data.train[index]) for index in indices]
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
@@ -99,7 +107,7 @@ class Session:
         self.weights.start_replicas()
         pool = self.weights.pool
         if pool is not None:
-            self.rollouts = Rollouts(self.config, pool, self._data, reward, self.log, self.first_step)
+            self.rollouts = Rollouts(self.config, pool, self._data, reward, self.log, self.progress)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync."""
@@ -112,14 +120,19 @@ class Session:
         on_rank_zero(lambda: self._rollouts.stream.admit(step))
 
     def take_rollout(self, step: int) -> RolloutBatch:
-        """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
-        batch: RolloutBatch = self._with_replicas(step, lambda: self._rollouts.take(step))
-        self.weights.devices.acquire_for_training()
-        return batch
+        """The batch of `step`, waiting for it if need be, with the tokens that this rank trains on.
 
-    def _with_replicas(self, version: int, work: Callable[[], Any]) -> Any:
+        Then the trainer has the devices, where it shares them.
+        """
+        batch: RolloutBatch = self._with_replicas(step, lambda: self._rollouts.take(step), without_tokens)
+        with self.span("scatter"):
+            samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
+        self.weights.devices.acquire_for_training()
+        return RolloutBatch(samples, batch.metrics)
+
+    def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
         """What `work` on rank 0 gives; where that is None too few replicas are left, and it goes on with those that come back."""
-        while (result := on_rank_zero(work)) is None:
+        while (result := on_rank_zero(work, for_others)) is None:
             self.publish(version)
         return result
 
@@ -132,7 +145,14 @@ class Session:
             model, keep = Path(self.config.model.path), self.config.checkpoint.keep
             tensors = whole_tensors(self.weights.exporter)
             with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
-                self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, tensors, model, keep)
+                self.last_checkpoint = checkpoint.save(
+                    self.checkpoints, step, self.engine, tensors, model, keep, self._save_progress
+                )
+
+    def _save_progress(self, folder: Path) -> None:
+        """On rank 0."""
+        done = self.progress.num_trained + (self.step + 1 - self.first_step) * self.config.data.batch_size
+        save_progress(folder, self.rollouts.stream.progress() if self.rollouts is not None else Progress(done))
 
     # ------------------------------------------------------------------------------------------------ held-out accuracy
 

@@ -267,7 +267,7 @@ def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     results = []
     for sample in samples:
-        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
         with torch.no_grad():
             log_probs = torch.log_softmax(model(ids).logits[0].float(), -1)
         start = len(sample.prompt_ids)

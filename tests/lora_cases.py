@@ -47,7 +47,7 @@ def peft_log_probs(model_path: str, adapter: str, samples: list[Sample], *, merg
         model = model.merge_and_unload()
     results = []
     for sample in samples:
-        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
         with torch.no_grad():
             log_probs = torch.log_softmax(model(ids).logits[0].float(), -1)
         first = len(sample.prompt_ids)

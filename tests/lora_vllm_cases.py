@@ -81,8 +81,8 @@ def refused(publisher: Publisher) -> str:
 
 
 def greedy(pool: OpenPool, samples: list[Sample]) -> list[tuple[int, ...]]:
-    requests = [GenerationRequest(s.prompt_ids, 1, 8, temperature=0.0, stop_token_ids=()) for s in samples]
-    return [completions[0].token_ids for completions in pool.generate(requests).result()]
+    requests = [GenerationRequest(tuple(s.prompt_ids.tolist()), 1, 8, temperature=0.0, stop_token_ids=()) for s in samples]
+    return [tuple(completions[0].token_ids.tolist()) for completions in pool.generate(requests).result()]
 
 
 def peft_greedy(path: str, folder: str, samples: list[Sample]) -> list[tuple[int, ...]]:
@@ -93,7 +93,7 @@ def peft_greedy(path: str, folder: str, samples: list[Sample]) -> list[tuple[int
     model = PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
     results = []
     for sample in samples:
-        ids = list(sample.prompt_ids)
+        ids = sample.prompt_ids.tolist()
         for _ in range(8):
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))

@@ -9,10 +9,17 @@ from typing import Any, Self
 import torch
 
 from bridge.config import ReplicaConfig
+from bridge.messages import Completion
 from bridge.receive import vllm_adapter
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from tests.shards import assemble
+
+
+def numbers(completion: Completion) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...], str]:
+    """What compares and hashes by value."""
+    tokens, log_probs = tuple(completion.token_ids.tolist()), tuple(completion.log_probs.tolist())
+    return tokens, log_probs, tuple(completion.weight_versions.tolist()), completion.finish_reason
 
 
 class OpenReplica(Replica):
@@ -55,7 +62,7 @@ class OpenPool(ReplicaPool):
 
     def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
-        lists = [tuple(ids) for ids in token_id_lists]
+        lists = [tuple(map(int, ids)) for ids in token_id_lists]
         num_shares = min(self.num_replicas, len(lists))
         shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
         refs = []

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,10 +145,10 @@ def start_adapters(cases: list[dict[str, Any]], folder: str) -> list[list[dict[s
 
 def micro_batch(log_ratio: float, advantage: float) -> MicroBatch:
     """Three response tokens, whose old log-probs are `log_ratio` less than 0, that of the first token; else equal."""
-    from engine.batch import pack
+    from engine.batch import SampleTable, pack
 
-    sample = Sample((5, 6), (7, 8, 9), (0.0, 0.0, 0.0), advantage=advantage)
-    micro = pack([sample], [0], 1, torch.device("cpu"))
+    table = SampleTable.of([Sample((5, 6), (7, 8, 9), (0.0, 0.0, 0.0))])
+    micro = pack(dataclasses.replace(table, advantages=np.array([advantage])), [0], 1, torch.device("cpu"))
     micro.old_log_probs = torch.tensor([0.0, -log_ratio, 0.0, 0.0, 0.0])
     micro.reference_log_probs = torch.tensor([0.0, log_ratio, 0.0, 0.0, 0.0])
     return micro

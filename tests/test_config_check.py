@@ -228,7 +228,7 @@ def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
 def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
     data = load_data(load_config(runnable, ["algorithm.name=sft"]))
     samples = [data.prompts.supervised(example) for example in data.train]
-    assert list(data.prompts.lengths(data.train, with_answers=True)) == [len(s.prompt_ids + s.response_ids) for s in samples]
+    assert list(data.prompts.lengths(data.train, with_answers=True)) == [sample.num_tokens for sample in samples]
     prompts = list(data.prompts.lengths(data.train, with_answers=False))
     assert prompts == [len(data.prompts.prompt_ids(example)) for example in data.train]
 

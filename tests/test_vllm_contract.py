@@ -22,6 +22,7 @@ import torch
 from bridge.receive import vllm_adapter, vllm_experts, vllm_reload
 
 from bridge.replicas import vllm_api
+from tests.replicas import numbers
 
 if TYPE_CHECKING:
     import vllm.outputs
@@ -109,17 +110,19 @@ def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
 
 def finished(**fields: Any) -> vllm.outputs.RequestOutput:
     import vllm.outputs
-    from vllm.logprobs import Logprob
+    from vllm.logprobs import FlatLogprobs, Logprob
 
-    log_probs = [{5: Logprob(-0.5)}, {6: Logprob(-1.5)}]
+    log_probs = FlatLogprobs()
+    log_probs.extend([{5: Logprob(-0.5), 7: Logprob(-0.25)}, {6: Logprob(-1.5)}])
     sample = vllm.outputs.CompletionOutput(0, "", [5, 6], -2.0, log_probs, finish_reason="length", **fields)
     return vllm.outputs.RequestOutput("0", None, [1], None, [sample], finished=True)
 
 
 def test_every_token_has_the_version_that_the_replica_served() -> None:
     completion = vllm_api.to_completion(finished(), 3)
-    assert (completion.token_ids, completion.log_probs) == ((5, 6), (-0.5, -1.5))
-    assert (completion.weight_versions, completion.finish_reason) == ((3, 3), "length")
+    assert numbers(completion) == ((5, 6), (-0.5, -1.5), (3, 3), "length")
+    arrays = (completion.token_ids, completion.log_probs, completion.weight_versions)
+    assert [array.dtype.name for array in arrays] == ["int32", "float32", "int32"]
 
 
 def test_stamps_win_over_the_served_version() -> None:
@@ -128,7 +131,7 @@ def test_stamps_win_over_the_served_version() -> None:
     if not hasattr(vllm.outputs, "WeightVersionSpan"):
         pytest.skip("this vLLM stamps no outputs")
     spans = [vllm.outputs.WeightVersionSpan("default", 0, 1), vllm.outputs.WeightVersionSpan("4", 1, 2)]
-    assert vllm_api.to_completion(finished(weight_versions=spans), 3).weight_versions == (-1, 4)
+    assert vllm_api.to_completion(finished(weight_versions=spans), 3).weight_versions.tolist() == [-1, 4]
 
 
 def cuda_platform() -> Any:

@@ -41,7 +41,8 @@ class Generation:
             RuntimeError: a replica died or is out of service.
         """
         parts = self._pool.gather(self._refs)
-        return [parts[i % len(parts)][i // len(parts)] for i in range(self._num_requests)]
+        of_requests = (parts[i % len(parts)][i // len(parts)] for i in range(self._num_requests))
+        return [[completion.copy() for completion in completions] for completions in of_requests]
 
 
 class ReplicaPool(ReplicaActors):

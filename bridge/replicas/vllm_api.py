@@ -216,6 +216,7 @@ async def submit(
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -245,11 +246,12 @@ def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int) -
     `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
     """
     sample = output.outputs[0]
-    tokens = tuple(sample.token_ids)
-    log_probs = tuple(entry[token].logprob for token, entry in zip(tokens, sample.logprobs, strict=True))
-    versions = [version] * len(tokens)
+    tokens = np.array(sample.token_ids, np.int32)
+    firsts = sample.logprobs.start_indices  # the sampled token comes first at its position (vllm/v1/engine/logprobs.py:110)
+    log_probs = np.array(sample.logprobs.logprobs, np.float32)[firsts]
+    assert len(tokens) == len(log_probs), "vLLM gave a log-prob for each token"
+    versions = np.full(len(tokens), version, np.int32)
     begin = 0
-    for end, of in marks:
-        versions[begin:end] = [of] * (end - begin)
-        begin = end
-    return Completion(tokens, log_probs, tuple(versions), str(sample.finish_reason))
+    for end, former in marks:
+        versions[begin:end], begin = former, end
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason))

@@ -1,11 +1,12 @@
-"""Measures weight sync on this machine against the two usual ways, generation from LoRA's two ways, and training.
+"""Measures weight sync against the two usual ways, generation from LoRA's two ways, training, and a batch's way to the ranks.
 
-Starts the trainer ranks itself (sync.py, rollout.py and train_rank.py say what is measured and how), then
+Starts the trainer ranks itself (sync.py, rollout.py, train_rank.py and arrays.py say what is measured and how), then
 prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE] [--picture FILE.svg]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench arrays --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring, rounds before that count."""
     parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
-    about = "sync: ours, message by message, over the disk, and LoRA's two ways; rollout: tokens/s with LoRA's two ways; train"
-    parser.add_argument("verb", choices=[*VERBS, "train"], help=about)
+    about = "sync: ours, message by message, over the disk, LoRA's two ways; rollout: tokens/s with those; train; arrays"
+    parser.add_argument("verb", choices=[*VERBS, "train", "arrays"], help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
@@ -132,7 +133,12 @@ def main(arguments: Sequence[str]) -> int:
         if given.picture is not None:
             check_picture(given.verb, given.picture)
         config = load_config(given.config, given.overrides, BenchRoot)
-        config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
+        if given.verb != "arrays":
+            config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
+    if given.verb == "arrays":
+        from megasync.bench import arrays  # it needs torch
+
+        return arrays.run(config, given.json)
     if given.verb == "train":
         return train.run(config, given.json)
     code, results = measure(given.verb, config, given.json)

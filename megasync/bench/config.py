@@ -1,4 +1,4 @@
-"""The keys of `bench` and `bench_train`, beside those of a run. No torch in here."""
+"""The keys of `bench`, `bench_train` and `bench_arrays`, beside those of a run. No torch in here."""
 
 from __future__ import annotations
 
@@ -95,8 +95,24 @@ class TrainBenchConfig(Section):
     """Variants whose state is moved to host memory and back at the end, and timed."""
 
 
+class ArraysBenchConfig(Section):
+    """What `python -m megasync.bench arrays` takes through."""
+
+    num_prompts: PositiveInt = 512
+    """Each with a group of responses."""
+    group_size: PositiveInt = 16
+    """Responses of a prompt."""
+    prompt_tokens: PositiveInt = 512
+    """Of each prompt."""
+    response_tokens: PositiveInt = 8192
+    """Of each response."""
+    data_size: Annotated[int, Field(ge=2)] = 64
+    """Data-parallel ranks that share the batch."""
+
+
 class BenchRoot(Config):
     """A run's config with what the benches add."""
 
     bench: BenchConfig = BenchConfig()
     bench_train: TrainBenchConfig = TrainBenchConfig()
+    bench_arrays: ArraysBenchConfig = ArraysBenchConfig()

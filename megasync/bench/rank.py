@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.send.collectives import Ranks
@@ -30,7 +32,7 @@ from megasync.model_shapes import SHAPES
 from megasync.rank_zero import control_group
 from megasync.weights import build_publisher, replica_config
 
-SAMPLES = [Sample((3 + index, 5, 7), (11, 13, 17), (0.0, 0.0, 0.0)) for index in range(8)]
+SAMPLES = [Sample(np.array([3 + index, 5, 7], np.int32), np.array([11, 13, 17], np.int32)) for index in range(8)]
 Measured = dict[str, Any]
 
 

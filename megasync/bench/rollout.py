@@ -61,7 +61,7 @@ class RolloutBench(BenchRank):
     def _generate(self, pool: BenchPool) -> tuple[float, list[tuple[int, ...]]]:
         begin = time.perf_counter()
         completions: list[list[Completion]] = pool.generate(self._requests()).result()
-        return time.perf_counter() - begin, [completion.token_ids for group in completions for completion in group]
+        return time.perf_counter() - begin, [tuple(one.token_ids.tolist()) for group in completions for one in group]
 
     def _requests(self) -> list[GenerationRequest]:
         """The same at every call."""

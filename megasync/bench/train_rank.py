@@ -72,7 +72,7 @@ def random_samples(config: BenchRoot, step: int, data_size: int, vocabulary_size
     count = data_size * bench.num_microbatches * bench.num_sequences
     generator = torch.Generator().manual_seed(1000 * config.run.seed + step)
     tokens = torch.randint(0, min(vocabulary_size, 30000), (count, bench.sequence_length), generator=generator)
-    return [Sample((row[0],), tuple(row[1:])) for row in tokens.tolist()]
+    return [Sample(row[:1], row[1:]) for row in tokens.to(torch.int32).numpy()]
 
 
 def product_ceiling() -> float:

@@ -13,7 +13,6 @@ from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
 
-MAX_STALENESS = 1
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 
@@ -159,8 +158,9 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
 
 def _check_placement(config: Config, world_size: int) -> None:
     rollout, transport = config.rollout, config.sync.transport
-    message, choices = f"rollout.max_staleness = {rollout.max_staleness}: not supported yet", "0 (synchronous), 1 (one-step-off)"
-    refuse_if(rollout.max_staleness > MAX_STALENESS, message, choices=choices, remedy="write rollout.max_staleness=1")
+    message = f"rollout.min_replicas = {rollout.min_replicas}: more than there are"
+    allowed, remedy = f"1 to rollout.replicas = {rollout.replicas}", f"write rollout.min_replicas={rollout.replicas}"
+    refuse_if(rollout.min_replicas > rollout.replicas, message, allowed=allowed, remedy=remedy)
     lines = {"placement": rollout.placement, "remedy": "write sync.transport=auto"}
     if not rollout.is_colocated:
         message = "sync.transport = ipc: trainer and replicas have GPUs of their own, and ipc is for GPUs that they share"

@@ -17,6 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.sample import Sample
 from megasync.config.errors import ConfigError
 from megasync.config.model_folder import model_shape
@@ -38,15 +41,16 @@ class Prompts:
         self.stop_token_ids = _stop_token_ids(model_path, self.tokenizer.eos_token_id)
         self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def text(self, token_ids: npt.NDArray[np.int32]) -> str:
         """A response's text without its end-of-sequence and other special tokens."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
         return text
 
     def supervised(self, example: Example) -> Sample:
         """The example as a sample whose response is the answer and the end of the sequence."""
         answer = self.tokenizer.encode(example.answer, add_special_tokens=False)
-        return Sample(self.prompt_ids(example), (*answer, *self.stop_token_ids[:1]))
+        response = [*answer, *self.stop_token_ids[:1]]
+        return Sample(np.array(self.prompt_ids(example), np.int32), np.array(response, np.int32))
 
     def lengths(self, examples: Iterable[Example], *, with_answers: bool) -> Iterator[int]:
         """Tokens of each prompt; `with_answers`: of the whole supervised sample."""

@@ -13,9 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bridge.messages import Completion, GenerationRequest
+from engine.batch import SampleTable
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
+from megasync.rollouts.progress import Progress
 from megasync.rollouts.reward import RewardFunction, RewardInput
 from megasync.rollouts.stream import Group, RolloutStream, StreamSettings
 
@@ -30,22 +34,27 @@ if TYPE_CHECKING:
 class RolloutBatch:
     """The samples of one step, and what their generation took."""
 
-    samples: list[Sample]
+    samples: SampleTable
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def without_tokens(batch: RolloutBatch | None) -> RolloutBatch | None:
+    """What all ranks get to know of a batch."""
+    return None if batch is None else RolloutBatch(batch.samples.only([]), batch.metrics)
 
 
 class Rollouts:
     """Rank 0's side of a run's stream. `close` ends its threads."""
 
     def __init__(
-        self, config: Config, pool: ReplicaPool, data: RunData, reward: RewardFunction, log: RunLog, first_step: int
+        self, config: Config, pool: ReplicaPool, data: RunData, reward: RewardFunction, log: RunLog, progress: Progress
     ) -> None:
         self.config, self.prompts, self.examples = config, data.prompts, data.train
         self.reward, self.timeline = reward, log.timeline
         self.order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
         self.scorer = ThreadPoolExecutor(1, "reward")
         self.stream = RolloutStream(pool, stream_settings(config), self._group, self._score, log.note)
-        self.stream.num_begun = first_step * config.data.batch_size
+        self.stream.restore(progress)
         self._taken_seconds = 0.0
 
     def take(self, step: int) -> RolloutBatch | None:
@@ -62,7 +71,7 @@ class Rollouts:
         samples = [sample for place, group in enumerate(groups) for sample in self._samples(group, place)]
         seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
         self._taken_seconds = done
-        return RolloutBatch(samples, self._metrics(samples, step, seconds, done - waited_from))
+        return RolloutBatch(SampleTable.of(samples), batch_metrics(samples, step, seconds, done - waited_from))
 
     def evaluate(self, examples: list[Example]) -> float | None:
         """Mean reward of greedy answers. None: too few replicas are left."""
@@ -114,9 +123,10 @@ class Rollouts:
         )
 
     def _samples(self, group: Group, place: int) -> list[Sample]:
+        prompt_ids = np.array(group.request.prompt_ids, np.int32)
         return [
             Sample(
-                prompt_ids=group.request.prompt_ids,
+                prompt_ids=prompt_ids,
                 response_ids=completion.token_ids,
                 rollout_log_probs=completion.log_probs,
                 weight_versions=completion.weight_versions,
@@ -126,21 +136,6 @@ class Rollouts:
             for completion, reward in zip(group.completions, group.rewards, strict=True)
             if completion is not None and reward is not None
         ]
-
-    def _metrics(self, samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
-        tokens = sum(len(sample.response_ids) for sample in samples)
-        ages = [step - version for sample in samples for version in sample.weight_versions]
-        rewards = [sample.reward for sample in samples]
-        return {
-            "reward/mean": statistics.fmean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "response/tokens_mean": tokens / len(samples),
-            "staleness/mean": statistics.fmean(ages),
-            "staleness/max": max(ages),
-            "rollout/seconds": seconds,
-            "rollout/wait_seconds": waited_seconds,
-            "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
-        }
 
 
 def stream_settings(config: Config) -> StreamSettings:
@@ -155,3 +150,21 @@ def stream_settings(config: Config) -> StreamSettings:
         answer_seconds=rollout.answer_timeout_seconds,
         min_replicas=rollout.min_replicas,
     )
+
+
+def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
+    """Rewards, lengths and staleness of a batch whose generation took `seconds`, of which training waited for a part."""
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    versions = sum(int(sample.weight_versions.sum(dtype=np.int64)) for sample in samples)
+    oldest = min(int(sample.weight_versions.min(initial=step)) for sample in samples)
+    rewards = [sample.reward for sample in samples]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "response/tokens_mean": tokens / len(samples),
+        "staleness/mean": (step * tokens - versions) / tokens,
+        "staleness/max": step - oldest,
+        "rollout/seconds": seconds,
+        "rollout/wait_seconds": waited_seconds,
+        "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
+    }

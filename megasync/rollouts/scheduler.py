@@ -3,9 +3,9 @@
 A group is a prompt with its samples; its ordinal is its place in the order of the data, counted over the whole run. Step s trains
 on version s of the weights and makes version s + 1. Leaves out who generates and what a sample is (stream.py).
 
-The bound of `rollout.max_staleness` = n holds by two rules, without anything thrown away: before step s at most (s + n + 1)
-batches of groups have begun (the admission of AReaL, arXiv:2505.24298, section 5.1), and step s takes every group whose oldest
-token is of version s - n. By the first rule those are never more than a batch.
+The bound of `rollout.max_staleness` = n holds by two rules, without anything thrown away: at most n + 1 batches of groups have
+begun and are not trained (the admission of AReaL, arXiv:2505.24298, section 5.1), and step s takes every group whose oldest token
+is of version s - n. By the first rule those are never more than a batch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Load:
     tokens: float = 0.0
 
 
-def num_admissible(step: int, max_staleness: int, batch_size: int, num_steps: int, num_replaced: int = 0) -> int:
-    """How many groups may have begun, in all, while `step` is the next to be trained.
+def num_admissible(num_trained: int, max_staleness: int, batch_size: int, steps_left: int, num_replaced: int = 0) -> int:
+    """How many groups may have begun, in all, when `num_trained` of them are trained and `steps_left` steps follow.
 
-    `num_replaced`: those that begun and will not be trained, each of which makes room for another.
+    `num_replaced`: those that have begun and will not be trained, each of which makes room for another.
     """
-    return min(step + max_staleness + 1, num_steps) * batch_size + num_replaced
+    return num_trained + min(max_staleness + 1, steps_left) * batch_size + num_replaced
 
 
 def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | None) -> int | None:

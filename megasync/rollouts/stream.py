@@ -13,6 +13,7 @@ metrics (rollout.py).
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.messages import Completion, Finished, GenerationRequest, GroupRequest, NotServingError
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.progress import Progress
 from megasync.rollouts.scheduler import Candidate, Load, choose_batch, choose_replica, expired, num_admissible
 
 if TYPE_CHECKING:
@@ -27,49 +30,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 COLLECT_SECONDS = 1.0  # a replica with no news answers after so long
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """Of a run. `slots`: samples that a replica is given at a time; None: as many as there are."""
-
-    max_staleness: int
-    batch_size: int
-    num_steps: int
-    slots: int | None
-    expected_tokens: float  # of a response, until there are some
-    answer_seconds: float  # a replica that gives no answer for so long counts as dead
-    min_replicas: int = 1
-    filters_groups: bool = False  # whether groups whose rewards are all equal are replaced
-    filter_factor: int = 1  # at most so many times as many prompts as a batch has
-
-
-@dataclass
-class Group:
-    """A prompt's samples on their way; `completions` and `rewards` fill up."""
-
-    key: int  # the ordinal; below 0 for what is generated outside of the stream
-    request: GenerationRequest
-    version: int = 0  # no token is older
-    completions: list[Completion | None] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)
-    replica: int | None = None
-    expected_tokens: float = 0.0  # of one sample
-    begun_seconds: float = 0.0
-    ended_seconds: float = 0.0
-    whole: asyncio.Future[None] | None = None  # of what is generated outside of the stream
-
-    def __post_init__(self) -> None:
-        self.completions = self.completions or [None] * self.request.num_samples
-        self.rewards = self.rewards or [None] * self.request.num_samples
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(index for index, completion in enumerate(self.completions) if completion is None)
-
-    @property
-    def is_done(self) -> bool:
-        return None not in self.rewards
 
 
 @dataclass
@@ -95,7 +55,7 @@ class RolloutStream:
         """`make_group` makes that of an ordinal, `score` gives a sample's reward, `note` says something to the user."""
         self.pool, self.settings, self.make_group, self.score, self.note = pool, settings, make_group, score, note
         self.step, self.version = 0, 0
-        self.num_begun = 0  # ordinals that were handed out or wait for it
+        self.num_begun = self.num_trained = 0  # ordinals that were handed out or wait for it; that were taken
         self.num_replaced = self.replaced_in_step = 0
         self.expected_tokens = settings.expected_tokens
         self._groups: dict[int, Group] = {}  # begun and not taken
@@ -129,6 +89,14 @@ class RolloutStream:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
         """Completions outside of the stream, ahead of what waits in it; None as for `take`."""
         return self._run(self._generate(requests))
+
+    def progress(self) -> Progress:
+        """What a run that is resumed here needs to know."""
+        return self._run(self._progress())
+
+    def restore(self, progress: Progress) -> None:
+        """Go on from there, before the first `admit`. What had not ended begins anew."""
+        self._run(self._restore(progress))
 
     def close(self) -> None:
         """End the thread; what is generated is left alone. Safe to repeat."""
@@ -164,7 +132,8 @@ class RolloutStream:
         if step != self.step:
             self.step, self.replaced_in_step = step, 0
         own = self.settings
-        wanted = num_admissible(step, own.max_staleness, own.batch_size, own.num_steps, self.num_replaced)
+        steps_left = own.num_steps - step
+        wanted = num_admissible(self.num_trained, own.max_staleness, own.batch_size, steps_left, self.num_replaced)
         while self.num_begun < wanted:
             group = self.make_group(self.num_begun)
             self._groups[group.key] = group
@@ -180,6 +149,7 @@ class RolloutStream:
                 return None
             self._changed.clear()
             await self._changed.wait()
+        self.num_trained += len(batch)
         return [self._groups.pop(ordinal) for ordinal in batch]
 
     def _choose(self, step: int) -> list[int] | None:
@@ -200,6 +170,25 @@ class RolloutStream:
         if batch:
             self._equal.clear()
         return batch or None
+
+    async def _progress(self) -> Progress:
+        groups = [(group.key, tuple(group.ended_samples())) for group in self._groups.values() if group.whole is None]
+        return Progress(self.num_trained, self.num_begun, self.num_replaced, self.expected_tokens, tuple(sorted(groups)))
+
+    async def _restore(self, progress: Progress) -> None:
+        self.num_trained, self.num_begun = progress.num_trained, progress.num_begun or progress.num_trained
+        self.num_replaced, self.expected_tokens = progress.num_replaced, progress.expected_tokens or self.expected_tokens
+        for key, samples in progress.groups:
+            group = self._groups[key] = self.make_group(key)
+            for sample in samples if max((s.index for s in samples), default=0) < len(group.completions) else ():
+                group.completions[sample.index] = sample.completion
+                if math.isfinite(sample.reward):
+                    group.rewards[sample.index] = sample.reward
+                else:
+                    self._start(self._reward(group, sample.index))
+            group.note_versions()
+            if group.missing:
+                self._waiting.append(group)
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
         groups = []
@@ -289,8 +278,7 @@ class RolloutStream:
         length = len(finished.completion.token_ids)
         self.expected_tokens += (length - self.expected_tokens) / 256
         if not group.missing:
-            group.ended_seconds = time.time()
-            group.version = min(min(c.weight_versions) for c in group.completions if c is not None)
+            group.note_versions()
         self._start(self._reward(group, finished.sample))
 
     async def _reward(self, group: Group, sample: int) -> None:

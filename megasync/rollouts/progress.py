@@ -1,0 +1,82 @@
+"""How far a run has come with its prompts, as a file in a checkpoint: what was begun and not trained, with the tokens that there are.
+
+save_progress writes the file, load_progress reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.messages import Completion
+
+FILE = "rollouts.npz"
+ARRAYS = ("token_ids", "log_probs", "weight_versions")
+FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class SavedSample:
+    """A sample that has ended; its reward is NaN where there was none yet."""
+
+    index: int  # in its group
+    completion: Completion
+    reward: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`groups`: the ordinals that have begun and are not trained, with the samples that have ended."""
+
+    num_trained: int  # prompts, all
+    num_begun: int = 0
+    num_replaced: int = 0
+    expected_tokens: float | None = None
+    groups: tuple[tuple[int, tuple[SavedSample, ...]], ...] = ()
+
+
+def save_progress(folder: Path, progress: Progress) -> None:
+    """Numbers alone, in NumPy's format."""
+    pairs = [(place, sample) for place, (_, samples) in enumerate(progress.groups) for sample in samples]
+    done = [sample.completion for _, sample in pairs]
+    np.savez(
+        folder / FILE,
+        counts=np.array([progress.num_trained, progress.num_begun, progress.num_replaced], np.int64),
+        expected_tokens=np.array([np.nan if progress.expected_tokens is None else progress.expected_tokens]),
+        groups=np.array([key for key, _ in progress.groups], np.int64),
+        places=np.array([place for place, _ in pairs], np.int64),
+        indices=np.array([sample.index for _, sample in pairs], np.int64),
+        rewards=np.array([sample.reward for _, sample in pairs], np.float64),
+        finish_reasons=np.array([FINISH_REASONS.index(completion.finish_reason) for completion in done], np.int64),
+        lengths=np.array([len(completion.token_ids) for completion in done], np.int64),
+        token_ids=_joined([completion.token_ids for completion in done], np.int32),
+        log_probs=_joined([completion.log_probs for completion in done], np.float32),
+        weight_versions=_joined([completion.weight_versions for completion in done], np.int32),
+    )
+
+
+def load_progress(folder: Path) -> Progress | None:
+    """What `save_progress` wrote; no code is read from the file."""
+    if not (folder / FILE).is_file():
+        return None
+    with np.load(folder / FILE, allow_pickle=False) as file:
+        data = {name: file[name] for name in file.files}
+    spans = list(pairwise([0, *np.cumsum(data["lengths"]).tolist()]))
+    samples: list[list[SavedSample]] = [[] for _ in data["groups"]]
+    for number, place in enumerate(data["places"].tolist()):
+        tokens, log_probs, versions = (data[name][slice(*spans[number])] for name in ARRAYS)
+        completion = Completion(tokens, log_probs, versions, FINISH_REASONS[int(data["finish_reasons"][number])])
+        samples[place].append(SavedSample(int(data["indices"][number]), completion, float(data["rewards"][number])))
+    trained, begun, replaced = data["counts"].tolist()
+    (expected,) = data["expected_tokens"].tolist()
+    groups = zip(data["groups"].tolist(), map(tuple, samples), strict=True)
+    return Progress(trained, begun, replaced, None if np.isnan(expected) else expected, tuple(groups))
+
+
+def _joined(arrays: Sequence[Any], dtype: type) -> Any:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)

@@ -1,0 +1,188 @@
+"""Packing, the plan of micro-batches, and the way of a batch's tokens to the ranks that train on them.
+
+    python -m pytest tests/test_batch.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from engine.batch import MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
+from engine.sample import TOKEN_ARRAYS, Sample
+from megasync.distribute import flatten, with_tokens
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+FAST = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
+
+
+@st.composite
+def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
+    """Samples of any lengths, with and without log-probs; with advantages."""
+    samples = []
+    for _ in range(draw(st.integers(1, 9))):
+        generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+        prompt, response = draw(st.integers(1, 9)), draw(st.integers(0, 9))
+        known = response if from_rollouts or draw(st.booleans()) else 0
+        ids = generator.integers(0, 2**31, prompt + response)
+        log_probs, versions = -generator.random(known), generator.integers(-1, 100, known)
+        reward, group = float(generator.random()), int(generator.integers(0, 3))
+        samples.append(Sample(ids[:prompt], ids[prompt:], log_probs, versions, reward, group))
+    table = SampleTable.of(samples)
+    return dataclasses.replace(table, advantages=np.random.default_rng(0).standard_normal(len(samples)))
+
+
+def packed_token_by_token(table: SampleTable, indices: list[int], multiple: int) -> dict[str, list[Any]]:
+    """What `pack` says of each token, in plain words: rows of (token, label, position, mask, segment, advantage, log-prob)."""
+    rows: list[tuple[Any, ...]] = []
+    for number, index in enumerate(indices or [0]):
+        sample, advantage = table.samples[index], table.advantages[index]
+        assert sample is not None
+        ids, first = [*sample.prompt_ids, *sample.response_ids], len(sample.prompt_ids)
+        for position, token in enumerate(ids):
+            predicted = position + 1 - first  # which response token this position predicts
+            is_response = 0 <= predicted < len(sample.response_ids)
+            label = ids[position + 1] if position + 1 < len(ids) else 0
+            log_prob = sample.rollout_log_probs[predicted] if is_response and len(sample.rollout_log_probs) else 0
+            mask = float(is_response and bool(indices))
+            rows.append((token, label, position, mask, number, advantage, log_prob))
+    rows += [(0, 0, position, 0, rows[-1][4], 0, 0) for position in range(-len(rows) % multiple)]
+    names = ("tokens", "labels", "position_ids", "mask", "segment", "advantages", "rollout_log_probs")
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+@FAST
+@given(tables(), st.sampled_from([1, 2, 8]), st.data())
+def test_pack_is_what_it_says_token_by_token(table: SampleTable, multiple: int, data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, len(table) - 1), unique=True))
+    micro = pack(table, indices, multiple, CPU)
+    for name, expected in packed_token_by_token(table, indices, multiple).items():
+        values = getattr(micro, name).flatten()
+        assert values.dtype == (torch.float32 if values.is_floating_point() else torch.int64)
+        assert torch.equal(values, torch.tensor(np.array(expected), dtype=values.dtype)), name
+    lengths = table.lengths[indices or [0]].tolist()
+    ends = np.cumsum([*lengths, *([micro.num_tokens - sum(lengths)] if micro.num_tokens > sum(lengths) else [])])
+    assert micro.sequences.cu_seqlens_q.tolist() == [0, *ends]
+
+
+@FAST
+@given(LENGTHS, st.integers(1, 8))
+def test_balance_puts_the_longest_into_the_emptiest_bin(lengths: list[int], num_bins: int) -> None:
+    expected: list[list[int]] = [[] for _ in range(num_bins)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        emptiest = min(expected, key=lambda members: (sum(lengths[i] for i in members), len(members)))
+        emptiest.append(index)
+    assert balance(lengths, num_bins) == [sorted(members) for members in expected]
+
+
+@FAST
+@given(LENGTHS, st.integers(1, 5), st.integers(10, 130))
+def test_the_plan_has_as_few_microbatches_as_fit(lengths: list[int], data_size: int, limit: int) -> None:
+    plan = plan_microbatches(lengths, data_size, limit)
+    (count,) = {len(bins) for bins in plan}
+    least, most = max(1, -(-sum(lengths) // (data_size * limit))), max(1, -(-len(lengths) // data_size))
+
+    def fits(num_bins: int) -> bool:
+        return all(sum(lengths[i] for i in b) <= limit or len(b) == 1 for b in balance(lengths, num_bins))
+
+    assert count == next(c for c in range(least, len(lengths) + least + 1) if c >= most or fits(data_size * c))
+    assert sorted(chain.from_iterable(chain.from_iterable(plan))) == list(range(len(lengths)))
+    assert [plan[rank][i] for i in range(count) for rank in range(data_size)] == balance(lengths, data_size * count)
+
+
+@FAST
+@given(tables(from_rollouts=True), st.integers(1, 3), st.integers(1, 6))
+def test_what_a_rank_needs_is_what_it_packs(table: SampleTable, num_minibatches: int, data_size: int) -> None:
+    """Packing works with no other tokens, and every sample is packed somewhere."""
+    needed = needed_samples(table.lengths, num_minibatches, data_size, 20)
+    assert set(chain.from_iterable(needed)) == set(range(len(table)))
+    for rank, own in enumerate(needed):
+        alone = with_tokens(pickle.loads(pickle.dumps(table.only([]))), own, flatten(table, own))
+        used: set[int] = set()
+        for part in filter(len, split_evenly(len(table), num_minibatches)):
+            for indices in plan_microbatches(table.lengths[part.start : part.stop], data_size, 20)[rank]:
+                assert_same(pack(alone.part(part), indices, 1, CPU), pack(table.part(part), indices, 1, CPU))
+                used |= {part.start + index for index in indices or [0]}
+        assert sorted(used) == own
+
+
+@FAST
+@given(tables(from_rollouts=True), st.data())
+def test_tokens_travel_whole(table: SampleTable, data: st.DataObject) -> None:
+    indices = sorted(data.draw(st.sets(st.integers(0, len(table) - 1), min_size=1)))
+    buffer = flatten(table, indices)
+    back = with_tokens(table.only([]), indices, buffer)
+    assert [index for index, sample in enumerate(back.samples) if sample is not None] == indices
+    for index in indices:
+        before, after = table.samples[index], back.samples[index]
+        assert before is not None and after is not None
+        assert (before.reward, before.group) == (after.reward, after.group)
+        for name, dtype in TOKEN_ARRAYS.items():
+            assert getattr(after, name).dtype == dtype
+            assert np.array_equal(getattr(after, name), getattr(before, name)), name
+            assert np.shares_memory(getattr(after, name), buffer.numpy()) or not len(getattr(after, name))
+
+
+def assert_same(first: MicroBatch, second: MicroBatch) -> None:
+    for field in dataclasses.fields(MicroBatch):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if field.name == "sequences":
+            a, b = a.cu_seqlens_q, b.cu_seqlens_q
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
+
+
+def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A batch that rank 0 alone has, through TokenScatter to engine.prepare, against one that every rank has."""
+    from megasync.distribute import TokenScatter
+    from megasync.rank_zero import on_rank_zero
+    from tests.engine_cases import engine, random_samples
+
+    results = []
+    for number, case in enumerate(cases):
+        with engine(path, name="grpo", **case) as built:
+            scatter = TokenScatter.of(built.layout)
+            samples = [
+                dataclasses.replace(sample, weight_versions=np.arange(len(sample.response_ids)))
+                for sample in random_samples(18, seed=number)
+            ]
+            table = on_rank_zero(partial(SampleTable.of, samples), lambda table: table.only([]))
+            table = scatter(table, built.needed_samples(table))
+            own, whole = built.prepare(table), built.prepare(samples)
+            for first, second in zip(own, whole, strict=True):
+                assert (first.num_tokens, first.num_samples) == (second.num_tokens, second.num_samples)
+                for micro, same in zip(first.microbatches, second.microbatches, strict=True):
+                    assert_same(micro, same)
+            held = [index for index, sample in enumerate(table.samples) if sample is not None]
+            results.append({"data_rank": built.layout.data_rank, "held": held, "metrics": built.update(own)})
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_get_their_own_tokens_alone_and_train_as_with_all(tmp_path: Path, num_ranks: int) -> None:
+    """Every micro-batch is bit for bit the one that is packed where all samples are."""
+    path = str(write_tiny_model(tmp_path / "model", "qwen3", True, num_hidden_layers=2))
+    cases: list[dict[str, Any]] = [{"num_minibatches": 2}, {"tokens": 60, "kl_coefficient": 0.1}]
+    if num_ranks > 1:
+        cases += [{"tensor": 2, "sequence": True}, {"pipeline": 2}]
+    ranks = run_ranks(num_ranks, "tests.test_batch:scattered_batches", {"path": path, "cases": cases})
+    for number, case in enumerate(cases):
+        data_size = num_ranks // case.get("tensor", 1) // case.get("pipeline", 1)
+        held = {results[number]["data_rank"]: results[number]["held"] for results in ranks}
+        assert len(held) == data_size
+        assert all(results[number]["held"] == held[results[number]["data_rank"]] for results in ranks)
+        assert set(chain.from_iterable(held.values())) == set(range(18))
+        assert all(len(own) < 18 for own in held.values()) or data_size == 1
+        assert all(results[number]["metrics"] == ranks[0][number]["metrics"] for results in ranks)
