@@ -1,4 +1,4 @@
-"""How far a run has come with its prompts, as a file in a checkpoint: what was begun and not trained, with the tokens that there are.
+"""How far a run has come with its prompts, as a file in a checkpoint: what was begun and not trained, with its tokens.
 
 save_progress writes the file, load_progress reads it.
 """

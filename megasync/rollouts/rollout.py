@@ -19,9 +19,10 @@ from bridge.messages import Completion, GenerationRequest
 from engine.batch import SampleTable
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
+from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.reward import RewardFunction, RewardInput
-from megasync.rollouts.stream import Group, RolloutStream, StreamSettings
+from megasync.rollouts.stream import RolloutStream
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
