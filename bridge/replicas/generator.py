@@ -50,6 +50,7 @@ class Generator:
         """`serving` gives the version that is served and whether an adapter is, or raises; `explain` an error's better form."""
         self.lock = asyncio.Lock()
         self.num_calls = 0  # of generate and run, all
+        self.is_busy = False  # with weights
         self._engine, self._index, self._on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
         self._ids = itertools.count()
@@ -154,8 +155,8 @@ class Generator:
 
     @property
     def _silent_seconds(self) -> float:
-        """How long the engine core has owed an answer; 0 while a sync has it."""
-        return 0.0 if self._answered >= self._asked or self.lock.locked() else time.monotonic() - self._asked
+        """How long the engine core has owed an answer; none is due while it loads weights."""
+        return 0.0 if self._answered >= self._asked or self.is_busy else time.monotonic() - self._asked
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -133,7 +133,7 @@ class Replica:
     async def receive(self, message: BeginSync) -> None:
         """Load the stream of a manifest that was accepted; comes back when every worker has all of it."""
         self._advance(Event.RECEIVE)
-        self._spans = Spans()
+        self._generator.is_busy, self._spans = True, Spans()
         with self._spans.measure("update"):
             await self._engine.collective_rpc("megasync_receive", args=(message.to_dict(),))
         self._advance(Event.RECEIVED)
@@ -147,12 +147,14 @@ class Replica:
             if not is_reset and not holds:
                 raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
+        self._generator.is_busy = False
         self.version, self._is_torn = version, False
 
     async def resume(self) -> None:
-        self._advance(Event.RESUME)
+        resumed = next_state(self._state, Event.RESUME)
         await self._wake(self._given_up)
         await self._generator.resume()
+        self._state = resumed  # not before: an abort has to find out that this gives no answer
         self._leave_sync()
 
     async def abort(self) -> ReplicaState:
@@ -166,6 +168,7 @@ class Replica:
         if self._state is ReplicaState.STALE and before is not ReplicaState.STALE:
             self._is_torn, self.version = True, None
             await self._engine.collective_rpc("megasync_break_off")
+            self._generator.is_busy = False
         elif before is ReplicaState.PAUSED and self._is_torn:
             self._state = ReplicaState.STALE
         elif before is ReplicaState.PAUSED:

@@ -20,7 +20,7 @@ from bridge.layout.bucket import StagePlan
 from bridge.layout.digest import BucketDigests
 from bridge.transport.errors import DamagedError
 from bridge.transport.segment import NUM_BUFFERS, UnlinkedFile
-from bridge.transport.shm import ShmReader, ShmWriter
+from bridge.transport.shm import ShmReader, ShmWriter, endpoint_of
 
 SCHEME = "ipc:"
 HANDLE_BYTES = 4096
@@ -37,7 +37,7 @@ class IpcWriter(ShmWriter):
         super().__init__(stage, readers, own, HANDLE_BYTES + 8 * len(stage.buckets))
         self.digests = self._digests = BucketDigests(len(stage.buckets), device)
         self._verify = False
-        self.endpoint = f"{SCHEME}{self.segment.path}"
+        self.endpoint = endpoint_of(SCHEME, self.segment)
         self._device = device
         self._files: list[UnlinkedFile] = []  # without CUDA
         self.buffers = []

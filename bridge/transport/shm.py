@@ -10,6 +10,7 @@ The order of stores holds on x86-64; elsewhere a torn read shows as a wrong dige
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +25,17 @@ from bridge.transport.segment import NUM_BUFFERS, Segment
 
 SCHEME = "shm:"
 POLL_SECONDS_FIRST = 50e-6
+_counter = itertools.count()
+
+
+def endpoint_of(scheme: str, segment: Segment) -> str:
+    """Of this segment alone: its path, a file descriptor's, may be that of another one later."""
+    return f"{scheme}{segment.path}#{next(_counter)}"
 
 
 def segment_path(endpoint: str) -> Path:
     """Where the segment of an endpoint is mapped from."""
-    return Path(endpoint.partition(":")[2])
+    return Path(endpoint.partition(":")[2].partition("#")[0])
 
 
 def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str], longest_pause: float) -> None:
@@ -55,7 +62,7 @@ class ShmWriter:
         """`readers`: all readers' names; those of the indices `own` read here. `buffer_bytes`: other than the stage's."""
         self._stage, self._readers, self.own = stage, readers, list(own)
         self.segment = Segment.create(stage.buffer_bytes if buffer_bytes is None else buffer_bytes, len(readers))
-        self.endpoint = f"{SCHEME}{self.segment.path}"
+        self.endpoint = endpoint_of(SCHEME, self.segment)
         self.buffers = self.segment.buffers
         self.sequence = 0
 
