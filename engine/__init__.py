@@ -14,7 +14,7 @@ wrap.py        the wrap table: `ddp` and `megatron_fsdp`; ddp_fields.py has the 
 unshard.py     all-gathers Megatron-FSDP's shards, a transformer layer at a time
 weights.py     typed weight items: what an export gets of a parameter
 optimizer.py   Adam, clipping and the learning-rate schedule
-batch.py       Samples become packed, balanced micro-batches (pure functions)
+sample.py      Sample: a prompt with a response, as arrays; batch.py packs them into balanced micro-batches (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 metrics.py     what a step reports
 engine.py      Engine: prepare, update, whole_parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +22,8 @@ class Sample:
     prompt_ids: IntArray  # [prompt tokens], at least one
     response_ids: IntArray  # [response tokens]
     # [response tokens], by vLLM at sampling time, natural log
-    rollout_log_probs: FloatArray = field(default_factory=partial(np.empty, 0, np.float32))
-    weight_versions: IntArray = field(default_factory=partial(np.empty, 0, np.int32))  # [response tokens]
+    rollout_log_probs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    weight_versions: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # [response tokens]
     reward: float = 0.0
     group: int = 0  # samples of one prompt share it
 

@@ -4,6 +4,7 @@ train.py          one rank of a run; session.py puts its parts together, loop.py
 weights.py        the way of a run's weights to its replicas and into a Hugging Face folder
 devices.py        which GPUs trainer ranks and replicas get; placement.py is who uses shared ones when
 rank_zero.py      work that rank 0 does for all ranks
+distribute.py     the tokens of a batch to the ranks that train on them
 submit.py         the same program through Ray's job API
 quickstart.py     model, data, warm-up and RL in one command; assets.py writes model and data
 export.py         a run's weights as a Hugging Face folder

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from functools import partial
 from itertools import chain
@@ -20,10 +21,13 @@ from hypothesis import given, settings
 
 from engine.batch import MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
 from engine.sample import TOKEN_ARRAYS, Sample
+from megasync.bench.arrays import STAGES
+from megasync.bench.cli import main
 from megasync.distribute import flatten, with_tokens
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 FAST = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
@@ -186,3 +190,16 @@ def test_ranks_get_their_own_tokens_alone_and_train_as_with_all(tmp_path: Path, 
         assert set(chain.from_iterable(held.values())) == set(range(18))
         assert all(len(own) < 18 for own in held.values()) or data_size == 1
         assert all(results[number]["metrics"] == ranks[0][number]["metrics"] for results in ranks)
+
+
+def test_the_bench_takes_a_batch_to_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["num_prompts=6", "group_size=4", "prompt_tokens=5", "response_tokens=7", "data_size=3"]
+    out = tmp_path / "out.json"
+    overrides = [f"run.dir={tmp_path}", "engine.tokens_per_microbatch=30", *(f"bench_arrays.{size}" for size in sizes)]
+    code = main(["arrays", "--config", str(ROOT / "configs" / "bench_cpu.yaml"), *overrides, "--json", str(out)])
+    shown = capfd.readouterr().out
+    assert code == 0, shown
+    first, other = json.loads(out.read_text())["ranks"]
+    assert set(first["stage_seconds"]) == set(STAGES)
+    assert set(other["stage_seconds"]) == {"plan", "scatter", "pack"}
+    assert all(stage in shown for stage in STAGES)

@@ -2,7 +2,7 @@
 
 Two processes over gloo: rank 0 takes the groups in one by one, rewards them and hands each data-parallel rank its share; the
 other process is each of the other ranks in turn. Measured are the seconds of each stage and the most memory above what the
-process had before. Leaves out generation, the decoding of responses (the rewards' processes have that) and training.
+process had before. Leaves out generation, the decoding of responses and training.
 
     python -m megasync.bench arrays --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
 """
