@@ -23,7 +23,7 @@ from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
 from megasync.rollouts.data import PromptOrder
 from megasync.rollouts.prompts import RunData
-from megasync.rollouts.reward import resolve_reward
+from megasync.rollouts.rewards.pool import RewardPool
 from megasync.rollouts.rollout import RolloutBatch, Rollouts
 from megasync.weights import Weights
 
@@ -95,12 +95,12 @@ class Session:
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
-        reward = resolve_reward(self.config.rollout.reward)
         self.weights.start_replicas()
         pool = self.weights.pool
         if pool is not None:
+            rewards = RewardPool(self.config.rollout)
             self.rollouts = Rollouts(
-                self.config, pool, self._data.prompts, self._data.train, reward, self.log.timeline, self.first_step
+                self.config, pool, self._data.prompts, self._data.train, rewards, self.log.timeline, self.first_step
             )
 
     def start_rollouts(self, until: int) -> None:
@@ -174,7 +174,9 @@ class Session:
         write_report(self.config.run.folder)
 
     def close(self) -> None:
-        """Take replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
+        """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
+        if self.rollouts is not None:
+            self.rollouts.close()
         self.weights.close()
         self.log.close()
 

@@ -6,6 +6,7 @@ tokens' log-probs under the trainer (the engine's) and weight sync (the bridge's
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 from bridge.messages import Completion, GenerationRequest
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
-from megasync.rollouts.reward import RewardFunction, RewardInput
+from megasync.rollouts.rewards.functions import RewardInput
+from megasync.rollouts.rewards.pool import RewardPool, Scored, reward_metrics
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import Generation, ReplicaPool
@@ -47,12 +49,12 @@ class Rollouts:
         pool: ReplicaPool,
         prompts: Prompts,
         examples: list[Example],
-        reward: RewardFunction,
+        rewards: RewardPool,
         timeline: Timeline,
         first_step: int,
     ) -> None:
         self.config, self.pool, self.prompts, self.examples = config, pool, prompts, examples
-        self.reward, self.timeline = reward, timeline
+        self.rewards, self.timeline, self.runner = rewards, timeline, asyncio.Runner()
         self.order = PromptOrder(len(examples), config.data.batch_size, config.run.seed, config.data.shuffle)
         self.started: dict[int, _Started] = {}
         self.next_step = first_step
@@ -75,9 +77,10 @@ class Rollouts:
         self.timeline.add("rollout", "rollout", started.at_seconds, ended, {"step": step})
         if done - waited_from > 1e-3:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step})
-        samples = self._samples(started.examples, completions)
+        samples, scored = self._samples(started.examples, completions)
         self.timeline.add("reward", "rollout", done, time.time(), {"step": step})
-        return RolloutBatch(samples, self._metrics(samples, step, ended - started.at_seconds, done - waited_from))
+        metrics = self._metrics(samples, step, ended - started.at_seconds, done - waited_from)
+        return RolloutBatch(samples, metrics | reward_metrics(scored))
 
     def evaluate(self, examples: list[Example]) -> float:
         """Mean reward of greedy answers."""
@@ -85,7 +88,12 @@ class Rollouts:
         begin = time.time()
         completions = self.pool.generate(requests).result()
         self.timeline.add("evaluate", "rollout", begin, time.time(), {})
-        return statistics.fmean(sample.reward for sample in self._samples(examples, completions))
+        return statistics.fmean(sample.reward for sample in self._samples(examples, completions)[0])
+
+    def close(self) -> None:
+        """End the processes of rewards. Safe after any failure."""
+        self.rewards.close()
+        self.runner.close()
 
     def _request(self, example: Example, index: int, greedy: bool = False) -> GenerationRequest:
         rollout = self.config.rollout
@@ -101,28 +109,40 @@ class Rollouts:
             stop_token_ids=self.prompts.stop_token_ids,
         )
 
-    def _samples(self, examples: list[Example], completions: list[list[Completion]]) -> list[Sample]:
-        samples = []
-        for group, (example, group_completions) in enumerate(zip(examples, completions, strict=True)):
-            for completion in group_completions:
-                given = RewardInput(
-                    prompt=example.prompt,
-                    response=self.prompts.text(completion.token_ids),
-                    answer=example.answer,
-                    num_tokens=len(completion.token_ids),
-                    max_tokens=self.config.rollout.max_new_tokens,
-                )
-                samples.append(
-                    Sample(
-                        prompt_ids=self.prompts.prompt_ids(example),
-                        response_ids=completion.token_ids,
-                        rollout_log_probs=completion.log_probs,
-                        weight_versions=completion.weight_versions,
-                        reward=float(self.reward(given)),
-                        group=group,
-                    )
-                )
-        return samples
+    def _samples(self, examples: list[Example], completions: list[list[Completion]]) -> tuple[list[Sample], list[Scored]]:
+        """With their rewards."""
+        groups = [
+            [self._reward_input(example, completion) for completion in of_prompt]
+            for example, of_prompt in zip(examples, completions, strict=True)
+        ]
+        scored = self.runner.run(self._score(groups))
+        samples = [
+            Sample(
+                prompt_ids=self.prompts.prompt_ids(example),
+                response_ids=completion.token_ids,
+                rollout_log_probs=completion.log_probs,
+                weight_versions=completion.weight_versions,
+                reward=one.total,
+                group=group,
+            )
+            for group, (example, of_prompt) in enumerate(zip(examples, completions, strict=True))
+            for completion, one in zip(of_prompt, scored[group], strict=True)
+        ]
+        return samples, [one for group in scored for one in group]
+
+    async def _score(self, groups: list[list[RewardInput]]) -> list[list[Scored]]:
+        return await asyncio.gather(*map(self.rewards.score_group, groups))
+
+    def _reward_input(self, example: Example, completion: Completion) -> RewardInput:
+        return RewardInput(
+            prompt=example.prompt,
+            response=self.prompts.text(completion.token_ids),
+            answer=example.answer,
+            num_tokens=len(completion.token_ids),
+            max_tokens=self.config.rollout.max_new_tokens,
+            extra=example.extra,
+            line=example.line,
+        )
 
     def _metrics(self, samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
         tokens = sum(len(sample.response_ids) for sample in samples)
