@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_NOTED = 5  # failures that are worth 0 and logged
+NUM_NOTED = 3  # failures of a reward that are logged where they are worth 0, of each kind: raised, returned, took, had, ended
 ALWAYS_ZERO = {"math_verify"}  # whatever a model's output does to the parser is worth 0, as where the parser says so itself
 GO_ON = "or write rollout.reward_on_failure=zero to go on with 0 for such samples"
 
@@ -53,7 +54,7 @@ class RewardPool:
         names = [reward.name for reward in self.rewards]
         self.in_turn = Lane(names, rollout, self._fail)
         self.beside = Lane(names, rollout, self._fail, then=self.in_turn)
-        self._numbers, self._num_failures = itertools.count(), 0
+        self._numbers, self._noted = itertools.count(), Counter[tuple[str, str]]()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def score(self, sample: RewardInput) -> Scored:
@@ -93,16 +94,17 @@ class RewardPool:
             remedy = f"raise {LIMIT_KEY}, {GO_ON}" if LIMIT_KEY in failure.what else f"mend the function, {GO_ON}"
             pending.values.set_exception(RewardError(describe(name, failure, samples, remedy)))
             return
-        self._num_failures += 1
-        if self._num_failures <= NUM_NOTED:
-            last = "; failures after this one are only counted" if self._num_failures == NUM_NOTED else ""
+        kind = name, failure.what.partition(" ")[0]
+        self._noted[kind] += 1
+        if self._noted[kind] <= NUM_NOTED:
+            last = ", others of this kind are only counted" if self._noted[kind] == NUM_NOTED else ""
             logger.warning("worth 0%s: %s", last, describe(name, failure, samples, ""))
         pending.failed = True
         pending.values.set_result([0.0] * len(samples))
 
     def close(self) -> None:
         """End all processes. From any thread, more than once."""
-        for process in [*self.in_turn.close(), *self.beside.close()]:
+        for process in [*self.beside.close(), *self.in_turn.close()]:
             process.join()
 
     def __enter__(self) -> Self:

@@ -26,6 +26,7 @@ PROGRAM = (
 )
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 STACK_SECONDS = 0.2  # for a process to write down where it stands before it is killed
+HUNG_UP_SECONDS = 1.0  # for a process that closed its socket to end, as it should
 STACK_BYTES = 20_000
 STACK_FRAMES = 12
 JOIN_SECONDS = 10.0
@@ -65,9 +66,13 @@ class RewardProcess:
     def _write(self) -> None:
         if not self._is_open:
             return
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # of a process that ended its thread tells
+        try:
             sent = self._socket.send(self._to_send)
             del self._to_send[:sent]
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # its end is told by the thread
+            self._to_send.clear()
         if self._to_send:
             self.loop.add_writer(self._socket, self._write)
         else:
@@ -79,6 +84,7 @@ class RewardProcess:
             data = self._socket.recv(1 << 20)
             if not data:
                 self.loop.remove_reader(self._socket)
+                self.loop.call_later(HUNG_UP_SECONDS, self.kill)
         for message in self._unpacker.feed(data):
             self.owner.on_message(self, message)
 
@@ -144,7 +150,7 @@ class RewardProcess:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             self._pid = 0
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # its id cannot be another's before it is waited for
         self._tell(_how(process.wait()))
 
