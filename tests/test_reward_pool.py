@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -16,11 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given as given_data
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from megasync.config.schema import RolloutConfig
 from megasync.rollouts.rewards.failure import RewardError, shown
 from megasync.rollouts.rewards.functions import RewardInput
 from megasync.rollouts.rewards.pool import RewardPool, Scored, reward_metrics
+from megasync.rollouts.rewards.wire import Unpacker, pack
 from tests.config_files import ROOT
 
 CASES = "tests.reward_cases"
@@ -221,6 +226,18 @@ def test_a_module_that_processes_cannot_import(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.syspath_prepend(str(tmp_path))
     text = failure("only_here:one", *given("x"), reward_on_failure="zero")
     assert text.startswith("rollout.reward: a process for rewards") and "not in here" in text
+
+
+@settings(deadline=None, max_examples=50)
+@given_data(st.lists(st.text(max_size=50)), st.lists(st.integers(1, 40), min_size=1))
+def test_messages_come_whole_however_their_bytes_are_cut(texts: list[str], cuts: list[int]) -> None:
+    data, unpacker, found = b"".join(pack((text,)) for text in texts), Unpacker(), []
+    for size in itertools.cycle(cuts):
+        found += unpacker.feed(data[:size])
+        data = data[size:]
+        if not data:
+            break
+    assert found == [(text,) for text in texts]
 
 
 def test_long_texts_are_cut() -> None:
