@@ -25,7 +25,7 @@ from megasync.reporting.log import RunLog, read_evaluations
 from megasync.rollouts.data import PromptOrder
 from megasync.rollouts.progress import Progress, load_progress, save_progress
 from megasync.rollouts.prompts import RunData
-from megasync.rollouts.reward import resolve_reward
+from megasync.rollouts.rewards.pool import RewardPool
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.weights import Weights
 
@@ -103,11 +103,11 @@ class Session:
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
-        reward = resolve_reward(self.config.rollout.reward)
         self.weights.start_replicas()
         pool = self.weights.pool
         if pool is not None:
-            self.rollouts = Rollouts(self.config, pool, self._data, reward, self.log, self.progress)
+            rewards = RewardPool(self.config.rollout)
+            self.rollouts = Rollouts(self.config, pool, self._data, rewards, self.log, self.progress)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync."""
@@ -204,7 +204,7 @@ class Session:
         write_report(self.config.run.folder)
 
     def close(self) -> None:
-        """Take replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
+        """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
         if self.rollouts is not None:
             self.rollouts.close()
         self.weights.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megasync.config.check import check_config
-from megasync.config.load import load_config
+from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError, main_errors
 from megasync.rollouts.prompts import load_data
-from tests.config_files import ROOT, cannot_run, write, write_model, write_runnable
+from tests.config_files import ROOT, cannot_run, refused, write, write_model, write_runnable
 
 
 @pytest.fixture
@@ -160,6 +160,42 @@ def test_reward_names(runnable: Path) -> None:
     check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.reward={}", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward=[exact_match]", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward=null", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward={exact_match: .nan}", "the weight of exact_match is nan, a finite number is expected"),
+        ("rollout.reward={exact_match: 1, token_count: -.inf}", "the weight of token_count is -inf, a finite number is expected"),
+        ("rollout.reward={exact_match: high}", "the weight of exact_match is 'high', a finite number is expected"),
+        ("rollout.reward={exact_match: true}", "the weight of exact_match is True, a finite number is expected"),
+        ("rollout.reward={exact_match: 0, token_count: 0.0}", "every weight is 0"),
+        ("rollout.reward_timeout_seconds=0", "out of range"),
+        ("rollout.reward_timeout_seconds=.inf", "out of range"),
+        ("rollout.reward_processes=0", "out of range"),
+        ("rollout.reward_concurrency=0", "out of range"),
+        ("rollout.reward_on_failure=skip", "stop, zero"),
+    ],
+)
+def test_reward_keys_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = refused(runnable, override)
+    assert message.startswith(f"{override.partition('=')[0]} = ") and words in message and "remedy:" in message
+
+
+def test_several_rewards(runnable: Path, tmp_path: Path) -> None:
+    for text in ("{exact_match: 1, math:sqrt: -0.5}", "{exact_match: 1.0, token_count: 0}"):
+        config = load_config(runnable, [f"rollout.reward={text}"])
+        check_config(config, 2)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml").rollout.reward == config.rollout.reward
+    message = cannot_run(runnable, "rollout.reward={exact_match: 1, tokn_count: 1}")
+    assert message.startswith("rollout.reward = 'tokn_count': there is no such reward") and "nearest: token_count" in message
+    assert "dump cannot be called with one argument" in cannot_run(runnable, "rollout.reward={json:dump: 1}")
+    done = command("-m", "megasync.train", "--check", str(runnable), "rollout.reward={json:dmp: 1}")
+    assert done.returncode == 2 and "dmp is not in" in done.stderr and "nearest: dump" in done.stderr
+
+
 @pytest.mark.parametrize("address", ["10.0.0.1", "node:port", "http://node:8265", "node:70000", "ray://", "", "a b:1"])
 def test_malformed_ray_address(runnable: Path, address: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout.ray_address = [\s\S]*local, auto, HOST:PORT, ray://HOST:PORT"):
@@ -292,7 +328,7 @@ def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_torch_is_imported(runnable: Path) -> None:
-    names = ["config.check", "reporting.log", "config.model_folder", "report", "rollouts.reward", "train"]
+    names = ["config.check", "reporting.log", "config.model_folder", "report", "rollouts.rewards.pool", "train"]
     code = f"import sys, {', '.join('megasync.' + name for name in names)}; assert 'torch' not in sys.modules"
     done = command("-c", code)
     assert done.returncode == 0, done.stderr

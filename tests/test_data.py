@@ -32,6 +32,7 @@ def refused(tmp_path: Path, content: str | bytes) -> str:
 def test_examples_in_order_with_their_lines(tmp_path: Path) -> None:
     content = f'{GOOD}\n\n  \n{{"answer": 3, "question": "é\\n", "more": [1]}}\r\n{{"question": "x", "answer": 0.5}}'
     assert load(tmp_path, content) == [Example("1+1=", "2", 1), Example("é\n", "3", 4), Example("x", "0.5", 5)]
+    assert [example.extra for example in load(tmp_path, content)] == [{}, {"more": [1]}, {}]
 
 
 def test_a_byte_order_mark_is_no_harm(tmp_path: Path) -> None:

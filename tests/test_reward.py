@@ -1,4 +1,4 @@
-"""Rewards by name and by import path. math-verify is the real package."""
+"""Rewards by name and by import path. math-verify is the real package. In processes of their own: test_reward_pool.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import logging
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megasync.rollouts.reward import REWARDS, RewardInput, resolve_reward
+from megasync.rollouts.rewards.functions import RewardInput
+from megasync.rollouts.rewards.program import BadValueError, numbers
+from megasync.rollouts.rewards.resolve import REWARDS, Reward, resolve_rewards
 
 
 def sample(response: str, answer: str, num_tokens: int = 2, max_tokens: int = 8) -> RewardInput:
     return RewardInput("1+1=", response, answer, num_tokens, max_tokens)
+
+
+def resolve(name: str) -> Reward:
+    (reward,) = resolve_rewards(name)
+    return reward
 
 
 @pytest.mark.parametrize(
@@ -28,7 +36,7 @@ def sample(response: str, answer: str, num_tokens: int = 2, max_tokens: int = 8)
     ],
 )
 def test_exact_match(response: str, answer: str, expected: float) -> None:
-    assert resolve_reward("exact_match")(sample(response, answer)) == expected
+    assert resolve("exact_match").function(sample(response, answer)) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,7 +51,7 @@ def test_exact_match(response: str, answer: str, expected: float) -> None:
     ],
 )
 def test_math_verify(response: str, answer: str, expected: float) -> None:
-    assert resolve_reward("math_verify")(sample(response, answer)) == expected
+    assert resolve("math_verify").function(sample(response, answer)) == expected
 
 
 RIGHT = [  # (response, answer as a data set's column has it)
@@ -113,38 +121,38 @@ WRONG = [
 
 @pytest.mark.parametrize(("response", "answer"), RIGHT)
 def test_math_verify_knows_answers_in_bare_latex(response: str, answer: str) -> None:
-    assert resolve_reward("math_verify")(sample(response, answer)) == 1
+    assert resolve("math_verify").function(sample(response, answer)) == 1
 
 
 @pytest.mark.parametrize(("response", "answer"), WRONG)
 def test_math_verify_gives_0_to_other_values(response: str, answer: str) -> None:
-    assert resolve_reward("math_verify")(sample(response, answer)) == 0
+    assert resolve("math_verify").function(sample(response, answer)) == 0
 
 
 def test_math_verify_is_worth_0_with_a_reason_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="megasync.rollouts.reward"):
-        assert resolve_reward("math_verify")(sample("$9^{9^{9^9}}$", "46")) == 0  # cannot be worked out in any time
+    with caplog.at_level(logging.WARNING, logger="megasync.rollouts.rewards.functions"):
+        assert resolve("math_verify").function(sample("$9^{9^{9^9}}$", "46")) == 0  # cannot be worked out in any time
     assert "9^{9^{9^9}}" in caplog.text
     assert "Timeout" in caplog.text
 
 
 def test_math_verify_outside_of_the_main_thread() -> None:
     results: list[float] = []
-    reward = resolve_reward("math_verify")
-    thread = threading.Thread(target=lambda: results.append(reward(sample("$\\frac{92}{2}$", "46"))))
+    reward = resolve("math_verify")
+    thread = threading.Thread(target=lambda: results.append(reward.function(sample("$\\frac{92}{2}$", "46"))))
     thread.start()
     thread.join()
     assert results == [1.0]
 
 
 def test_token_count() -> None:
-    assert resolve_reward("token_count")(sample("x", "y", num_tokens=2, max_tokens=8)) == 0.25
+    assert resolve("token_count").function(sample("x", "y", num_tokens=2, max_tokens=8)) == 0.25
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "", "a.b:", ":f", "a b:f", "a:b:c", "a.:f", "1a:f"])
 def test_unknown_name(name: str) -> None:
     with pytest.raises(ValueError, match="there is no such reward") as caught:
-        resolve_reward(name)
+        resolve(name)
     assert ", ".join(REWARDS) in str(caught.value)
     assert "remedy:" in str(caught.value)
 
@@ -155,9 +163,11 @@ def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "short.py").write_text(
+        "from __future__ import annotations\n"
         "def brevity(sample):\n    return 1 / (1 + len(sample.response))\n"
-        "def broken(sample):\n    return None\n"
-        "def endless(sample):\n    return float('inf')\n"
+        "def ranks(samples: Sequence[NotThere]):\n    return range(len(samples))\n"
+        "def listing(samples: list):\n    return [0] * len(samples)\n"
+        "def each(sample):\n    yield 1\n"
         "number = 3\n"
         "class Judge:\n    pass\n"
         "def two(sample, model):\n    return 1\n"
@@ -170,16 +180,25 @@ def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_function_of_your_own(rewards_module: str) -> None:
-    assert resolve_reward(f"{rewards_module}:brevity")(sample("abc", "")) == 0.25
+    assert resolve(f"{rewards_module}:brevity").function(sample("abc", "")) == 0.25
+
+
+def test_what_a_function_takes_is_told_by_its_annotation(rewards_module: str) -> None:
+    kinds = {"brevity": (False, False), "later": (False, True), "ranks": (True, False), "listing": (True, False)}
+    for name, kind in kinds.items():
+        reward = resolve(f"{rewards_module}:{name}")
+        assert (reward.takes_list, reward.is_async) == kind, name
+    rewards = resolve_rewards({"exact_match": 1.0, f"{rewards_module}:brevity": 0.2})
+    assert [(reward.name, reward.weight) for reward in rewards] == [("exact_match", 1.0), (f"{rewards_module}:brevity", 0.2)]
 
 
 @pytest.mark.parametrize(
     ("path", "word"),
     [
         ("our_rewards.short:brevty", "nearest: brevity"),
-        ("our_rewards.short:number", "number is no ordinary function"),
-        ("our_rewards.short:Judge", "Judge is no ordinary function"),
-        ("our_rewards.short:later", "later is no ordinary function"),
+        ("our_rewards.short:number", "number is no function"),
+        ("our_rewards.short:Judge", "Judge is no function"),
+        ("our_rewards.short:each", "each is a generator"),
         ("our_rewards.short:two", "two cannot be called with one argument: missing a required argument: 'model'"),
         ("our_rewards.wrong:f", "ZeroDivisionError"),
         ("our_rewards.none:f", "No module named 'our_rewards.none'"),
@@ -189,13 +208,20 @@ def test_a_function_of_your_own(rewards_module: str) -> None:
 )
 def test_a_function_that_cannot_be_had(rewards_module: str, path: str, word: str) -> None:
     with pytest.raises(ValueError, match=r"rollout\.reward") as caught:
-        resolve_reward(path)
+        resolve(path)
     assert path in str(caught.value)
     assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["broken", "endless"])
-def test_a_function_that_returns_no_number(rewards_module: str, name: str) -> None:
-    with pytest.raises(ValueError, match="a finite number is expected") as caught:
-        resolve_reward(f"{rewards_module}:{name}")(sample("abc", ""))
-    assert "abc" in str(caught.value)
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", "1", b"1", [1.0], 10**400])
+def test_what_is_no_finite_number_is_refused(value: object) -> None:
+    with pytest.raises(BadValueError, match="a finite number is expected"):
+        numbers(value, resolve("exact_match"), 1)
+
+
+def test_a_number_a_sample_of_a_list() -> None:
+    reward = Reward("of a list", 1.0, len, takes_list=True, is_async=False)
+    assert numbers((1, True, 0.5), reward, 3) == numbers(np.array([1, 1, 0.5], np.float32), reward, 3) == [1.0, 1.0, 0.5]
+    for value, words in {(1.0, 2.0): "2 values, a list of 3", 5: "5, a list of 3", "abc": "'abc'", (1, 2, None): "None"}.items():
+        with pytest.raises(BadValueError, match=words):
+            numbers(value, reward, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -95,12 +96,35 @@ def test_torchrun_leaves_nothing_after(kind: str, tmp_path: Path) -> None:
     config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
     if kind == "an exception":
         done = launch(config, "rollout.reward=tests.train_cases:broken_reward")
-        assert done.returncode == 1 and "broken on purpose" in done.stderr, done.stdout + done.stderr
+        assert done.returncode == 1, done.stdout + done.stderr
+        said = ("the reward tests.train_cases:broken_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
+        assert all(done.stderr.count(words) == 1 for words in said) and "in broken_reward" in done.stderr, done.stderr
         return
     with endless_run(TORCHRUN, config, "--nproc", "2") as run:
         run.wait_for(2)
         run.process.terminate() if kind == "SIGTERM" else run.ranks()[0].kill()
     assert run.process.returncode != 0
+
+
+def test_rewards_that_fail_are_worth_0_and_counted(tmp_path: Path) -> None:
+    """One that returns NaN, one whose process is killed, one that hangs and one that raises: each in another step."""
+    troubled = "tests.train_cases:troubled_reward"
+    config = write_config(
+        tmp_path,
+        run={"steps": 4},
+        rollout={"reward": {"token_count": 1.0, troubled: 0.5}, "reward_on_failure": "zero", "reward_timeout_seconds": 1},
+        data={"shuffle": False},
+        checkpoint={"every_steps": 0},
+    )
+    done = launch(config, ranks=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(tmp_path / "runs" / "run")
+    assert [line["reward/failures"] for line in lines] == [4] * 4
+    assert [line[f"reward/{troubled}"] for line in lines] == [7 / 8] * 4
+    assert all(abs(line["reward/mean"] - line["reward/token_count"] - 7 / 16) < 1e-9 for line in lines)
+    kinds = {8: "returned nan", 16: "had its process killed by SIGKILL", 24: "took longer", 32: "raised KeyError"}
+    for line, words in kinds.items():
+        assert re.search(rf"the reward {troubled} {words}.*\n  data line: {line}\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL of a rank"])

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import psutil
 import yaml
 
 from megasync.assets import write_assets
-from megasync.rollouts.reward import RewardInput
+from megasync.rollouts.rewards.functions import RewardInput
+from tests.reward_cases import DEEDS
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [str(ROOT / "launch" / "torchrun_one_node.sh")]
@@ -194,3 +195,9 @@ def endless_run(command: list[str], config: Path, *overrides: str) -> Iterator[R
 def broken_reward(_: RewardInput) -> float:
     """For `rollout.reward`."""
     raise RuntimeError("broken on purpose")
+
+
+def troubled_reward(sample: RewardInput) -> float:
+    """Fails in one of four ways on every eighth line of the data file."""
+    deeds = ("raises", "nan", "is killed", "hangs")
+    return cast(float, DEEDS[deeds[sample.line // 8 % 4]]()) if sample.line % 8 == 0 else 1.0

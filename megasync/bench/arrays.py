@@ -36,7 +36,7 @@ from megasync.distribute import TokenScatter
 from megasync.files import write_atomically
 from megasync.launch.processes import run_to_end, torchrun
 from megasync.launch.scope import listen_on_loopback
-from megasync.rollouts.reward import RewardInput, resolve_reward
+from megasync.rollouts.rewards.functions import RewardInput, token_count
 from megasync.rollouts.rollout import batch_metrics
 
 MIB = 2**20
@@ -89,7 +89,7 @@ def message(config: BenchRoot, group: int) -> bytes:
 
 def take_batch(config: BenchRoot, stages: Stages) -> list[Sample]:
     """All groups, message by message."""
-    sizes, reward = config.bench_arrays, resolve_reward("token_count")
+    sizes = config.bench_arrays
     samples = []
     for group in range(sizes.num_prompts):
         sent = message(config, group)
@@ -98,7 +98,7 @@ def take_batch(config: BenchRoot, stages: Stages) -> list[Sample]:
         with stages.measure("reward"):
             prompt_ids = np.zeros(sizes.prompt_tokens, np.int32)
             for done in completions:
-                value = reward(RewardInput("", "", "", len(done.token_ids), sizes.response_tokens))
+                value = token_count(RewardInput("", "", "", len(done.token_ids), sizes.response_tokens))
                 samples.append(Sample(prompt_ids, done.token_ids, done.log_probs, done.weight_versions, value, group))
     return samples
 

@@ -20,7 +20,7 @@ from megasync.config.model_folder import check_model_folder
 from megasync.config.schema import Config
 from megasync.files import CHECKPOINTS, has_results
 from megasync.rollouts.prompts import load_data, read_files
-from megasync.rollouts.reward import resolve_reward
+from megasync.rollouts.rewards.resolve import resolve_rewards
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> None:
@@ -36,7 +36,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     shape = check_model_folder(config.model.path)
     check_engine(config, shape)
     if config.algorithm.name == "grpo":
-        resolve_reward(config.rollout.reward)
+        resolve_rewards(config.rollout.reward)
         check_rollout(config, shape, world_size)
     if needs_data:
         # a machine that only submits runs may have no transformers to tokenise it with

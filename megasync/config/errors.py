@@ -37,7 +37,9 @@ def nearest_name(word: str, names: Iterable[str]) -> str:
     """The name most alike `word`, whole, in one of its `_` parts or by their initials; empty when none is near."""
 
     def likeness(name: str) -> float:
-        parts = {name, *name.split("_"), "".join(part[:1] for part in name.split("_"))}
+        words = name.split("_")
+        # a word as short as `on` is near to any letter of its
+        parts = {name, *(part for part in words if len(part) > 2), "".join(part[:1] for part in words)}
         return max(difflib.SequenceMatcher(None, word.lower(), part.lower()).ratio() for part in parts)
 
     best = max(names, key=likeness, default="")

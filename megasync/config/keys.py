@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -59,7 +60,7 @@ def bounds(field: FieldInfo) -> str:
 def kind_of(field: FieldInfo) -> type:
     """What YAML should hold: bool, int, float, str, dict or list; of an optional value what it is when it is there."""
     kind: Any = field.annotation
-    while get_origin(kind) in (Annotated, Union):
+    while get_origin(kind) in (Annotated, Union, UnionType):
         kind = get_args(kind)[0]
     origin = get_origin(kind) or kind
     return {Literal: str, tuple: list}.get(origin) or (origin if origin in (bool, int, float, str) else dict)

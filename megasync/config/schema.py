@@ -5,11 +5,12 @@ Leaves out reading YAML and overrides (load.py) and what needs the model and the
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, OnUpdate, SyncConfig
@@ -25,6 +26,28 @@ def _ray_address(value: str) -> str:
         choices = "local, auto, HOST:PORT, ray://HOST:PORT"
         raise PydanticCustomError("ray_address", "the address of a Ray is expected", {"choices": choices, "example": "auto"})
     return value
+
+
+def _reward(value: object) -> object:
+    """A name, or names with weights; what they name is looked up later (megasync/rollouts/rewards/resolve.py)."""
+    if isinstance(value, str):
+        return value
+    problem = ""
+    if not isinstance(value, dict) or not value:
+        problem = "a name, or a mapping of names to weights, is expected"
+    elif wrong := [name for name, weight in value.items() if not _is_weight(weight)]:
+        problem = f"the weight of {wrong[0]} is {value[wrong[0]]!r}, a finite number is expected"
+    elif not any(value.values()):
+        problem = "every weight is 0, which leaves nothing to learn"
+    if problem:
+        choices = "exact_match, math_verify, token_count, package.module:function, {NAME: WEIGHT, ...}"
+        example = "'{exact_match: 1.0, my_package.my_module:my_reward: 0.2}'"
+        raise PydanticCustomError("reward", "{problem}", {"problem": problem, "choices": choices, "example": example})
+    return value
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class RunConfig(Section):
@@ -91,8 +114,16 @@ class RolloutConfig(Section):
     """Share of a GPU that vLLM takes."""
     enforce_eager: bool = False
     """true: no CUDA graphs, no compiled kernels: slower tokens, a shorter start; on CPUs always."""
-    reward: str = "exact_match"
-    """exact_match, math_verify, token_count, or a function of your own as package.module:function."""
+    reward: Annotated[str | dict[str, float], BeforeValidator(_reward)] = "exact_match"
+    """exact_match, math_verify, token_count, or a function of your own as package.module:function; several as NAME: WEIGHT."""
+    reward_processes: PositiveInt = 4
+    """At most so many for plain functions, and as many for async ones."""
+    reward_timeout_seconds: PositiveFloat = 60.0
+    """Of one call of a reward; its process is ended then."""
+    reward_on_failure: Literal["stop", "zero"] = "stop"
+    """When a reward raises, is late, dies or returns no finite number; zero: the sample gets 0 from it, and it is counted."""
+    reward_concurrency: PositiveInt = 64
+    """Samples that one process waits for at the same time in an async function."""
     evaluate_every_steps: NonNegativeInt = 0
     """0: only before the first and after the last step, when data.eval is set."""
     ray_address: Annotated[str, AfterValidator(_ray_address)] = "local"

@@ -15,9 +15,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
 
 
-def end_with_parent() -> None:
-    """For `preexec_fn`: the child gets SIGTERM when its parent dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(kind: signal.Signals = signal.SIGTERM) -> None:
+    """For `preexec_fn`, or first in a child: it gets `kind` when the thread that started it ends, or its process, in any way."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, kind)
 
 
 def end_on_sigterm() -> None:

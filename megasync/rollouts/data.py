@@ -10,7 +10,8 @@ Leaves out tokens, which the tokenizer of the model makes later. No torch in her
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "ans
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One line of a data file; `line` counts from 1."""
+    """One line of a data file; `line` counts from 1, `extra` holds its other fields."""
 
     prompt: str
     answer: str
     line: int
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def load_examples(path: str | Path, prompt_key: str, answer_key: str) -> list[Example]:
@@ -65,7 +67,8 @@ def _read_example(place: str, raw: bytes, number: int, prompt_key: str, answer_k
     answer = _text(place, fields, answer_key, "data.answer_key")
     if not prompt.strip():
         raise ConfigError(f"{place}: the prompt {prompt_key!r} is empty", remedy="take the line out")
-    return Example(prompt, answer, number)
+    extra = {key: value for key, value in fields.items() if key not in (prompt_key, answer_key)}
+    return Example(prompt, answer, number, extra)
 
 
 def _text(place: str, fields: dict[str, Any], key: str, config_key: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from bridge.messages import Completion, GenerationRequest
 from megasync.rollouts.progress import SavedSample
+from megasync.rollouts.rewards.pool import Scored
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class StreamSettings:
     expected_tokens: float  # of a response, until there are some
     answer_seconds: float  # a replica that gives no answer for so long counts as dead
     min_replicas: int = 1
+    scores_groups: bool = False  # whether rewards look at all samples of a group together
     filters_groups: bool = False  # whether groups whose rewards are all equal are replaced
     filter_factor: int = 1  # at most so many times as many prompts as a batch has
 
@@ -36,6 +38,7 @@ class Group:
     version: int = 0  # no token is older
     completions: list[Completion | None] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
+    scored: list[Scored | None] = field(default_factory=list)  # as `rewards`, with their parts
     replica: int | None = None
     expected_tokens: float = 0.0  # of one sample
     begun_seconds: float = 0.0
@@ -45,6 +48,7 @@ class Group:
     def __post_init__(self) -> None:
         self.completions = self.completions or [None] * self.request.num_samples
         self.rewards = self.rewards or [None] * self.request.num_samples
+        self.scored = self.scored or [None] * self.request.num_samples
 
     def note_versions(self) -> None:
         """Of the samples that have ended, once some have."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,8 @@ from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
-from megasync.rollouts.reward import RewardFunction, RewardInput
+from megasync.rollouts.rewards.functions import RewardInput
+from megasync.rollouts.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.stream import RolloutStream
 
 if TYPE_CHECKING:
@@ -45,16 +46,16 @@ def without_tokens(batch: RolloutBatch | None) -> RolloutBatch | None:
 
 
 class Rollouts:
-    """Rank 0's side of a run's stream. `close` ends its threads."""
+    """Rank 0's side of a run's stream. `close` ends its thread and the rewards' processes."""
 
     def __init__(
-        self, config: Config, pool: ReplicaPool, data: RunData, reward: RewardFunction, log: RunLog, progress: Progress
+        self, config: Config, pool: ReplicaPool, data: RunData, rewards: RewardPool, log: RunLog, progress: Progress
     ) -> None:
         self.config, self.prompts, self.examples = config, data.prompts, data.train
-        self.reward, self.timeline = reward, log.timeline
+        self.rewards, self.timeline = rewards, log.timeline
         self.order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
-        self.scorer = ThreadPoolExecutor(1, "reward")
-        self.stream = RolloutStream(pool, stream_settings(config), self._group, self._score, log.note)
+        settings = stream_settings(config, scores_groups=rewards.takes_groups)
+        self.stream = RolloutStream(pool, settings, self._group, self._score, log.note)
         self.stream.restore(progress)
         self._taken_seconds = 0.0
 
@@ -72,7 +73,9 @@ class Rollouts:
         samples = [sample for place, group in enumerate(groups) for sample in self._samples(group, place)]
         seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
         self._taken_seconds = done
-        return RolloutBatch(SampleTable.of(samples), batch_metrics(samples, step, seconds, done - waited_from))
+        metrics = batch_metrics(samples, step, seconds, done - waited_from)
+        metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
+        return RolloutBatch(SampleTable.of(samples), metrics)
 
     def evaluate(self, examples: list[Example]) -> float | None:
         """Mean reward of greedy answers. None: too few replicas are left."""
@@ -82,12 +85,15 @@ class Rollouts:
         if completions is None:
             return None
         self.timeline.add("evaluate", "rollout", begin, time.time(), {})
-        pairs = zip(examples, completions, strict=True)
-        return statistics.fmean(self.reward(self._reward_input(example, completion)) for example, (completion,) in pairs)
+        given = [self._reward_input(example, answer) for example, (answer,) in zip(examples, completions, strict=True)]
+        return statistics.fmean(scored.total for (scored,) in self.stream.run(self._score_each(given)))
+
+    async def _score_each(self, given: list[RewardInput]) -> list[list[Scored]]:
+        return await asyncio.gather(*(self.rewards.score_group([one]) for one in given))
 
     def close(self) -> None:
         self.stream.close()
-        self.scorer.shutdown(wait=False, cancel_futures=True)
+        self.rewards.close()
 
     def _example(self, ordinal: int) -> Example:
         return self.examples[self.order.index(ordinal)]
@@ -108,11 +114,10 @@ class Rollouts:
             stop_token_ids=self.prompts.stop_token_ids,
         )
 
-    async def _score(self, group: Group, sample: int) -> float:
-        completion = group.completions[sample]
-        assert completion is not None
-        given = self._reward_input(self._example(group.key), completion)
-        return await asyncio.get_running_loop().run_in_executor(self.scorer, self.reward, given)
+    async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
+        example = self._example(group.key)
+        done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
+        return await self.rewards.score_group([self._reward_input(example, completion) for completion in done])
 
     def _reward_input(self, example: Example, completion: Completion) -> RewardInput:
         return RewardInput(
@@ -121,6 +126,8 @@ class Rollouts:
             answer=example.answer,
             num_tokens=len(completion.token_ids),
             max_tokens=self.config.rollout.max_new_tokens,
+            extra=example.extra,
+            line=example.line,
         )
 
     def _samples(self, group: Group, place: int) -> list[Sample]:
@@ -139,7 +146,7 @@ class Rollouts:
         ]
 
 
-def stream_settings(config: Config) -> StreamSettings:
+def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
     """With no staleness a batch is handed out whole, so that what is generated does not depend on who is done first."""
     rollout = config.rollout
     return StreamSettings(
@@ -150,6 +157,7 @@ def stream_settings(config: Config) -> StreamSettings:
         expected_tokens=rollout.max_new_tokens / 2,
         answer_seconds=rollout.answer_timeout_seconds,
         min_replicas=rollout.min_replicas,
+        scores_groups=scores_groups,
     )
 
 

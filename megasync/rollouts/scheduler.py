@@ -45,9 +45,7 @@ def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | Non
     An idle replica takes a group of any size. Ties go to the lowest number.
     """
     able = [
-        replica
-        for replica, load in loads.items()
-        if limit is None or load.samples == 0 or load.samples + num_samples <= limit
+        replica for replica, load in loads.items() if limit is None or load.samples == 0 or load.samples + num_samples <= limit
     ]
     return min(able, key=lambda replica: (loads[replica].tokens, replica), default=None)
 

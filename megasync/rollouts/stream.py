@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bridge.messages import Completion, Finished, GenerationRequest, GroupRequest, NotServingError
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
+from megasync.rollouts.rewards.pool import Scored
 from megasync.rollouts.scheduler import Candidate, Load, choose_batch, choose_replica, expired, num_admissible
 
 if TYPE_CHECKING:
@@ -49,10 +50,10 @@ class RolloutStream:
         pool: ReplicaPool,
         settings: StreamSettings,
         make_group: Callable[[int], Group],
-        score: Callable[[Group, int], Awaitable[float]],
+        score: Callable[[Group, Sequence[int]], Awaitable[list[Scored]]],
         note: Callable[[str], None],
     ) -> None:
-        """`make_group` makes that of an ordinal, `score` gives a sample's reward, `note` says something to the user."""
+        """`make_group` makes that of an ordinal, `score` what samples are worth, `note` says something to the user."""
         self.pool, self.settings, self.make_group, self.score, self.note = pool, settings, make_group, score, note
         self.step, self.version = 0, 0
         self.num_begun = self.num_trained = 0  # ordinals that were handed out or wait for it; that were taken
@@ -72,11 +73,11 @@ class RolloutStream:
 
     def serve(self, version: int) -> None:
         """The pool's members serve `version` from now on."""
-        self._run(self._serve(version))
+        self.run(self._serve(version))
 
     def admit(self, step: int) -> None:
         """Let groups begin that `step`, the next to be trained, makes room for."""
-        self._run(self._admit(step))
+        self.run(self._admit(step))
 
     def take(self, step: int) -> list[Group] | None:
         """The groups that `step` trains on, in order; None once there are fewer than `min_replicas` replicas.
@@ -84,24 +85,24 @@ class RolloutStream:
         Raises:
             RuntimeError, or what a reward raised: the stream cannot go on.
         """
-        return self._run(self._take(step))
+        return self.run(self._take(step))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
         """Completions outside of the stream, ahead of what waits in it; None as for `take`."""
-        return self._run(self._generate(requests))
+        return self.run(self._generate(requests))
 
     def progress(self) -> Progress:
         """What a run that is resumed here needs to know."""
-        return self._run(self._progress())
+        return self.run(self._progress())
 
     def restore(self, progress: Progress) -> None:
         """Go on from there, before the first `admit`. What had not ended begins anew."""
-        self._run(self._restore(progress))
+        self.run(self._restore(progress))
 
     def close(self) -> None:
         """End the thread; what is generated is left alone. Safe to repeat."""
         if self._thread.is_alive():
-            self._run(self._cancel())
+            self.run(self._cancel())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -111,7 +112,8 @@ class RolloutStream:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` on the stream's event loop gives."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ------------------------------------------------------------------------------------------------ what the trainer asks
@@ -184,9 +186,11 @@ class RolloutStream:
                 group.completions[sample.index] = sample.completion
                 if math.isfinite(sample.reward):
                     group.rewards[sample.index] = sample.reward
-                else:
-                    self._start(self._reward(group, sample.index))
+                elif not self.settings.scores_groups:
+                    self._start(self._reward(group, [sample.index]))
             group.note_versions()
+            if self.settings.scores_groups and not group.missing and not group.is_done:
+                self._start(self._reward(group, range(len(group.rewards))))
             if group.missing:
                 self._waiting.append(group)
 
@@ -269,7 +273,7 @@ class RolloutStream:
         group = self._groups.get(finished.key)
         if group is None or group.completions[finished.sample] is not None:
             return
-        group.completions[finished.sample] = finished.completion
+        group.completions[finished.sample] = finished.completion.copy()  # out of Ray's object store
         self._add_load(replica, -1, group.expected_tokens)
         if group.whole is not None:
             if not group.missing:
@@ -279,11 +283,15 @@ class RolloutStream:
         self.expected_tokens += (length - self.expected_tokens) / 256
         if not group.missing:
             group.note_versions()
-        self._start(self._reward(group, finished.sample))
+        if not self.settings.scores_groups:
+            self._start(self._reward(group, [finished.sample]))
+        elif not group.missing:
+            self._start(self._reward(group, range(len(group.rewards))))
 
-    async def _reward(self, group: Group, sample: int) -> None:
+    async def _reward(self, group: Group, samples: Sequence[int]) -> None:
         try:
-            group.rewards[sample] = await self.score(group, sample)
+            for sample, scored in zip(samples, await self.score(group, samples), strict=True):
+                group.rewards[sample], group.scored[sample] = scored.total, scored
         except Exception as error:  # noqa: BLE001 # the trainer raises it
             self._fail(error)
         if group.is_done and self.settings.filters_groups and len(set(group.rewards)) == 1:
