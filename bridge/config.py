@@ -65,4 +65,5 @@ class ReplicaConfig:
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
     shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
+    detokenizes: bool = False  # it can serve requests with stop texts
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

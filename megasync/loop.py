@@ -19,7 +19,7 @@ def train_grpo(session: Session) -> None:
     config, engine = session.config, session.engine
     session.start_replicas()
     session.weights.publish(version=session.first_step)
-    session.evaluate(session.first_step)
+    session.evaluate_at_start()
     for step in session.steps():
         session.start_rollouts(until=step)
         rollout = session.take_rollout(step)
@@ -37,7 +37,7 @@ def train_grpo(session: Session) -> None:
 def train_sft(session: Session) -> None:
     """Supervised steps on prompts and answers, until the steps are done or held-out accuracy is high enough."""
     engine = session.engine
-    session.evaluate(session.first_step)
+    session.evaluate_at_start()
     for step in session.steps():
         with session.span("log-probs"):
             batch = engine.prepare(session.supervised_batch(step))

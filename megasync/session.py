@@ -9,6 +9,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
 from megasync.rollouts.data import PromptOrder
+from megasync.rollouts.evaluation import evaluate, evaluations
 from megasync.rollouts.prompts import RunData
 from megasync.rollouts.reward import resolve_reward
 from megasync.rollouts.rollout import RolloutBatch, Rollouts
@@ -61,7 +63,7 @@ class Session:
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
         self.rollouts: Rollouts | None = None
-        self.accuracies: dict[int, float] = {}
+        self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
 
     # ------------------------------------------------------------------------------------------------ steps and log
 
@@ -109,7 +111,13 @@ class Session:
 
     def take_rollout(self, step: int) -> RolloutBatch:
         """The batch of `step`, waiting for it if need be; then the trainer has the devices, where it shares them."""
-        batch: RolloutBatch = on_rank_zero(lambda: self._rollouts.take(step))
+
+        def take() -> RolloutBatch:
+            batch = self._rollouts.take(step)
+            self.log.samples(step, batch.lines)
+            return replace(batch, lines=[])
+
+        batch: RolloutBatch = on_rank_zero(take)
         self.weights.devices.acquire_for_training()
         return batch
 
@@ -124,19 +132,36 @@ class Session:
             with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
                 self.last_checkpoint = checkpoint.save(self.checkpoints, step, self.engine, tensors, model, keep)
 
-    # ------------------------------------------------------------------------------------------------ held-out accuracy
+    # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, step: int) -> float | None:
-        """Greedy accuracy on the held-out file after `step` steps, None without one."""
+        """Write down what evaluations find after `step` steps; the accuracy on data.eval where that is one file, else None."""
         if not self.config.data.eval:
             return None
         if self.config.algorithm.name == "sft":
             samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
-            self.accuracies[step] = statistics.fmean(self.engine.greedy_matches(samples))
+            found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
         else:
-            self.accuracies[step] = on_rank_zero(lambda: self._rollouts.evaluate(self._data.held_out))
-        self.log.evaluation(step, self.accuracies[step])
-        return self.accuracies[step]
+            found = on_rank_zero(lambda: self._evaluate_rollouts(step))
+        self.evaluated[step] = found
+        self.log.evaluation(step, found)
+        return found.get("eval/accuracy")
+
+    def _evaluate_rollouts(self, step: int) -> dict[str, float]:
+        rollouts, metrics = self._rollouts, dict[str, float]()
+        for evaluation in evaluations(self.config, self._data):
+            with self.log.timeline.span("evaluate", "rollout", step=step, set=evaluation.name):
+                outcome = evaluate(evaluation, rollouts.pool, rollouts.prompts, rollouts.reward, self.config)
+            metrics |= outcome.metrics
+            self.log.samples(step, outcome.lines)
+        return metrics
+
+    def evaluate_at_start(self) -> None:
+        """Before the first step of this process; unless asked for, only what the log of a resumed run lost (RunLog)."""
+        if self.config.rollout.evaluate_at_start:
+            self.evaluate(self.first_step)
+        elif self.first_step:
+            self.evaluate_if_due(self.first_step)
 
     def evaluate_if_due(self, step: int) -> float | None:
         """Evaluate after every `rollout.evaluate_every_steps` steps."""
@@ -148,7 +173,7 @@ class Session:
     def finish(self) -> None:
         """The last evaluation, the Hugging Face folder if asked for, summary.json and report.html."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
-        if done not in self.accuracies:
+        if done not in self.evaluated:
             self.evaluate(done)
         folder = self.config.run.folder / "hf"
         if self.config.run.export_hf:
@@ -156,12 +181,14 @@ class Session:
         if self.layout.rank != 0:
             return
         syncs = self.weights.syncs
-        accuracies = {line["step"]: line["eval/accuracy"] for line in read_evaluations(self.config.run.folder)}
+        lines = read_evaluations(self.config.run.folder)
+        accuracies = {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
         summary: dict[str, Any] = {
             "name": self.config.run.name,
             "steps": done,
             "accuracy_before": accuracies[min(accuracies)] if accuracies else None,
             "accuracy_after": accuracies[max(accuracies)] if accuracies else None,
+            **({key: value for key, value in lines[-1].items() if "@" in key} if lines else {}),
             "num_syncs": len(syncs),
             "sync_seconds_median": statistics.median(s["sync/seconds"] for s in syncs) if syncs else None,
             "sync_bytes": int(syncs[-1]["sync/bytes"]) if syncs else None,

@@ -66,7 +66,7 @@ def test_resume_keeps_the_evaluations_before(tmp_path: Path) -> None:
     for first_step, expected in ((0, [0, 4, 8]), (8, [0, 4, 8]), (5, [0, 4, 5]), (0, [0])):
         with log_of(tmp_path, first_step=first_step) as log:
             for step in [0, 4, 8] if len(expected) == 3 and first_step == 0 else [first_step]:
-                log.evaluation(step, 0.5)
+                log.evaluation(step, {"eval/accuracy": 0.5})
         assert [line["step"] for line in read_evaluations(tmp_path)] == expected
 
 
@@ -86,7 +86,7 @@ def test_tensorboard_events_can_be_read(tmp_path: Path) -> None:
     with log_of(tmp_path, tensorboard=True) as log:
         for step in range(3):
             log.step(step, {"reward/mean": step / 2, "note": "text", "loss/policy": None})
-        log.evaluation(3, 0.75)
+        log.evaluation(3, {"eval/accuracy": 0.75})
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
@@ -115,7 +115,7 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
 def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="a", dir=str(tmp_path), steps=2, progress="none"))
     log = RunLog(config, first_step=0, write=True)
-    log.evaluation(0, accuracy=0.25)
+    log.evaluation(0, {"eval/accuracy": 0.25})
     with log.timeline.span("train", track="trainer"):
         log.step(0, {"reward/mean": 0.5})
     log.note("a word")
@@ -137,7 +137,7 @@ def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
 def test_ranks_that_do_not_write_take_the_same_calls(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="a", dir=str(tmp_path)))
     log = RunLog(config, first_step=0, write=False)
-    log.evaluation(0, accuracy=0.25)
+    log.evaluation(0, {"eval/accuracy": 0.25})
     log.timeline.add("train", "trainer", 0.0, 1.0)
     log.step(0, {"reward/mean": 0.5})
     log.note("a word")

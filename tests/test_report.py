@@ -33,10 +33,10 @@ def traces_of(page: str) -> dict[str, dict[str, object]]:
 def fake_run(folder: Path, num_steps: int) -> None:
     keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/accuracy")]
     with log_of(folder) as log:
-        log.evaluation(0, 0.25)
+        log.evaluation(0, {"eval/accuracy": 0.25})
         for step in range(num_steps):
             log.step(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
-        log.evaluation(num_steps, 0.75)
+        log.evaluation(num_steps, {"eval/accuracy": 0.75})
     write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bridge.messages import Completion, GenerationRequest
+from bridge.messages import Completion
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
-from megasync.rollouts.reward import RewardFunction, RewardInput
+from megasync.rollouts.requests import reward_input, sample_line, training_request
+from megasync.rollouts.reward import RewardFunction
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import Generation, ReplicaPool
@@ -29,6 +30,7 @@ class RolloutBatch:
 
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)  # for samples.jsonl; rank 0's
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Rollouts:
         """Start every batch up to that of `step` that has not been started, within the run."""
         while self.next_step <= min(step, self.config.run.steps - 1):
             chosen = [self.examples[index] for index in self.order.indices(self.next_step)]
-            requests = [self._request(example, index) for index, example in enumerate(chosen)]
+            first = self.next_step * self.config.data.batch_size
+            requests = [training_request(self.config, self.prompts, e, first + index) for index, e in enumerate(chosen)]
             self.started[self.next_step] = _Started(chosen, self.pool.generate(requests), time.time())
             self.next_step += 1
 
@@ -77,41 +80,14 @@ class Rollouts:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step})
         samples = self._samples(started.examples, completions)
         self.timeline.add("reward", "rollout", done, time.time(), {"step": step})
-        return RolloutBatch(samples, self._metrics(samples, step, ended - started.at_seconds, done - waited_from))
-
-    def evaluate(self, examples: list[Example]) -> float:
-        """Mean reward of greedy answers."""
-        requests = [self._request(example, index, greedy=True) for index, example in enumerate(examples)]
-        begin = time.time()
-        completions = self.pool.generate(requests).result()
-        self.timeline.add("evaluate", "rollout", begin, time.time(), {})
-        return statistics.fmean(sample.reward for sample in self._samples(examples, completions))
-
-    def _request(self, example: Example, index: int, greedy: bool = False) -> GenerationRequest:
-        rollout = self.config.rollout
-        # the seed of a sample is a function of the run's seed, the step and the prompt's place in the batch
-        place = self.next_step * self.config.data.batch_size + index
-        return GenerationRequest(
-            prompt_ids=self.prompts.prompt_ids(example),
-            num_samples=1 if greedy else rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=0.0 if greedy else rollout.temperature,
-            top_p=1.0 if greedy else rollout.top_p,
-            seed=(self.config.run.seed * 1_000_003 + place * rollout.group_size) % 2**31,
-            stop_token_ids=self.prompts.stop_token_ids,
-        )
+        metrics = self._metrics(samples, step, ended - started.at_seconds, done - waited_from)
+        return RolloutBatch(samples, metrics, self._lines(started.examples, completions, samples))
 
     def _samples(self, examples: list[Example], completions: list[list[Completion]]) -> list[Sample]:
         samples = []
         for group, (example, group_completions) in enumerate(zip(examples, completions, strict=True)):
             for completion in group_completions:
-                given = RewardInput(
-                    prompt=example.prompt,
-                    response=self.prompts.text(completion.token_ids),
-                    answer=example.answer,
-                    num_tokens=len(completion.token_ids),
-                    max_tokens=self.config.rollout.max_new_tokens,
-                )
+                given = reward_input(self.prompts, example, completion, self.config.rollout.max_new_tokens)
                 samples.append(
                     Sample(
                         prompt_ids=self.prompts.prompt_ids(example),
@@ -123,6 +99,12 @@ class Rollouts:
                     )
                 )
         return samples
+
+    def _lines(self, examples: list[Example], completions: list[list[Completion]], samples: list[Sample]) -> list[dict[str, Any]]:
+        """Of the first response to each of the first `run.log_samples` prompts."""
+        firsts = samples[:: self.config.rollout.group_size]
+        chosen = list(zip(examples, completions, firsts, strict=True))[: self.config.run.log_samples]
+        return [sample_line(self.prompts, example, group[0], first.reward) for example, group, first in chosen]
 
     def _metrics(self, samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
         tokens = sum(len(sample.response_ids) for sample in samples)
