@@ -138,6 +138,36 @@ def test_placements_that_cannot_be(runnable: Path) -> None:
         load_config(runnable, ["rollout.offload_trainer=[weights]"])
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_num_batched_token=64", "no field of vLLM's EngineArgs\n  nearest: max_num_batched_tokens\n  choices: max_num_"),
+        ("max_num_seqs=4", "rollout.max_num_seqs sets it\n  remedy: write rollout.max_num_seqs instead"),
+        ("model=x", "model.path sets it"),
+        ("worker_extension_cls=a.B", "syncs set it"),
+        ("logprobs_mode=raw_logprobs", "importance ratios need the log-probs"),
+        ("pipeline_parallel_size=2", "a replica is rollout.tensor_parallel workers"),
+        ("quantization=fp8", "out of scope"),
+        ("max_num_batched_tokens=many", "int or null is expected\n  remedy: write a value of that kind"),
+        ("async_scheduling=1", "bool or null is expected"),
+        ("stream_interval=true", "int is expected"),
+        ("_api_process_count=2", "no field of vLLM's EngineArgs"),
+    ],
+)
+def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = cannot_run(runnable, f"rollout.engine_arguments.{override}")
+    assert message.startswith(f"rollout.engine_arguments.{override.partition('=')[0]} = ")
+    assert words in message and "remedy:" in message
+
+
+def test_arguments_of_vllm(runnable: Path) -> None:
+    given = {"max_num_batched_tokens": 64, "async_scheduling": None, "kv_cache_dtype": "auto", "attention_config": {}}
+    overrides = [f"rollout.engine_arguments={json.dumps(given)}"]
+    check_config(load_config(runnable, overrides), 2)
+    assert load_config(runnable, overrides).rollout.engine_arguments == given
+    check_config(load_config(runnable, ["algorithm.name=sft", "rollout.engine_arguments.model=x"]), 2)
+
+
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
     overrides = [
         "algorithm.name=sft",

@@ -66,7 +66,7 @@ def test_other_keys(tmp_path: Path) -> None:
         ('{"question": [{"role": "user"}], "answer": "2"}', "message 1 has no content"),
         ('{"question": [{"role": 1, "content": "a"}], "answer": "2"}', "message 1 has a role that is a int, not a text"),
         ('{"question": [{"role": "user", "content": [{"type": "text"}]}], "answer": "2"}', "has a content that is a list"),
-        ('{"question": [{"role": "human", "content": "a"}], "answer": "2"}', "the role 'human', not one of system, user, assistant"),
+        ('{"question": [{"role": "human", "content": "a"}], "answer": "2"}', "has the role 'human', not one of system, user,"),
         ('{"question": [{"role": "user", "content": "a", "tools": []}], "answer": "2"}', "message 1 has 'tools', and role"),
         ('{"question": [{"role": "user", "content": " "}], "answer": "2"}', "is empty"),
         ('{"question": [{"role": "system", "content": "a"}], "answer": "2"}', "ends with the system's turn"),
@@ -107,7 +107,7 @@ def test_messages_are_turns_and_the_last_one_is_the_prompt(tmp_path: Path) -> No
     (example,) = load_examples(path, "messages", "reward_model.ground_truth")
     assert example == Example("2+2?", "4", 1, tuple(turns), {"reward_model": row["reward_model"], "level": 3})
     assert hash(example) == hash(load_examples(path, "messages", "reward_model.ground_truth")[0])
-    with pytest.raises(ValueError, match=r"has no key 'reward_model.truth'\n +keys: +reward_model.ground_truth, reward_model.style"):
+    with pytest.raises(ValueError, match=r"no key 'reward_model.truth'\n +keys: +reward_model.ground_truth, reward_model.style"):
         load_examples(path, "messages", "reward_model.truth")
 
 

@@ -69,6 +69,18 @@ def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
     assert "<caption>Configuration" not in page
 
 
+def test_report_has_a_plot_of_each_evaluation_set(tmp_path: Path) -> None:
+    with log_of(tmp_path) as log:
+        for step in (0, 5):
+            log.evaluation(step, {"eval/math/avg@4": step / 10, "eval/math/pass@4": 0.5, "eval/gsm/avg@1": 0.25})
+        log.step(0, {"loss/policy": 0.5})
+    page = write_report(tmp_path).read_text()
+    traces = traces_of(page)
+    assert set(traces) == {"loss/policy", "eval/math/avg@4", "eval/math/pass@4", "eval/gsm/avg@1"}
+    assert traces["eval/math/avg@4"]["x"] == [0, 5] and traces["eval/math/avg@4"]["y"] == [0.0, 0.5]
+    assert '"text":"Evaluation set math"' in page and '"text":"Evaluation set gsm"' in page
+
+
 def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
     log_of(tmp_path).thing.close()
     assert "No step has been logged yet" in write_report(tmp_path).read_text()

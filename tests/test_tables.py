@@ -72,7 +72,7 @@ def test_images_are_left_where_they_are(tmp_path: Path) -> None:
     assert load(path) == EXAMPLES
     with pytest.raises(ValueError, match="row 1: 'raw' is a list, a text or a number"):
         load_examples(path, "question", "raw")
-    with pytest.raises(ValueError, match="row 1: 'image.bytes' is a bytes, a text or a number"):
+    with pytest.raises(ValueError, match=r"row 1: 'image.bytes' is a bytes, a text or a number"):
         load_examples(path, "question", "image.bytes")
 
 
@@ -155,7 +155,8 @@ def test_a_missing_column_shows_those_that_are_there(tmp_path: Path) -> None:
 def test_gsm8k_and_math_as_they_come(tmp_path: Path) -> None:
     """Their answer columns are what math_verify compares with."""
     steps = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
-    gsm8k = write_parquet(tmp_path / "gsm8k" / "main" / "test-00000-of-00001.parquet", [{"question": "How many?", "answer": steps}])
+    row = {"question": "How many?", "answer": steps}
+    gsm8k = write_parquet(tmp_path / "gsm8k" / "main" / "test-00000-of-00001.parquet", [row])
     solution = "We have $x^2 = \\frac{1}{4}$ with $x > 0$, so that $x = \\boxed{\\frac{1}{2}}$."
     row = {"problem": "Solve.", "level": "Level 1", "type": "Algebra", "solution": solution}
     math = write_jsonl(tmp_path / "math.jsonl", [row])

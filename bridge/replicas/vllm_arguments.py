@@ -106,7 +106,7 @@ def refusal(name: str, value: Any) -> str | None:
     kinds = [part.strip().partition("[")[0] for part in known.get(name, "").split("|")]
     if any(kind not in KINDS for kind in kinds) or any(_is(value, kind) for kind in kinds):
         return None
-    return f"{known[name]} is expected"
+    return f"{known[name].replace(' | ', ' or ').replace('None', 'null')} is expected"
 
 
 def _is(value: Any, kind: str) -> bool:
