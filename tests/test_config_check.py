@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.replicas import vllm_arguments
 from megasync.config.check import check_config
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError, main_errors
@@ -168,6 +169,17 @@ def test_arguments_of_vllm(runnable: Path) -> None:
     check_config(load_config(runnable, ["algorithm.name=sft", "rollout.engine_arguments.model=x"]), 2)
 
 
+def test_arguments_of_vllm_where_there_is_no_vllm_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that only submits: what a key of ours sets is refused there too."""
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
+    vllm_arguments.fields.cache_clear()
+    try:
+        assert vllm_arguments.refusal("max_num_batched_token", 64) is None
+        assert vllm_arguments.refusal("max_num_seqs", 64) == "rollout.max_num_seqs sets it"
+    finally:
+        vllm_arguments.fields.cache_clear()
+
+
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
     overrides = [
         "algorithm.name=sft",
@@ -285,6 +297,23 @@ def test_data_errors_name_key_file_and_line(runnable: Path, tmp_path: Path) -> N
     assert "keys:    question, answer" in message
     assert "data.prompt_key=question" in message
     assert "data.answer_key=answer" in cannot_run(runnable, "data.answer_key=answers")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train=PARQUET"], "data.train: PARQUET: cut off, or not a Parquet file"),
+        (["data.eval={a: {path: TRAIN, split: test}}"], "data.eval.a: TRAIN: is one file, and data.eval.a.split = 'test' is for"),
+        (["rollout.engine_arguments.model=x"], "rollout.engine_arguments.model = 'x': model.path sets it"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_said_with_exit_code_2(runnable: Path, overrides: list[str], words: str) -> None:
+    names = {"PARQUET": str(write(runnable.parent / "a.parquet", "nonsense")), "TRAIN": str(runnable.parent / "train.jsonl")}
+    for name, path in names.items():
+        overrides, words = [each.replace(name, path) for each in overrides], words.replace(name, path)
+    done = command("-m", "megasync.train", "--check", str(runnable), *overrides)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words) and "Traceback" not in done.stderr
 
 
 def test_run_folder_that_cannot_be_written(runnable: Path) -> None:

@@ -134,6 +134,13 @@ def test_a_parquet_file_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
     assert "holds no examples" in refused(path)
 
 
+def test_a_machine_without_pyarrow_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    monkeypatch.setattr("megasync.rollouts.tables.find_spec", lambda _: None)
+    assert "needs pyarrow, which is not there" in refused(path)
+    assert load(write_jsonl(tmp_path / "a.jsonl", ROWS)) == EXAMPLES
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -51,7 +51,7 @@ def config_of(folder: Path) -> Path:
             "small": {"path": str(folder / "small.jsonl"), "prompt_key": "q", "answer_key": "a"},
         },
     }
-    rollout = {"top_k": 20, "min_p": 0.01, "stop": ["9"], "evaluate_every_steps": 3, "evaluate_at_start": False}
+    rollout = {"top_k": 20, "min_p": 0.01, "stop": ["4"], "evaluate_every_steps": 3, "evaluate_at_start": False}
     rollout["engine_arguments"] = {"max_num_batched_tokens": 512}
     config = write_config(folder, rollout=rollout, data=data, run={"log_samples": 3})
     tokenizer = folder / "assets" / "model" / "tokenizer_config.json"
@@ -90,11 +90,11 @@ def test_samples_show_what_the_model_got_and_gave(run: Path) -> None:
         assert line["versions"] == [line["step"]] * 2 and line["reward"] == line["tokens"] / 8
         left, right = line["prompt"].removeprefix("xyz ").removesuffix("=").split("+")
         assert int(left) + int(right) == int(line["answer"])
-        if "9" in line["response"]:
-            assert line["response"].index("9") == len(line["response"]) - 1 and line["finish_reason"] == "stop"
+        if "4" in line["response"]:
+            assert line["response"].index("4") == len(line["response"]) - 1 and line["finish_reason"] == "stop"
         else:
             assert line["tokens"] == 8 or line["finish_reason"] == "stop"
-    assert any("9" in line["response"] for line in lines)
+    assert any("4" in line["response"] for line in lines)
     assert all(line["tokens"] <= 5 for line in by_set["sums"])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
+from pydantic import AfterValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, SyncConfig
@@ -35,10 +35,6 @@ def _stop_texts(value: tuple[str, ...]) -> tuple[str, ...]:
     if not all(value):
         raise PydanticCustomError("stop", "a text that ends a response is not empty", {"choices": "", "example": "[</answer>]"})
     return value
-
-
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _eval_temperature(value: float) -> float:
@@ -112,7 +108,7 @@ class RolloutConfig(Section):
     so that every importance ratio is lower by the share of the probability that was kept."""
     min_p: MinP = 0.0
     """Leave out tokens that are less likely than this times the likeliest; to log-probs the same as top_k."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_stop_texts)] = ()
+    stop: Annotated[tuple[str, ...], OneOrMore[0], AfterValidator(_stop_texts)] = ()
     """Texts that end a response, which keeps them. vLLM then detokenises, and equal runs may differ in last bits, since the
     core learns of the end a little later."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
