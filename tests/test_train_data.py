@@ -19,6 +19,7 @@ from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from tests.train_cases import exact, launch, metrics, write_config
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if sign is defined %}{{ sign }}{% endif %}"
+STOPS = ["?", "5("]
 SAMPLED = {"samples": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_new_tokens": 5, "pass_reward": 0.5}
 
 
@@ -51,9 +52,9 @@ def config_of(folder: Path) -> Path:
             "small": {"path": str(folder / "small.jsonl"), "prompt_key": "q", "answer_key": "a"},
         },
     }
-    rollout = {"top_k": 20, "min_p": 0.01, "stop": ["4"], "evaluate_every_steps": 3, "evaluate_at_start": False}
+    rollout = {"top_k": 20, "min_p": 0.01, "stop": STOPS, "evaluate_every_steps": 3, "evaluate_at_start": False}
     rollout["engine_arguments"] = {"max_num_batched_tokens": 512}
-    config = write_config(folder, rollout=rollout, data=data, run={"log_samples": 3})
+    config = write_config(folder, rollout=rollout, data=data, run={"log_samples": 8})
     tokenizer = folder / "assets" / "model" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": TEMPLATE}))
     return config
@@ -83,18 +84,19 @@ def test_samples_show_what_the_model_got_and_gave(run: Path) -> None:
     by_set: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         by_set.setdefault(line["set"], []).append(line)
-    assert {name: len(found) for name, found in by_set.items()} == {"train": 6 * 3, "sums": 2 * 3, "small": 2 * 2}
-    assert [line["step"] for line in by_set["train"]] == [step for step in range(6) for _ in range(3)]
+    assert {name: len(found) for name, found in by_set.items()} == {"train": 6 * 8, "sums": 2 * 8, "small": 2 * 2}
+    assert [line["step"] for line in by_set["train"]] == [step for step in range(6) for _ in range(8)]
     for line in by_set["train"]:
         assert line["prompt"].startswith("xyz ") and line["prompt"].endswith("=") and "+" in line["prompt"]
         assert line["versions"] == [line["step"]] * 2 and line["reward"] == line["tokens"] / 8
         left, right = line["prompt"].removeprefix("xyz ").removesuffix("=").split("+")
         assert int(left) + int(right) == int(line["answer"])
-        if "4" in line["response"]:
-            assert line["response"].index("4") == len(line["response"]) - 1 and line["finish_reason"] == "stop"
+        ends = [line["response"].index(stop) + len(stop) for stop in STOPS if stop in line["response"]]
+        if ends:
+            assert min(ends) == len(line["response"]) and line["finish_reason"] == "stop"
         else:
             assert line["tokens"] == 8 or line["finish_reason"] == "stop"
-    assert any("4" in line["response"] for line in lines)
+    assert any(stop in line["response"] for stop in STOPS for line in by_set["train"])
     assert all(line["tokens"] <= 5 for line in by_set["sums"])
 
 
