@@ -151,7 +151,7 @@ class Session:
         rollouts, metrics = self._rollouts, dict[str, float]()
         for evaluation in evaluations(self.config, self._data):
             with self.log.timeline.span("evaluate", "rollout", step=step, set=evaluation.name):
-                outcome = evaluate(evaluation, rollouts.pool, rollouts.prompts, rollouts.reward, self.config)
+                outcome = evaluate(evaluation, rollouts.pool, rollouts.prompts, rollouts.score, self.config)
             metrics |= outcome.metrics
             self.log.samples(step, outcome.lines)
         return metrics

@@ -3,7 +3,7 @@
 Leaves out when it is done, which is the session's.
 
     for evaluation in evaluations(config, data):
-        outcome = evaluate(evaluation, pool, prompts, reward, config)
+        outcome = evaluate(evaluation, pool, prompts, score, config)
         outcome.metrics     # {"eval/math/avg@4": 0.4, "eval/math/pass@4": 0.6, ...}
 """
 
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megasync.rollouts import requests
 from megasync.rollouts.data import Example
 from megasync.rollouts.requests import SEED_STRIDE, Sampling
-from megasync.rollouts.reward import RewardFunction
+from megasync.rollouts.reward import RewardInput
 
 if TYPE_CHECKING:
     from bridge.messages import Completion, GenerationRequest
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megasync.config.schema import Config
     from megasync.rollouts.prompts import Prompts, RunData
 
+Score = Callable[[list[list[RewardInput]]], list[list[float]]]  # the rewards of each prompt's responses
 HELD_OUT = "held_out"  # in samples.jsonl the name of data.eval's file, where it is one
 
 
@@ -64,15 +65,15 @@ def requests_of(evaluation: Evaluation, prompts: Prompts, run_seed: int) -> list
     ]
 
 
-def evaluate(evaluation: Evaluation, pool: ReplicaPool, prompts: Prompts, reward: RewardFunction, config: Config) -> Outcome:
+def evaluate(evaluation: Evaluation, pool: ReplicaPool, prompts: Prompts, score: Score, config: Config) -> Outcome:
     """Generate, reward, and count."""
     completions = pool.generate(requests_of(evaluation, prompts, config.run.seed)).result()
     limit = evaluation.sampling.max_new_tokens
-    rewards = [
-        [float(reward(requests.reward_input(prompts, example, completion, limit))) for completion in group]
+    answered = [
+        [requests.reward_input(prompts, example, completion, limit) for completion in group]
         for example, group in zip(evaluation.examples, completions, strict=True)
     ]
-    return outcome_of(evaluation, prompts, completions, rewards, config.run.log_samples)
+    return outcome_of(evaluation, prompts, completions, score(answered), config.run.log_samples)
 
 
 def outcome_of(

@@ -88,6 +88,6 @@ def sample_line(prompts: Prompts, example: Example, completion: Completion, rewa
         "answer": example.answer,
         "reward": reward,
         "tokens": len(completion.token_ids),
-        "versions": [min(completion.weight_versions, default=None), max(completion.weight_versions, default=None)],
+        "versions": [int(min(completion.weight_versions)), int(max(completion.weight_versions))],
         "finish_reason": completion.finish_reason,
     }

@@ -15,7 +15,7 @@ from bridge.messages import Completion
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
 from megasync.rollouts.requests import reward_input, sample_line, training_request
-from megasync.rollouts.reward import RewardFunction
+from megasync.rollouts.reward import RewardFunction, RewardInput
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import Generation, ReplicaPool
@@ -83,22 +83,25 @@ class Rollouts:
         metrics = self._metrics(samples, step, ended - started.at_seconds, done - waited_from)
         return RolloutBatch(samples, metrics, self._lines(started.examples, completions, samples))
 
+    def score(self, groups: list[list[RewardInput]]) -> list[list[float]]:
+        """The reward of every response, by prompts."""
+        return [[float(self.reward(given)) for given in group] for group in groups]
+
     def _samples(self, examples: list[Example], completions: list[list[Completion]]) -> list[Sample]:
-        samples = []
-        for group, (example, group_completions) in enumerate(zip(examples, completions, strict=True)):
-            for completion in group_completions:
-                given = reward_input(self.prompts, example, completion, self.config.rollout.max_new_tokens)
-                samples.append(
-                    Sample(
-                        prompt_ids=self.prompts.prompt_ids(example),
-                        response_ids=completion.token_ids,
-                        rollout_log_probs=completion.log_probs,
-                        weight_versions=completion.weight_versions,
-                        reward=float(self.reward(given)),
-                        group=group,
-                    )
-                )
-        return samples
+        limit, answered = self.config.rollout.max_new_tokens, list(zip(examples, completions, strict=True))
+        rewards = self.score([[reward_input(self.prompts, example, one, limit) for one in group] for example, group in answered])
+        return [
+            Sample(
+                prompt_ids=self.prompts.prompt_ids(example),
+                response_ids=completion.token_ids,
+                rollout_log_probs=completion.log_probs,
+                weight_versions=completion.weight_versions,
+                reward=reward,
+                group=group,
+            )
+            for group, (example, of_prompt) in enumerate(answered)
+            for completion, reward in zip(of_prompt, rewards[group], strict=True)
+        ]
 
     def _lines(self, examples: list[Example], completions: list[list[Completion]], samples: list[Sample]) -> list[dict[str, Any]]:
         """Of the first response to each of the first `run.log_samples` prompts."""
