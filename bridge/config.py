@@ -68,4 +68,5 @@ class ReplicaConfig:
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
     on_update: OnUpdate = "drain"  # what a sync does to running requests: wait for them, hold them, or begin them anew
     recomputes_cache: bool = True  # continue: what held requests have computed is computed anew, with the new weights
+    detokenizes: bool = False  # it can serve requests with stop texts
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

@@ -163,7 +163,10 @@ class BeginSync:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to sample from it. Nothing but `stop_token_ids` and the limit ends a completion."""
+    """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion.
+
+    `top_k` 0 and `min_p` 0 leave no token out. `stop`: texts, for replicas that detokenise (ReplicaConfig).
+    """
 
     prompt_ids: tuple[int, ...]
     num_samples: int = 1
@@ -172,14 +175,17 @@ class GenerationRequest:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sample of n tokens. A stop token that ended it is its last token.
+    """One sample of n tokens. A stop token, or the token that completed a stop text, is its last token.
 
-    `log_probs` are natural logarithms at the request's temperature (plain at temperature 0), renormalised when
-    `top_p` is below 1. In `weight_versions` FOLDER_VERSION stands for the model folder's weights.
+    `log_probs` are natural logarithms at the request's temperature (plain at temperature 0), renormalised over the tokens
+    that `top_p`, `top_k` and `min_p` leave. In `weight_versions` FOLDER_VERSION stands for the model folder's weights.
     """
 
     token_ids: npt.NDArray[np.int32]  # [n]

@@ -14,6 +14,7 @@ from pathlib import Path
 CHECKPOINTS = "checkpoints"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 
 
 def has_results(run_folder: Path) -> bool:

@@ -19,7 +19,7 @@ def train_grpo(session: Session) -> None:
     engine = session.engine
     session.start_replicas()
     session.publish(version=session.first_step)
-    session.evaluate(session.first_step)
+    session.evaluate_at_start()
     for step in session.steps():
         session.start_rollouts(step)
         rollout = session.take_rollout(step)
@@ -36,7 +36,7 @@ def train_grpo(session: Session) -> None:
 def train_sft(session: Session) -> None:
     """Supervised steps on prompts and answers, until the steps are done or held-out accuracy is high enough."""
     engine = session.engine
-    session.evaluate(session.first_step)
+    session.evaluate_at_start()
     for step in session.steps():
         with session.span("log-probs"):
             batch = engine.prepare(session.supervised_batch(step))

@@ -109,8 +109,9 @@ def _shown(value: object) -> str:
 
 def _plots(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
     """The div of all plots that have points, plotly.js within it."""
-    series = {key: _points(key, steps, evaluations) for plot in PLOTS for key in plot.keys}
-    plots = [plot for plot in PLOTS if any(series[key] for key in plot.keys)]
+    all_plots = (*PLOTS, *_set_plots(evaluations))
+    series = {key: _points(key, steps, evaluations) for plot in all_plots for key in plot.keys}
+    plots = [plot for plot in all_plots if any(series[key] for key in plot.keys)]
     if not plots:
         return "<p>No step has been logged yet.</p>"
     import plotly.graph_objects as go
@@ -131,6 +132,13 @@ def _plots(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> st
         figure.update_yaxes(title_text=plot.unit, type=scale, exponentformat="power", row=row, col=col)
     figure.update_layout(height=320 * num_rows, template="plotly_white", margin={"t": 40}, hovermode="x")
     return str(figure.to_html(full_html=False, include_plotlyjs=True))
+
+
+def _set_plots(evaluations: list[dict[str, Any]]) -> list[Plot]:
+    """One for each evaluation set."""
+    keys = list(dict.fromkeys(key for line in evaluations for key in line if key.count("/") == 2))
+    names = list(dict.fromkeys(key.split("/")[1] for key in keys))
+    return [Plot(f"Evaluation set {name}", tuple(key for key in keys if key.split("/")[1] == name)) for name in names]
 
 
 def _points(key: str, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[tuple[int, float]]:

@@ -23,6 +23,7 @@ from megasync.rank_zero import on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
 from megasync.rollouts.data import PromptOrder
+from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
 from megasync.rollouts.prompts import RunData
 from megasync.rollouts.rewards.pool import RewardPool
@@ -67,7 +68,7 @@ class Session:
         self.weights = Weights(config, self.engine, self.log)
         self.scatter = TokenScatter.of(self.layout)
         self.rollouts: Rollouts | None = None
-        self.accuracies: dict[int, float] = {}
+        self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
 
     # ------------------------------------------------------------------------------------------------ steps and log
 
@@ -124,11 +125,18 @@ class Session:
 
         Then the trainer has the devices, where it shares them.
         """
-        batch: RolloutBatch = self._with_replicas(step, lambda: self._rollouts.take(step), without_tokens)
+        batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
         with self.span("scatter"):
             samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
         self.weights.devices.acquire_for_training()
         return RolloutBatch(samples, batch.metrics)
+
+    def _take_rollout(self, step: int) -> RolloutBatch | None:
+        """On rank 0."""
+        batch = self._rollouts.take(step)
+        if batch is not None:
+            self.log.samples(step, batch.lines)
+        return batch
 
     def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
         """What `work` on rank 0 gives; where that is None too few replicas are left, and it goes on with those that come back."""
@@ -154,19 +162,40 @@ class Session:
         done = self.progress.num_trained + (self.step + 1 - self.first_step) * self.config.data.batch_size
         save_progress(folder, self.rollouts.stream.progress() if self.rollouts is not None else Progress(done))
 
-    # ------------------------------------------------------------------------------------------------ held-out accuracy
+    # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, step: int) -> float | None:
-        """Greedy accuracy on the held-out file after `step` steps, None without one."""
+        """Write down what evaluations find after `step` steps; the accuracy on data.eval where that is one file, else None."""
         if not self.config.data.eval:
             return None
         if self.config.algorithm.name == "sft":
             samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
-            self.accuracies[step] = statistics.fmean(self.engine.greedy_matches(samples))
+            found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
         else:
-            self.accuracies[step] = self._with_replicas(step, lambda: self._rollouts.evaluate(self._data.held_out))
-        self.log.evaluation(step, self.accuracies[step])
-        return self.accuracies[step]
+            found = self._with_replicas(step, lambda: self._evaluate_rollouts(step))
+        self.evaluated[step] = found
+        self.log.evaluation(step, found)
+        return found.get("eval/accuracy")
+
+    def _evaluate_rollouts(self, step: int) -> dict[str, float] | None:
+        """On rank 0. None: too few replicas are left."""
+        metrics, lines = dict[str, float](), list[dict[str, Any]]()
+        for evaluation in evaluations(self.config, self._data):
+            with self.log.timeline.span("evaluate", "rollout", step=step, set=evaluation.name):
+                outcome = self._rollouts.evaluate(evaluation)
+            if outcome is None:
+                return None
+            metrics |= outcome.metrics
+            lines += outcome.lines
+        self.log.samples(step, lines)
+        return metrics
+
+    def evaluate_at_start(self) -> None:
+        """Before the first step of this process; unless asked for, only what the log of a resumed run lost (RunLog)."""
+        if self.config.rollout.evaluate_at_start:
+            self.evaluate(self.first_step)
+        elif self.first_step:
+            self.evaluate_if_due(self.first_step)
 
     def evaluate_if_due(self, step: int) -> float | None:
         """Evaluate after every `rollout.evaluate_every_steps` steps."""
@@ -178,7 +207,7 @@ class Session:
     def finish(self) -> None:
         """The last evaluation, the Hugging Face folder if asked for, summary.json and report.html."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
-        if done not in self.accuracies:
+        if done not in self.evaluated:
             self.evaluate(done)
         folder = self.config.run.folder / "hf"
         if self.config.run.export_hf:
@@ -186,12 +215,14 @@ class Session:
         if self.layout.rank != 0:
             return
         syncs = self.weights.syncs
-        accuracies = {line["step"]: line["eval/accuracy"] for line in read_evaluations(self.config.run.folder)}
+        lines = read_evaluations(self.config.run.folder)
+        accuracies = {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
         summary: dict[str, Any] = {
             "name": self.config.run.name,
             "steps": done,
             "accuracy_before": accuracies[min(accuracies)] if accuracies else None,
             "accuracy_after": accuracies[max(accuracies)] if accuracies else None,
+            **({key: value for key, value in lines[-1].items() if "@" in key} if lines else {}),
             "num_syncs": len(syncs),
             "sync_seconds_median": statistics.median(s["sync/seconds"] for s in syncs) if syncs else None,
             "sync_bytes": int(syncs[-1]["sync/bytes"]) if syncs else None,

@@ -73,7 +73,7 @@ def check(options: argparse.Namespace, num_ranks: int) -> int:
 
 def absolute_paths(config: Config) -> list[str]:
     """Overrides that name the config's folders and files for processes with another working directory."""
-    inputs = {"model.path": config.model.path, "data.train": config.data.train, "data.eval": config.data.eval}
+    inputs = {"model.path": config.model.path, **config.data.paths}
     paths = {"run.dir": config.run.dir} | {key: path for key, path in inputs.items() if path and Path(path).exists()}
     return [f"{key}={json.dumps(str(Path(path).resolve()))}" for key, path in paths.items()]
 

@@ -164,6 +164,8 @@ def replica_config(config: Config) -> ReplicaConfig:
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.is_colocated,
         devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
+        detokenizes=bool(rollout.stop),
+        engine_arguments=rollout.engine_arguments,
     )
 
 

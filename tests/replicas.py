@@ -47,6 +47,13 @@ class OpenReplica(Replica):
         self._notice_death()
         return self.version
 
+    async def settings(self) -> dict[str, Any]:
+        config = self._engine.vllm_config
+        return {
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        }
+
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         answers = await self._engine.collective_rpc("tests_read_shards", args=(names,))
         return assemble(shard for answer in answers for shard in answer)
@@ -71,6 +78,11 @@ class OpenPool(ReplicaPool):
             actor.num_sent += 1
         parts = self.gather(refs)
         return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
+
+    def settings(self) -> dict[str, Any]:
+        """Some of what vLLM of the first replica was started with, by names of EngineArgs."""
+        (found,) = self._call(lambda actor: actor.settings.remote(), 60.0, [0])
+        return dict(found)
 
     @property
     def versions(self) -> list[int | None]:

@@ -160,10 +160,12 @@ def test_replicas_are_started_with_what_the_config_says() -> None:
     from megasync.weights import replica_config
 
     said = RolloutConfig(
-        tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True
-    )
+        tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True,
+        engine_arguments={"max_num_batched_tokens": 64},
+    )  # fmt: skip
     started = replica_config(Config(rollout=said, run=RunConfig(seed=3)))
     names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)}
     assert {name: getattr(started, name) for name in names} == {name: getattr(said, name) for name in names}
     assert all(getattr(said, name) != getattr(RolloutConfig(), name) for name in names)
-    assert started.seed == 3
+    assert started.seed == 3 and not started.detokenizes
+    assert replica_config(Config(rollout=RolloutConfig(stop=("x",)))).detokenizes

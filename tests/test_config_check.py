@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.replicas import vllm_arguments
 from megasync.config.check import check_config
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError, main_errors
@@ -136,6 +137,47 @@ def test_placements_that_cannot_be(runnable: Path) -> None:
         assert words in cannot_run(runnable, colocated, override)
     with pytest.raises(ConfigError, match=r"rollout.offload_trainer[\s\S]*parameters, gradients, optimizer"):
         load_config(runnable, ["rollout.offload_trainer=[weights]"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_num_batched_token=64", "no field of vLLM's EngineArgs\n  nearest: max_num_batched_tokens\n  choices: max_num_"),
+        ("max_num_seqs=4", "rollout.max_num_seqs sets it\n  remedy: write rollout.max_num_seqs instead"),
+        ("model=x", "model.path sets it"),
+        ("worker_extension_cls=a.B", "syncs set it"),
+        ("logprobs_mode=raw_logprobs", "importance ratios need the log-probs"),
+        ("pipeline_parallel_size=2", "a replica is rollout.tensor_parallel workers"),
+        ("quantization=fp8", "out of scope"),
+        ("max_num_batched_tokens=many", "int or null is expected\n  remedy: write a value of that kind"),
+        ("async_scheduling=1", "bool or null is expected"),
+        ("stream_interval=true", "int is expected"),
+        ("_api_process_count=2", "no field of vLLM's EngineArgs"),
+    ],
+)
+def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = cannot_run(runnable, f"rollout.engine_arguments.{override}")
+    assert message.startswith(f"rollout.engine_arguments.{override.partition('=')[0]} = ")
+    assert words in message and "remedy:" in message
+
+
+def test_arguments_of_vllm(runnable: Path) -> None:
+    given = {"max_num_batched_tokens": 64, "async_scheduling": None, "kv_cache_dtype": "auto", "attention_config": {}}
+    overrides = [f"rollout.engine_arguments={json.dumps(given)}"]
+    check_config(load_config(runnable, overrides), 2)
+    assert load_config(runnable, overrides).rollout.engine_arguments == given
+    check_config(load_config(runnable, ["algorithm.name=sft", "rollout.engine_arguments.model=x"]), 2)
+
+
+def test_arguments_of_vllm_where_there_is_no_vllm_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that only submits: what a key of ours sets is refused there too."""
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
+    vllm_arguments.fields.cache_clear()
+    try:
+        assert vllm_arguments.refusal("max_num_batched_token", 64) is None
+        assert vllm_arguments.refusal("max_num_seqs", 64) == "rollout.max_num_seqs sets it"
+    finally:
+        vllm_arguments.fields.cache_clear()
 
 
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
@@ -291,6 +333,23 @@ def test_data_errors_name_key_file_and_line(runnable: Path, tmp_path: Path) -> N
     assert "keys:    question, answer" in message
     assert "data.prompt_key=question" in message
     assert "data.answer_key=answer" in cannot_run(runnable, "data.answer_key=answers")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train=PARQUET"], "data.train: PARQUET: cut off, or not a Parquet file"),
+        (["data.eval={a: {path: TRAIN, split: test}}"], "data.eval.a: TRAIN: is one file, and data.eval.a.split = 'test' is for"),
+        (["rollout.engine_arguments.model=x"], "rollout.engine_arguments.model = 'x': model.path sets it"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_said_with_exit_code_2(runnable: Path, overrides: list[str], words: str) -> None:
+    names = {"PARQUET": str(write(runnable.parent / "a.parquet", "nonsense")), "TRAIN": str(runnable.parent / "train.jsonl")}
+    for name, path in names.items():
+        overrides, words = [each.replace(name, path) for each in overrides], words.replace(name, path)
+    done = command("-m", "megasync.train", "--check", str(runnable), *overrides)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words) and "Traceback" not in done.stderr
 
 
 def test_run_folder_that_cannot_be_written(runnable: Path) -> None:

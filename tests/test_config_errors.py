@@ -140,7 +140,7 @@ def test_ranges(empty: Path, key: str) -> None:
     [
         "sync.bucket_bytes=0", "sync.bucket_bytes=4095", "sync.bucket_bytes=1KiB", "run.steps=0", "rollout.top_p=0",
         "rollout.top_p=1.01", "engine.optimizer.beta1=1", "engine.optimizer.learning_rate=.nan",
-        "rollout.temperature=0", "rollout.temperature=0.009",
+        "rollout.temperature=0", "rollout.temperature=0.009", "rollout.temperature=2.1", "rollout.top_k=-1", "rollout.min_p=1",
         "engine.optimizer.learning_rate=.inf", "engine.parallel.tensor=0", "data.batch_size=0",
         "sync.timeout_seconds=0",
     ],
@@ -155,6 +155,15 @@ def test_out_of_range(empty: Path, override: str) -> None:
 def test_bad_byte_size(empty: Path, text: str) -> None:
     message = refused(empty, f"sync.bucket_bytes={text}")
     assert "KiB, MiB, GiB" in message
+
+
+def test_a_stop_text_is_not_empty(empty: Path) -> None:
+    assert load_config(empty, ["rollout.stop=x"]).rollout.stop == ("x",)
+    assert load_config(empty, ["rollout.stop=[x,'y z']"]).rollout.stop == ("x", "y z")
+    message = refused(empty, "rollout.stop=[x,'']")
+    assert message.startswith("rollout.stop = ['x', '']: a text that ends a response is not empty")
+    assert "rollout.stop = 5: a list of texts is expected" in refused(empty, "rollout.stop=5")
+    assert "a list of texts is expected" in refused(empty, "rollout.stop=[5]")
 
 
 # -------------------------------------------------------------------------------------------------------- bad syntax

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def refused(tmp_path: Path, content: str | bytes) -> str:
 
 def test_examples_in_order_with_their_lines(tmp_path: Path) -> None:
     content = f'{GOOD}\n\n  \n{{"answer": 3, "question": "é\\n", "more": [1]}}\r\n{{"question": "x", "answer": 0.5}}'
-    assert load(tmp_path, content) == [Example("1+1=", "2", 1), Example("é\n", "3", 4), Example("x", "0.5", 5)]
-    assert [example.extra for example in load(tmp_path, content)] == [{}, {"more": [1]}, {}]
+    more = Example("é\n", "3", 4, extra={"more": [1]})
+    assert load(tmp_path, content) == [Example("1+1=", "2", 1), more, Example("x", "0.5", 5)]
 
 
 def test_a_byte_order_mark_is_no_harm(tmp_path: Path) -> None:
@@ -57,7 +58,26 @@ def test_other_keys(tmp_path: Path) -> None:
         ('{"question": "a"}', "has no key 'answer'"),
         ("{}", "has no key 'question'"),
         ('{"question": null, "answer": "2"}', "'question' is a NoneType"),
-        ('{"question": ["a"], "answer": "2"}', "'question' is a list"),
+        ('{"question": {"a": 1}, "answer": "2"}', "'question' is a dict"),
+        ('{"question": "a", "answer": ["2"]}', "'answer' is a list"),
+        ('{"question": "a", "answer": NaN}', "'answer' is nan, which is no number"),
+        ('{"question": [], "answer": "2"}', "'question' is a list without messages"),
+        ('{"question": ["a"], "answer": "2"}', "message 1 is a str, not an object with role and content"),
+        ('{"question": [{"role": "user"}], "answer": "2"}', "message 1 has no content"),
+        ('{"question": [{"role": 1, "content": "a"}], "answer": "2"}', "message 1 has a role that is a int, not a text"),
+        ('{"question": [{"role": "user", "content": [{"type": "text"}]}], "answer": "2"}', "has a content that is a list"),
+        ('{"question": [{"role": "human", "content": "a"}], "answer": "2"}', "has the role 'human', not one of system, user,"),
+        ('{"question": [{"role": "user", "content": "a", "tools": []}], "answer": "2"}', "message 1 has 'tools', and role"),
+        ('{"question": [{"role": "user", "content": " "}], "answer": "2"}', "is empty"),
+        ('{"question": [{"role": "system", "content": "a"}], "answer": "2"}', "ends with the system's turn"),
+        (
+            '{"question": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "2"}',
+            "ends with the assistant's turn",
+        ),
+        (
+            '{"question": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "answer": "2"}',
+            "message 2 is a system prompt that is not the first",
+        ),
         ('{"question": "a", "answer": true}', "'answer' is a bool"),
         ('{"question": " ", "answer": "2"}', "is empty"),
     ],
@@ -77,12 +97,27 @@ def test_a_missing_key_shows_those_that_are_there(tmp_path: Path) -> None:
     assert "data.prompt_key=questions" in message
 
 
+def test_messages_are_turns_and_the_last_one_is_the_prompt(tmp_path: Path) -> None:
+    turns = [("system", "Be brief."), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    messages[2]["tool_calls"] = None  # as in a table whose other rows have some
+    row = {"messages": messages, "reward_model": {"ground_truth": "4", "style": "rule"}, "level": 3}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row))
+    (example,) = load_examples(path, "messages", "reward_model.ground_truth")
+    assert example == Example("2+2?", "4", 1, tuple(turns), {"reward_model": row["reward_model"], "level": 3})
+    assert hash(example) == hash(load_examples(path, "messages", "reward_model.ground_truth")[0])
+    with pytest.raises(ValueError, match=r"no key 'reward_model.truth'\n +keys: +reward_model.ground_truth, reward_model.style"):
+        load_examples(path, "messages", "reward_model.truth")
+
+
 def test_no_file_and_no_examples(tmp_path: Path) -> None:
     for content in ("", "\n\n"):
         assert "holds no examples" in refused(tmp_path, content)
     with pytest.raises(ValueError, match="there is no such data file"):
         load_examples(tmp_path / "none.jsonl", "question", "answer")
-    with pytest.raises(ValueError, match="is a folder"):
+    (tmp_path / "data.jsonl").unlink()
+    with pytest.raises(ValueError, match="is a folder without data files"):
         load_examples(tmp_path, "question", "answer")
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from megasync.config.schema import Config, RunConfig
 from megasync.config.load import load_config
 from megasync.files import write_atomically
-from megasync.reporting.log import RunLog, read_evaluations, read_metrics, read_summary, write_summary
+from megasync.reporting.log import RunLog, read_evaluations, read_metrics, read_samples, read_summary, write_summary
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
 
@@ -66,8 +66,25 @@ def test_resume_keeps_the_evaluations_before(tmp_path: Path) -> None:
     for first_step, expected in ((0, [0, 4, 8]), (8, [0, 4, 8]), (5, [0, 4, 5]), (0, [0])):
         with log_of(tmp_path, first_step=first_step) as log:
             for step in [0, 4, 8] if len(expected) == 3 and first_step == 0 else [first_step]:
-                log.evaluation(step, 0.5)
+                log.evaluation(step, {"eval/accuracy": 0.5})
         assert [line["step"] for line in read_evaluations(tmp_path)] == expected
+
+
+def test_no_sample_is_there_twice_after_a_resume(tmp_path: Path) -> None:
+    """Those of steps that are trained again, and of evaluations that are done again, are dropped; so is a cut-off line."""
+    with log_of(tmp_path) as log:
+        for step in range(4):
+            log.samples(step, [{"set": "train", "reward": math.nan}, {"set": "train", "prompt": "é\n"}])
+            log.samples(step + 1, [{"set": "held_out"}])
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 9, "prom')
+    with log_of(tmp_path, first_step=2) as log:
+        log.samples(2, [{"set": "held_out"}])
+    found = [(line["step"], line["set"]) for line in read_samples(tmp_path)]
+    train = [(0, "train"), (0, "train"), (1, "train"), (1, "train")]
+    assert sorted(found) == sorted([*train, (1, "held_out"), (2, "held_out")])
+    assert [line["prompt"] for line in read_samples(tmp_path) if "prompt" in line] == ["é\n", "é\n"]
+    assert read_samples(tmp_path)[0]["reward"] is None and read_samples(tmp_path / "none") == []
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -86,7 +103,7 @@ def test_tensorboard_events_can_be_read(tmp_path: Path) -> None:
     with log_of(tmp_path, tensorboard=True) as log:
         for step in range(3):
             log.step(step, {"reward/mean": step / 2, "note": "text", "loss/policy": None})
-        log.evaluation(3, 0.75)
+        log.evaluation(3, {"eval/accuracy": 0.75})
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
@@ -115,7 +132,7 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
 def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="a", dir=str(tmp_path), steps=2, progress="none"))
     log = RunLog(config, first_step=0, write=True)
-    log.evaluation(0, accuracy=0.25)
+    log.evaluation(0, {"eval/accuracy": 0.25})
     with log.timeline.span("train", track="trainer"):
         log.step(0, {"reward/mean": 0.5})
     log.note("a word")
@@ -137,7 +154,7 @@ def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
 def test_ranks_that_do_not_write_take_the_same_calls(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="a", dir=str(tmp_path)))
     log = RunLog(config, first_step=0, write=False)
-    log.evaluation(0, accuracy=0.25)
+    log.evaluation(0, {"eval/accuracy": 0.25})
     log.timeline.add("train", "trainer", 0.0, 1.0)
     log.step(0, {"reward/mean": 0.5})
     log.note("a word")
@@ -236,3 +253,5 @@ def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress.close()
     assert capsys.readouterr().out == ""
     assert figures({"sync/seconds": 0.1234, "train/tokens_per_second": 12345.6}) == "sync 0.123 s  train 12,346 tok/s"
+    of_a_set = {"eval/math/avg@4": 0.25, "eval/math/pass@4": 0.5, "eval/math/truncated": 0}
+    assert figures(of_a_set) == "math avg@4 0.250  math pass@4 0.500"

@@ -33,10 +33,10 @@ def traces_of(page: str) -> dict[str, dict[str, object]]:
 def fake_run(folder: Path, num_steps: int) -> None:
     keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/accuracy")]
     with log_of(folder) as log:
-        log.evaluation(0, 0.25)
+        log.evaluation(0, {"eval/accuracy": 0.25})
         for step in range(num_steps):
             log.step(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
-        log.evaluation(num_steps, 0.75)
+        log.evaluation(num_steps, {"eval/accuracy": 0.75})
     write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
 
 
@@ -67,6 +67,18 @@ def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
     assert '"text":"Staleness"' not in page
     assert "steps so far" in page
     assert "<caption>Configuration" not in page
+
+
+def test_report_has_a_plot_of_each_evaluation_set(tmp_path: Path) -> None:
+    with log_of(tmp_path) as log:
+        for step in (0, 5):
+            log.evaluation(step, {"eval/math/avg@4": step / 10, "eval/math/pass@4": 0.5, "eval/gsm/avg@1": 0.25})
+        log.step(0, {"loss/policy": 0.5})
+    page = write_report(tmp_path).read_text()
+    traces = traces_of(page)
+    assert set(traces) == {"loss/policy", "eval/math/avg@4", "eval/math/pass@4", "eval/gsm/avg@1"}
+    assert traces["eval/math/avg@4"]["x"] == [0, 5] and traces["eval/math/avg@4"]["y"] == [0.0, 0.5]
+    assert '"text":"Evaluation set math"' in page and '"text":"Evaluation set gsm"' in page
 
 
 def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ import torch
 
 from bridge.receive import vllm_adapter, vllm_experts, vllm_reload
 
-from bridge.replicas import vllm_api
+from bridge.config import ReplicaConfig
+from bridge.replicas import vllm_api, vllm_arguments
+from megasync.config.keys import all_keys
+from megasync.config.schema import Config
 from tests.replicas import numbers
 
 if TYPE_CHECKING:
@@ -71,13 +74,18 @@ def test_engine_arguments_are_known() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    assert {
-        *("model", "dtype", "tensor_parallel_size", "distributed_executor_backend", "max_model_len", "max_num_seqs"),
-        *("kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "seed", "skip_tokenizer_init", "load_format"),
-        *("generation_config", "enable_prefix_caching", "disable_log_stats", "logprobs_mode", "weight_transfer_config"),
-        "enable_sleep_mode",
-        *("worker_extension_cls", *vllm_adapter.engine_arguments(8)),
-    } <= known
+    ours = {"load_format", "enable_sleep_mode", *vllm_api.engine_arguments(ReplicaConfig("model", adapter_rank=8))}
+    assert ours <= known
+    assert ours - {"enable_prefix_caching", "disable_log_stats"} <= vllm_arguments.OWN_KEYS.keys() | vllm_arguments.REFUSED.keys()
+    assert set(vllm_arguments.fields()) == {name for name in known if not name.startswith("_")}
+    assert not vllm_arguments.OWN_KEYS.keys() & vllm_arguments.REFUSED.keys()
+    assert set(vllm_arguments.OWN_KEYS.values()) <= all_keys(Config).keys()
+
+
+def test_samplings_are_known() -> None:
+    from vllm import SamplingParams
+
+    assert {"top_k", "min_p", "stop", "detokenize"} <= set(arguments(SamplingParams))
 
 
 def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
@@ -210,7 +218,7 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     import ray
     from safetensors.torch import load_file
 
-    from bridge.config import ReplicaConfig, SyncConfig
+    from bridge.config import SyncConfig
     from bridge.send.publish import Publisher
     from tests.replicas import OpenPool
     from tests.test_sync_vllm import DictSource, differing, in_layer_order

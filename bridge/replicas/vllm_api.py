@@ -88,13 +88,19 @@ def forget_launcher() -> None:
 
 def build_engine(config: ReplicaConfig) -> Any:
     """Start an AsyncLLM; comes back when it can serve. Raises what vLLM raises."""
-    import torch
-    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config) | config.engine_arguments))
+
+
+def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
+    """Fields of AsyncEngineArgs that every replica sets; those that a config may not are in vllm_arguments.py."""
+    import torch
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
     one_worker = "uni" if torch.cuda.is_available() else UniProcExecutor  # CPUs make "mp" of "uni" (platforms/cpu.py:334)
     arguments: dict[str, Any] = {
         "model": config.model_path,
@@ -107,7 +113,7 @@ def build_engine(config: ReplicaConfig) -> Any:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager or not torch.cuda.is_available(),  # compiling asks for a C++ compiler there
         "seed": config.seed,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not config.detokenizes,
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         # CPU generators cannot put back the random numbers of a prompt's first part (v1/worker/gpu_model_runner.py:3502)
@@ -119,9 +125,7 @@ def build_engine(config: ReplicaConfig) -> Any:
     }
     if config.shares_devices and torch.cuda.is_available():
         arguments["enable_sleep_mode"] = True
-    if config.adapter_rank:
-        arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
+    return arguments | (vllm_adapter.engine_arguments(config.adapter_rank) if config.adapter_rank else {})
 
 
 @contextmanager
@@ -211,13 +215,16 @@ async def submit(
     parameters = SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
         max_tokens=request.max_new_tokens,
         seed=mix_seed(request.seed, sample) if request.temperature > 0 else None,
         stop_token_ids=list(request.stop_token_ids),
+        stop=list(request.stop),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(request.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(version)}

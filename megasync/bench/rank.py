@@ -88,7 +88,8 @@ class BenchRank(ABC):
         arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
         if self.config.bench.shapes != "none":
             arguments["load_format"] = "dummy"
-        replica = replace(replica_config(self.config), adapter_rank=adapter_rank, engine_arguments=arguments)
+        replica = replica_config(self.config)
+        replica = replace(replica, adapter_rank=adapter_rank, engine_arguments=replica.engine_arguments | arguments)
         if stop_ray is None:  # the second pool
             devices = replica_devices(visible if gpus is None else gpus, rollout.replicas, rollout.tensor_parallel)
             replica = replace(replica, devices=devices)

@@ -6,6 +6,7 @@ load.py           reads YAML files and `key=value` overrides
 invalid.py        what pydantic refuses, in words
 check.py          tries a config against model, data, number of ranks and the run's folder
 check_sizes.py    its part about numbers that must fit each other
+check_data.py     its part about data, evaluation sets and vLLM's arguments
 json_schema.py    writes the JSON schema that editors use
 model_folder.py   what a Hugging Face folder says of its model
 errors.py         errors that name key, value, choices and remedy

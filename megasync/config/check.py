@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine import ddp_fields
+from megasync.config.check_data import check_data, check_engine_arguments
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
 from megasync.config.load import load_config
@@ -38,6 +39,8 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     if config.algorithm.name == "grpo":
         resolve_rewards(config.rollout.reward)
         check_rollout(config, shape, world_size)
+        check_engine_arguments(config)
+    check_data(config)
     if needs_data:
         # a machine that only submits runs may have no transformers to tokenise it with
         (load_data if find_spec("transformers") else read_files)(config)
@@ -101,10 +104,10 @@ def _check_run_folder(config: Config) -> None:
 
 def _check_former_run(config: Config) -> None:
     """What the run starts from may not be moved aside with the results of a former run (see megasync/files.py:set_aside)."""
-    folder, lora, data = config.run.folder, config.engine.lora, config.data
+    folder, lora = config.run.folder, config.engine.lora
     resumes = config.checkpoint.resume == "auto" and any((folder / CHECKPOINTS).glob("step_*"))
-    inputs = {"model.path": config.model.path, "engine.lora.adapter_path": lora.adapter_path, "data.train": data.train}
-    for key, path in {**inputs, "data.eval": data.eval}.items():
+    inputs = {"model.path": config.model.path, "engine.lora.adapter_path": lora.adapter_path, **config.data.paths}
+    for key, path in inputs.items():
         if path and not resumes and has_results(folder) and folder.resolve() in Path(path).resolve().parents:
             message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"
             raise ConfigError(message, run_folder=str(folder), remedy="write run.name=NAME for another run")

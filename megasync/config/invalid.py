@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.keys import all_keys, below, bounds, choices, kind_of, nearest_key
+from megasync.config.keys import ANY_NAME, all_keys, below, bounds, choices, kind_of, nearest_key, with_any_name
 
 KINDS = {
     bool: "true or false",
@@ -27,13 +27,16 @@ ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m mega
 def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapping[tuple[str, ...], str]) -> ConfigError:
     """The first thing that is wrong, unknown keys before others."""
     found = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
-    path, keys, value, context = tuple(str(part) for part in found["loc"]), all_keys(root), found["input"], found.get("ctx", {})
+    path = tuple(str(part) for part in found["loc"] if not str(part).startswith("*"))  # without the tags of unions
+    keys, value, context = all_keys(root), found["input"], found.get("ctx", {})
     known = [source for end in range(len(path) + 1) if (source := sources.get(path[:end]))]
     given_in = known[-1] if known else "the defaults"
     if found["type"] == "extra_forbidden":
         return _unknown_key(keys, path, value, given_in)
-    key = next(name for end in range(len(path), 0, -1) if (name := ".".join(path[:end])) in keys)  # without a list's index
-    field, message = keys[key], f"{key} = {reprlib.repr(value)}"
+    generic = with_any_name(keys, path)
+    end = next(end for end in range(len(path), 0, -1) if ".".join(generic[:end]) in keys)  # without a list's index
+    key, field = ".".join(path[:end]), keys[".".join(generic[:end])]
+    message = f"{key} = {reprlib.repr(value)}"
     allowed, kind = choices(field), kind_of(field)
     if found["type"] in OUT_OF_RANGE:
         remedy = f"write a number {bounds(field)}"
@@ -47,7 +50,9 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
         remedy = f"write for example {key}={context['example']}"
         return ConfigError(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy)
     example = _example(kind, allowed, value)
-    inside = next((full for full in keys if full.startswith(f"{key}.") and kind_of(keys[full]) is not dict), f"{key}.NAME")
+    below_it = f"{'.'.join(generic[:end])}."
+    inside = next((full for full in keys if full.startswith(below_it) and kind_of(keys[full]) is not dict), f"{below_it}NAME")
+    inside = f"{key}.{inside.removeprefix(below_it)}"
     remedy = f"write for example {key}={example}" if example else f"set for example {inside}=..."
     return ConfigError(f"{message}: {KINDS[kind]} is expected", **lines, remedy=remedy)
 
@@ -57,8 +62,11 @@ def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: ob
     while isinstance(value, Mapping) and len(value) == 1:  # optimizer: {lr: 1} is optimizer.lr
         ((inner, value),) = value.items()
         path = (*path, str(inner))
-    unknown = ".".join(path)
-    nearest = nearest_key(keys, unknown)
+    unknown, generic = ".".join(path), with_any_name(keys, path)
+    section = ".".join(generic[: section.count(".") + 1]) if section else ""
+    nearest = nearest_key(keys, ".".join(generic))
+    given_names = [name for name, part in zip(path, generic, strict=True) if part == ANY_NAME]
+    nearest = nearest.replace(ANY_NAME, given_names[0]) if given_names else nearest
     remedy = f"write {nearest} instead" if nearest else "take the key out, or write one of the choices"
     if path[0] in ELSEWHERE:
         nearest, remedy = "", f"take {path[0]} out: a run does without it; {ELSEWHERE[path[0]]} --config FILE reads it"
@@ -69,4 +77,4 @@ def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: ob
 def _example(kind: type, allowed: list[str], value: object) -> str:
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"{value:.0f}"
-    return f"[{', '.join(allowed)}]" if kind is list else allowed[0] if allowed else EXAMPLES.get(kind, "")
+    return f"[{', '.join(allowed) or EXAMPLES[str]}]" if kind is list else allowed[0] if allowed else EXAMPLES.get(kind, "")

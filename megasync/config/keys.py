@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,6 +16,7 @@ ALIASES = {  # other projects' names, by the last part of ours
     "max_tokens": "max_new_tokens", "num_generations": "group_size", "output_dir": "dir", "pp": "pipeline", "sp": "sequence",
     "temp": "temperature", "tp": "tensor",
 }  # fmt: skip
+ANY_NAME = "NAME"  # stands for a name that the config gives, in keys below a mapping of such names
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # attributes of annotated_types' constraints
 
 
@@ -24,9 +25,20 @@ def all_keys(root: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     keys: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
         keys[prefix + name] = field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys |= all_keys(field.annotation, f"{prefix}{name}.")
+        for part in _parts(field.annotation):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                full = prefix + name if part is field.annotation else f"{prefix}{name}.{ANY_NAME}"
+                keys |= {full: keys.get(full) or FieldInfo.from_annotation(part), **all_keys(part, f"{full}.")}
     return keys
+
+
+def with_any_name(keys: Iterable[str], path: Sequence[str]) -> list[str]:
+    """The path with ANY_NAME in the place of a name that the config gives."""
+    generic: list[str] = []
+    for part in path:
+        named = ".".join([*generic, ANY_NAME])
+        generic.append(ANY_NAME if any(key.startswith(f"{named}.") for key in keys) else part)
+    return generic
 
 
 def below(keys: Iterable[str], section: str) -> list[str]:

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar
 
 from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.invalid import explain_invalid
-from megasync.config.keys import all_keys, kind_of
+from megasync.config.keys import all_keys, kind_of, with_any_name
 from megasync.config.schema import Config
 from megasync.files import write_atomically
 
@@ -102,7 +102,8 @@ def _read_override(override: str, root: type[Config]) -> dict[str, Any]:
         raise ConfigError(f"{override!r}: the value cannot be read: {problem}", remedy=f"quote it: {key}='\"...\"'") from error
     assert isinstance(value, dict)
     nested: Any = value["value"]
-    field = all_keys(root).get(key)
+    keys = all_keys(root)
+    field = keys.get(".".join(with_any_name(keys, key.split("."))))
     if field and kind_of(field) is str and (not text or isinstance(nested, bool | int | float)):
         nested = text
     for name in reversed(key.split(".")):

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, OnUpdate, SyncConfig
 from engine.config import OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig, OffloadKind, OneOrMore, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, lt=1)]
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2  # vLLM raises what is lower and refuses what is higher (sampling_params.py)
+EVAL_NAME = re.compile(r"[\w-]+")
 RAY_ADDRESS = re.compile(r"local|auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
 
@@ -50,6 +63,32 @@ def _is_weight(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _stop_texts(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(value):
+        raise PydanticCustomError("stop", "a text that ends a response is not empty", {"choices": "", "example": "[</answer>]"})
+    return value
+
+
+def _eval_temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        choices = f"0 (greedy), {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}"
+        raise PydanticCustomError("temperature", "vLLM samples at no such temperature", {"choices": choices, "example": "0"})
+    return value
+
+
+def _eval_sets(value: dict[str, EvalSet]) -> dict[str, EvalSet]:
+    for name in value:
+        if not EVAL_NAME.fullmatch(name):
+            choices = "names of letters, digits, - and _"
+            lines = {"name": name, "choices": choices, "example": "held_out.jsonl"}
+            raise PydanticCustomError("eval_name", "the set {name} cannot name its metrics", lines)
+    return value
+
+
+def _eval_form(value: object) -> str:
+    return "*sets" if isinstance(value, Mapping) else "*path"
+
+
 class RunConfig(Section):
     """The run's folder is `dir`/`name`."""
 
@@ -67,6 +106,8 @@ class RunConfig(Section):
     """sft: stop once held-out accuracy is there; 0: run all steps."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
+    log_samples: NonNegativeInt = 2
+    """How many responses of a step, and of each evaluation set, samples.jsonl keeps with prompt, reward and answer."""
 
     @property
     def folder(self) -> Path:
@@ -100,10 +141,20 @@ class RolloutConfig(Section):
     """Samples a prompt."""
     max_new_tokens: PositiveInt = 1024
     """Of one sample, its end included."""
-    temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Of training rollouts, from 0.01 on, to which vLLM raises what is lower; evaluations are greedy."""
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
+    """Of training rollouts, from 0.01 on, to which vLLM raises what is lower; data.eval has its own."""
     top_p: Share = 1.0
-    """Sample from the likeliest tokens that have this share of the probability together."""
+    """Sample from the likeliest tokens that have this share of the probability together; to log-probs the same as top_k."""
+    top_k: NonNegativeInt = 0
+    """Sample from so many likeliest tokens; 0: all. vLLM's log-probs are those after the cut, the trainer's are of all tokens,
+    so that every importance ratio is lower by the share of the probability that was kept."""
+    min_p: MinP = 0.0
+    """Leave out tokens that are less likely than this times the likeliest; to log-probs the same as top_k."""
+    stop: Annotated[tuple[str, ...], OneOrMore[0], AfterValidator(_stop_texts)] = ()
+    """Texts that end a response, which keeps them. vLLM then detokenises, and equal runs may differ in last bits, since the
+    core learns of the end a little later."""
+    engine_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Fields of vLLM's EngineArgs, by name, other than those that a key of ours sets."""
     max_model_len: PositiveInt | None = None
     """Most tokens of a prompt with its response; null: what the model allows."""
     max_num_seqs: PositiveInt = 256
@@ -126,6 +177,8 @@ class RolloutConfig(Section):
     """Samples that one process waits for at the same time in an async function."""
     evaluate_every_steps: NonNegativeInt = 0
     """0: only before the first and after the last step, when data.eval is set."""
+    evaluate_at_start: bool = True
+    """false: no evaluation before the first step."""
     ray_address: Annotated[str, AfterValidator(_ray_address)] = "local"
     """local: a Ray of the run's own; auto, HOST:PORT or ray://HOST:PORT: one that runs."""
 
@@ -134,15 +187,48 @@ class RolloutConfig(Section):
         return self.placement == "colocated"
 
 
+class EvalSet(Section):
+    """One of several evaluation sets. Its metrics are eval/NAME/avg@K, the mean reward, and eval/NAME/pass@K."""
+
+    path: str = ""
+    """A file or folder, as data.train."""
+    split: str = ""
+    """Of a folder with several."""
+    prompt_key: str = ""
+    """Empty: data.prompt_key."""
+    answer_key: str = ""
+    """Empty: data.answer_key."""
+    samples: PositiveInt = 1
+    """Responses a prompt: the largest K."""
+    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
+    """0: greedy, for one sample."""
+    top_p: Share = 1.0
+    """As rollout.top_p; so the next two."""
+    top_k: NonNegativeInt = 0
+    min_p: MinP = 0.0
+    max_new_tokens: PositiveInt | None = None
+    """null: rollout.max_new_tokens."""
+    pass_reward: PositiveFloat = 1.0
+    """A sample with this reward or more counts as passed in pass@K."""
+
+
 class DataConfig(Section):
-    """JSONL files, one object a line."""
+    """JSONL or Parquet files, folders of them, or folders that datasets.save_to_disk wrote."""
 
     train: str = ""
-    """The file to train on."""
-    eval: str = ""
-    """Held-out file; empty: none."""
+    """The file or folder to train on."""
+    split: str = ""
+    """Of data.train where it is a folder with several, such as train."""
+    eval: Annotated[
+        Annotated[str, Tag("*path")] | Annotated[dict[str, EvalSet], AfterValidator(_eval_sets), Tag("*sets")],
+        Discriminator(_eval_form),
+    ] = ""
+    """Held-out file for greedy accuracy; or sets by name, such as {math: {path: math.jsonl, samples: 4, temperature: 1.0}};
+    empty: none."""
     prompt_key: str = "question"
+    """Column of prompts: texts, or lists of messages with role and content; a.b is field b of column a."""
     answer_key: str = "answer"
+    """Column of answers, which the reward gets; a.b is field b of column a."""
     batch_size: PositiveInt = 256
     """Prompts a step; sft: examples a step."""
     shuffle: bool = True
@@ -150,7 +236,23 @@ class DataConfig(Section):
     too_long: Literal["drop", "refuse"] = "drop"
     """What happens to examples that have more tokens than model, vLLM or a micro-batch take."""
     chat_template: bool = False
-    """Wrap the prompt as one user turn of the tokenizer's chat template."""
+    """Put prompts through the tokenizer's chat template, a text as one user turn."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+    system_prompt: str = ""
+    """With chat_template: the system turn of prompts that bring none."""
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """By name; none where `eval` is one path."""
+        return {} if isinstance(self.eval, str) else self.eval
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Of all that is given, by full key."""
+        sets = {f"data.eval.{name}.path": each.path for name, each in self.eval_sets.items()}
+        held_out = {"data.eval": self.eval} if isinstance(self.eval, str) else sets
+        return {key: path for key, path in {"data.train": self.train, **held_out}.items() if path}
 
 
 class CheckpointConfig(Section):

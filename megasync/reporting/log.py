@@ -1,10 +1,10 @@
-"""What a run writes down: config.yaml, metrics.jsonl and evaluations.jsonl, TensorBoard events, summary.json.
+"""What a run writes down: config.yaml, metrics.jsonl, evaluations.jsonl, samples.jsonl, TensorBoard events, summary.json.
 
 Leaves out how spans of time are kept (timeline.py), live progress (progress.py) and plots (report.py). torch is
 imported only when TensorBoard events are written.
 
     log = RunLog(config, first_step=0, write=rank == 0)
-    log.evaluation(0, accuracy=0.3)
+    log.evaluation(0, {"eval/accuracy": 0.3})
     log.step(0, {"reward/mean": 0.4, "loss/policy": 0.1})
     log.summary({"accuracy_before": 0.3, "accuracy_after": 0.8})
     log.close()
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from megasync.config.errors import explain
 from megasync.config.load import save_config
 from megasync.config.schema import Config
-from megasync.files import EVALUATIONS_FILE, METRICS_FILE, write_atomically
+from megasync.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
 
@@ -29,6 +29,7 @@ Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
+FILES = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
 
 
 class RunLog:
@@ -46,7 +47,7 @@ class RunLog:
         self._writer: Any = None
         if write:
             save_config(config, folder / CONFIG_FILE)
-            self._files = {name: _open_from(folder / name, first_step) for name in (METRICS_FILE, EVALUATIONS_FILE)}
+            self._files = {name: _open_from(folder / name, first_step) for name in FILES}
         if write and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -58,11 +59,16 @@ class RunLog:
         self._append(METRICS_FILE, step, values)
         self._progress.update(step, values)
 
-    def evaluation(self, step: int, accuracy: float) -> None:
-        """Write down the held-out accuracy after `step` steps."""
-        values = {"eval/accuracy": accuracy}
+    def evaluation(self, step: int, values: Mapping[str, Scalar]) -> None:
+        """Write down what an evaluation after `step` steps found."""
         self._append(EVALUATIONS_FILE, step, values)
         self._progress.note(f"after {step} steps: {figures(values)}")
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write down responses of step `step`, or of an evaluation after `step` steps."""
+        if file := self._files.get(SAMPLES_FILE):
+            file.writelines(_json({"step": step, **line}) + "\n" for line in lines)
+            file.flush()
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
         if file := self._files.get(name):
@@ -104,6 +110,12 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
     """The lines of evaluations.jsonl, as `read_metrics` does; none where there is no such file."""
     path = run_folder / EVALUATIONS_FILE
+    return _read_lines(path) if path.is_file() else []
+
+
+def read_samples(run_folder: Path) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl, as `read_metrics` does; none where there is no such file."""
+    path = run_folder / SAMPLES_FILE
     return _read_lines(path) if path.is_file() else []
 
 

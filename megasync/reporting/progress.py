@@ -54,6 +54,8 @@ def figures(values: Mapping[str, object]) -> str:
         value = values.get(key)
         if isinstance(value, int | float):
             shown.append(f"{label} {form.format(value)}")
+    of_sets = ((key.removeprefix("eval/").replace("/", " "), value) for key, value in values.items() if "@" in key)
+    shown += [f"{name} {value:.3f}" for name, value in of_sets if isinstance(value, int | float)]
     return "  ".join(shown)
 
 

@@ -1,6 +1,6 @@
-"""Prompts with answers from JSONL, and the order in which steps take them: a pure function of seed and step.
+"""Prompts with answers from data files, and the order in which steps take them: a pure function of seed and step.
 
-Leaves out tokens, which the tokenizer of the model makes later. No torch in here.
+Leaves out files and their rows (tables.py), and tokens, which the tokenizer of the model makes later. No torch in here.
 
     examples = load_examples("train.jsonl", "question", "answer")
     order = PromptOrder(num_examples=len(examples), batch_size=64, seed=0)
@@ -9,84 +9,119 @@ Leaves out tokens, which the tokenizer of the model makes later. No torch in her
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from bridge.layout.splitmix import splitmix64
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.rollouts.tables import SHAPE_REMEDY, Row, read_rows
 
-SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "answer": "3"}'
+Turn = tuple[str, str]  # role and content
+ROLES = ("system", "user", "assistant")
+TURNS_REMEDY = 'write it as [{"role": "user", "content": "1+2="}]'
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One line of a data file; `line` counts from 1, `extra` holds its other fields."""
+    """One row of a data file. `line` counts from 1: lines of a JSONL file, else rows of a split."""
 
-    prompt: str
+    prompt: str  # of a list of messages the last one
     answer: str
     line: int
-    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    turns: tuple[Turn, ...] = ()  # the messages, where the prompt is a list of them
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)  # the other columns
 
 
-def load_examples(path: str | Path, prompt_key: str, answer_key: str) -> list[Example]:
-    """All examples in file order; blank lines are passed over. ConfigError names file, line, reason and remedy."""
+def load_examples(
+    path: str | Path, prompt_key: str, answer_key: str, *, split: str = "", section: str = "data", split_key: str = "data.split"
+) -> list[Example]:
+    """All examples in their order. A key a.b that is no column itself is field b of column a.
+
+    `section` and `split_key`: which keys of the config an error tells to write.
+
+    Raises:
+        ConfigError: names file, line or row, key, reason and remedy.
+    """
     path = Path(path)
-    if not path.is_file():
-        problem = "is a folder, a JSONL file is expected" if path.is_dir() else "there is no such data file"
-        raise ConfigError(f"{path}: {problem}", looked_in=str(path.resolve().parent), remedy=SHAPE_REMEDY)
-    with path.open("rb") as file:
-        examples = [
-            _read_example(f"{path}:{number}", raw, number, prompt_key, answer_key)
-            for number, raw in enumerate(file, start=1)
-            if raw.strip()
-        ]
+    columns = [key.partition(".")[0] for key in (prompt_key, answer_key)] + [prompt_key, answer_key]
+    rows = read_rows(path, split, split_key, columns)
+    examples = [
+        _example(place, row, number, (prompt_key, f"{section}.prompt_key"), (answer_key, f"{section}.answer_key"))
+        for number, (place, row) in enumerate(rows, start=1)
+    ]
     if not examples:
         raise ConfigError(f"{path}: holds no examples", remedy=SHAPE_REMEDY)
     return examples
 
 
-def _read_example(place: str, raw: bytes, number: int, prompt_key: str, answer_key: str) -> Example:
-    try:
-        fields = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        remedy = "save the file as UTF-8"
-        raise ConfigError(f"{place}: not UTF-8: {error.reason} at byte {error.start}", remedy=remedy) from error
-    except json.JSONDecodeError as error:
-        message = f"{place}: not JSON: {error.msg} at column {error.colno}"
-        raise ConfigError(message, line=_cut(raw), remedy=SHAPE_REMEDY) from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY)
-    prompt = _text(place, fields, prompt_key, "data.prompt_key")
-    answer = _text(place, fields, answer_key, "data.answer_key")
-    if not prompt.strip():
-        raise ConfigError(f"{place}: the prompt {prompt_key!r} is empty", remedy="take the line out")
-    extra = {key: value for key, value in fields.items() if key not in (prompt_key, answer_key)}
-    return Example(prompt, answer, number, extra)
+def _example(place: str, row: Row, number: int, prompt_key: tuple[str, str], answer_key: tuple[str, str]) -> Example:
+    prompt, answer = _value(place, row, *prompt_key), _text(place, answer_key[0], _value(place, row, *answer_key))
+    line = place.rpartition(":")[2]
+    turns = _turns(f"{place}: {prompt_key[0]!r}", prompt) if isinstance(prompt, list) else ()
+    text = turns[-1][1] if turns else _text(place, prompt_key[0], prompt)
+    if not text.strip():
+        raise ConfigError(f"{place}: the prompt {prompt_key[0]!r} is empty", remedy="take the line out")
+    extra = {name: value for name, value in row.items() if name not in (prompt_key[0], answer_key[0])}
+    return Example(text, answer, int(line) if line.isdigit() else number, turns, extra)
 
 
-def _text(place: str, fields: dict[str, Any], key: str, config_key: str) -> str:
-    if key not in fields:
-        present = ", ".join(list(fields)[:20]) or "none"
-        near = nearest_name(key, fields)
-        remedy = f"write {config_key}={near or 'KEY'}, or give the line a {key!r}"
-        raise ConfigError(f"{place}: has no key {key!r}", keys=present, nearest=near, remedy=remedy)
-    value = fields[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+def _value(place: str, row: Row, key: str, config_key: str) -> Any:
+    value, fields, names = None, row, [key] if key in row else key.split(".")
+    for depth, name in enumerate(names):
+        if not isinstance(fields, Mapping) or name not in fields:
+            _missing(place, key, config_key, names[:depth], fields)
+        value = fields = fields[name]
+    return value
+
+
+def _missing(place: str, key: str, config_key: str, above: list[str], fields: Any) -> NoReturn:
+    present = [".".join([*above, name]) for name in fields] if isinstance(fields, Mapping) else []
+    near = nearest_name(key, present)
+    remedy = f"write {config_key}={near or 'KEY'}, or give the line a {key!r}"
+    raise ConfigError(f"{place}: has no key {key!r}", keys=", ".join(present[:20]) or "none", nearest=near, remedy=remedy)
+
+
+def _text(place: str, key: str, value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and not isinstance(value, str):
         message = f"{place}: {key!r} is a {type(value).__name__}, a text or a number is expected"
         raise ConfigError(message, remedy="write it as one text")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{place}: {key!r} is {value}, which is no number", remedy="take the line out")
     return str(value)
 
 
-def _cut(raw: bytes) -> str:
-    text = raw.decode(errors="replace").strip()
-    return text if len(text) <= 100 else text[:97] + "..."
+def _turns(place: str, messages: list[Any]) -> tuple[Turn, ...]:
+    """Of a list of messages: a system prompt at most, then turns, the last one the user's."""
+    for number, message in enumerate(messages, start=1):
+        problem = _wrong_message(message, number)
+        if problem:
+            raise ConfigError(f"{place}: message {number} {problem}", remedy=TURNS_REMEDY)
+    if not messages or messages[-1]["role"] != "user":
+        problem = f"ends with the {messages[-1]['role']}'s turn" if messages else "is a list without messages"
+        raise ConfigError(f"{place} {problem}", remedy="end it with a user's turn, which the model is to answer")
+    return tuple((message["role"], message["content"]) for message in messages)
+
+
+def _wrong_message(message: Any, number: int) -> str:
+    if not isinstance(message, Mapping):
+        return f"is a {type(message).__name__}, not an object with role and content"
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            return f"has a {name} that is a {type(message[name]).__name__}, not a text" if name in message else f"has no {name}"
+    if message["role"] not in ROLES:
+        return f"has the role {message['role']!r}, not one of {', '.join(ROLES)}"
+    if message["role"] == "system" and number > 1:
+        return "is a system prompt that is not the first message"
+    more = [name for name, value in message.items() if name not in ("role", "content") and value is not None]
+    return f"has {more[0]!r}, and role and content are expected" if more else ""
 
 
 @dataclass(frozen=True)

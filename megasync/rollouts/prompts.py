@@ -10,40 +10,48 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sample import Sample
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.model_folder import model_shape
-from megasync.config.schema import Config
+from megasync.config.schema import Config, DataConfig
 from megasync.rollouts.data import Example, load_examples
 
 CHUNK = 4096  # texts that the tokenizer's threads share
+OF_TEMPLATES = ("namespace", "range", "dict", "raise_exception", "strftime_now", "lipsum", "cycler", "joiner")  # functions
 
 
 class Prompts:
-    """Encodes prompts (as one user turn with `chat_template`), decodes responses, knows where a response ends."""
+    """Encodes prompts (with data.chat_template as turns), decodes responses, knows where a response ends."""
 
-    def __init__(self, model_path: str, chat_template: bool) -> None:
+    def __init__(self, model_path: str, data: DataConfig) -> None:
         self.tokenizer = _load_tokenizer(Path(model_path))
-        self.chat_template = chat_template
-        if chat_template and not self.tokenizer.chat_template:
+        self.data = data
+        if data.chat_template and not self.tokenizer.chat_template:
             message = f"data.chat_template = true: the tokenizer in {model_path} has no chat template"
             raise ConfigError(message, remedy="write data.chat_template=false, or take a model with one")
+        if data.chat_template:
+            _check_template_arguments(self.tokenizer, data.chat_template_arguments)
         self.stop_token_ids = _stop_token_ids(model_path, self.tokenizer.eos_token_id)
         self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
 
     def text(self, token_ids: npt.NDArray[np.int32]) -> str:
         """A response's text without its end-of-sequence and other special tokens."""
         text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return text
+
+    def prompt_text(self, example: Example) -> str:
+        """What the model gets, its special tokens included."""
+        text: str = self.tokenizer.decode(list(self.prompt_ids(example)))
         return text
 
     def supervised(self, example: Example) -> Sample:
@@ -64,11 +72,36 @@ class Prompts:
         return tuple(self._prompts([example])[0])
 
     def _prompts(self, examples: Sequence[Example]) -> Sequence[Sequence[int]]:
-        texts = [example.prompt for example in examples]
-        if self.chat_template:
-            turns = [[{"role": "user", "content": text}] for text in texts]
-            texts = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return self._encode(texts, special=not self.chat_template)
+        templated = self.data.chat_template
+        texts = self._templated(examples) if templated else [example.prompt for example in examples]
+        return self._encode(texts, special=not templated)
+
+    def _templated(self, examples: Sequence[Example]) -> list[str]:
+        """ConfigError names the line of messages that the template refuses."""
+        from jinja2 import TemplateError
+
+        def apply(chosen: Sequence[Example]) -> list[str]:
+            turns = [self._turns(example) for example in chosen]
+            arguments = self.data.chat_template_arguments
+            texts: list[str]
+            texts = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
+            return texts
+
+        try:
+            return apply(examples)
+        except TemplateError as error:
+            if len(examples) == 1:
+                message = f"line {examples[0].line}: the model's chat template refuses the prompt: {error}"
+                roles = ", ".join(turn["role"] for turn in self._turns(examples[0]))
+                remedy = "give it turns that the template takes; data.system_prompt adds a system turn"
+                raise ConfigError(message, roles=roles, remedy=remedy) from error
+        return [text for example in examples for text in self._templated([example])]
+
+    def _turns(self, example: Example) -> list[dict[str, str]]:
+        turns = example.turns or (("user", example.prompt),)
+        if self.data.system_prompt and turns[0][0] != "system":
+            turns = (("system", self.data.system_prompt), *turns)
+        return [{"role": role, "content": content} for role, content in turns]
 
     def _encode(self, texts: list[str], *, special: bool) -> Sequence[Sequence[int]]:
         encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
@@ -84,6 +117,26 @@ def _load_tokenizer(folder: Path) -> Any:
         remedy = "put it there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
         raise ConfigError(f"model.path = {folder}: the folder holds no tokenizer.json", remedy=remedy)
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Each is a variable that the template reads: it would pass over any other without a word."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template = tokenizer.get_chat_template()
+    try:
+        variables = meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
+    except TemplateError as error:
+        remedy = "download the tokenizer again, or write data.chat_template=false"
+        raise ConfigError(f"data.chat_template = true: the model's template is broken: {error}", remedy=remedy) from error
+    usable = sorted(variables - {"messages", "add_generation_prompt", *tokenizer.special_tokens_map, *OF_TEMPLATES})
+    for name in arguments:
+        if name not in usable:
+            near, key = nearest_name(name, usable), f"data.chat_template_arguments.{name}"
+            problem = f"{key} = {arguments[name]!r}: the model's chat template reads no such variable"
+            remedy = f"write data.chat_template_arguments.{near}" if near else f"take {key} out"
+            raise ConfigError(problem, choices=", ".join(usable) or "none", nearest=near, remedy=remedy)
 
 
 def _stop_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -105,8 +158,22 @@ class RunData:
 
     prompts: Prompts
     train: list[Example]
-    held_out: list[Example]
+    held_out: list[Example]  # where data.eval is a path
     notes: list[str]
+    eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
+
+
+class _Source(NamedTuple):
+    """A file or folder of examples, and what the config says of it. `response_key` is the key of `response_tokens`."""
+
+    path: str
+    split: str
+    section: str  # of its columns
+    split_key: str
+    prompt_key: str
+    answer_key: str
+    response_key: str
+    response_tokens: int
 
 
 def load_data(config: Config) -> RunData:
@@ -115,13 +182,14 @@ def load_data(config: Config) -> RunData:
     Raises:
         ConfigError: a file or the tokenizer cannot be used, or too few examples are short enough.
     """
-    prompts, notes = Prompts(config.model.path, config.data.chat_template), list[str]()
-    train, held_out = (_that_fit(config, key, examples, prompts, notes) for key, examples in read_files(config).items())
-    return RunData(prompts, train, held_out, notes)
+    prompts, notes = Prompts(config.model.path, config.data), list[str]()
+    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read_files(config).items()}
+    sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
+    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets)
 
 
 def read_files(config: Config) -> dict[str, list[Example]]:
-    """All examples of data.train and data.eval; of an empty data.eval none.
+    """All examples of data.train, data.eval and data.eval.NAME, those that are given.
 
     Raises:
         ConfigError: names the key, the file and the line.
@@ -130,20 +198,52 @@ def read_files(config: Config) -> dict[str, list[Example]]:
     if not data.train:
         raise ConfigError("data.train is not set", remedy="set data.train to a JSONL file")
     examples: dict[str, list[Example]] = {}
-    for key, path in (("data.train", data.train), ("data.eval", data.eval)):
+    for key, source in _sources(config).items():
+        columns = (source.prompt_key, source.answer_key)
         try:
-            examples[key] = load_examples(path, data.prompt_key, data.answer_key) if path else []
+            examples[key] = load_examples(
+                source.path, *columns, split=source.split, section=source.section, split_key=source.split_key
+            )
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
+        turns = next((example for example in examples[key] if example.turns and not data.chat_template), None)
+        if turns is not None:
+            message = f"{key}: {source.path}: line {turns.line} holds a list of messages, and data.chat_template = false"
+            raise ConfigError(message, remedy="write data.chat_template=true, or make one text of it")
     return examples
 
 
+def _sources(config: Config) -> dict[str, _Source]:
+    """By full key; of an empty data.eval none."""
+    data, limit = config.data, config.rollout.max_new_tokens
+    plain = _Source("", "", "data", "data.eval.NAME.split", data.prompt_key, data.answer_key, "rollout.max_new_tokens", limit)
+    sources = {"data.train": plain._replace(path=data.train, split=data.split, split_key="data.split")}
+    if isinstance(data.eval, str):
+        return sources | ({"data.eval": plain._replace(path=data.eval)} if data.eval else {})
+    for name, each in data.eval.items():
+        key = f"data.eval.{name}"
+        sources[key] = _Source(
+            path=each.path,
+            split=each.split,
+            section=key,
+            split_key=f"{key}.split",
+            prompt_key=each.prompt_key or data.prompt_key,
+            answer_key=each.answer_key or data.answer_key,
+            response_key=f"{key}.max_new_tokens" if each.max_new_tokens else "rollout.max_new_tokens",
+            response_tokens=each.max_new_tokens or limit,
+        )
+    return sources
+
+
 def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
-    is_sft, drops = config.algorithm.name == "sft", config.data.too_long == "drop"
-    response = 0 if is_sft else config.rollout.max_new_tokens
-    of = "prompt and answer" if is_sft else f"prompt and rollout.max_new_tokens = {response}"
+    source, is_sft, drops = _sources(config)[key], config.algorithm.name == "sft", config.data.too_long == "drop"
+    response = 0 if is_sft else source.response_tokens
+    of = "prompt and answer" if is_sft else f"prompt and {source.response_key} = {response}"
     name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or key == "data.train")
-    lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
+    try:
+        lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     fitting = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
     if len(fitting) == len(examples):
         return fitting

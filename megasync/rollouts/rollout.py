@@ -11,16 +11,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.messages import Completion, GenerationRequest
 from engine.batch import SampleTable
 from engine.sample import Sample
 from megasync.rollouts.data import Example, PromptOrder
+from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
+from megasync.rollouts.requests import reward_input, sample_line, training_request
 from megasync.rollouts.rewards.functions import RewardInput
 from megasync.rollouts.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.stream import RolloutStream
@@ -38,6 +39,7 @@ class RolloutBatch:
 
     samples: SampleTable
     metrics: dict[str, float] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)  # for samples.jsonl; rank 0's
 
 
 def without_tokens(batch: RolloutBatch | None) -> RolloutBatch | None:
@@ -75,21 +77,20 @@ class Rollouts:
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
-        return RolloutBatch(SampleTable.of(samples), metrics)
+        return RolloutBatch(SampleTable.of(samples), metrics, self._lines(groups))
 
-    def evaluate(self, examples: list[Example]) -> float | None:
-        """Mean reward of greedy answers. None: too few replicas are left."""
-        requests = [self._request(example, place, greedy=True) for place, example in enumerate(examples)]
-        begin = time.time()
-        completions = self.stream.generate(requests)
+    def evaluate(self, evaluation: Evaluation) -> Outcome | None:
+        """Generate, reward, and count. None: too few replicas are left."""
+        completions = self.stream.generate(requests_of(evaluation, self.prompts, self.config.run.seed))
         if completions is None:
             return None
-        self.timeline.add("evaluate", "rollout", begin, time.time(), {})
-        given = [self._reward_input(example, answer) for example, (answer,) in zip(examples, completions, strict=True)]
-        return statistics.fmean(scored.total for (scored,) in self.stream.run(self._score_each(given)))
-
-    async def _score_each(self, given: list[RewardInput]) -> list[list[Scored]]:
-        return await asyncio.gather(*(self.rewards.score_group([one]) for one in given))
+        limit = evaluation.sampling.max_new_tokens
+        answered = [
+            [reward_input(self.prompts, example, completion, limit) for completion in of_prompt]
+            for example, of_prompt in zip(evaluation.examples, completions, strict=True)
+        ]
+        rewards = self.stream.run(self._score_all(answered))
+        return outcome_of(evaluation, self.prompts, completions, rewards, self.config.run.log_samples)
 
     def close(self) -> None:
         self.stream.close()
@@ -99,36 +100,25 @@ class Rollouts:
         return self.examples[self.order.index(ordinal)]
 
     def _group(self, ordinal: int) -> Group:
-        return Group(ordinal, self._request(self._example(ordinal), ordinal))
-
-    def _request(self, example: Example, place: int, greedy: bool = False) -> GenerationRequest:
-        """The seed of a sample is a function of the run's seed and the prompt's `place`."""
-        rollout = self.config.rollout
-        return GenerationRequest(
-            prompt_ids=self.prompts.prompt_ids(example),
-            num_samples=1 if greedy else rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=0.0 if greedy else rollout.temperature,
-            top_p=1.0 if greedy else rollout.top_p,
-            seed=(self.config.run.seed * 1_000_003 + place * rollout.group_size) % 2**31,
-            stop_token_ids=self.prompts.stop_token_ids,
-        )
+        return Group(ordinal, training_request(self.config, self.prompts, self._example(ordinal), ordinal))
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
-        example = self._example(group.key)
+        example, limit = self._example(group.key), self.config.rollout.max_new_tokens
         done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
-        return await self.rewards.score_group([self._reward_input(example, completion) for completion in done])
+        return await self.rewards.score_group([reward_input(self.prompts, example, completion, limit) for completion in done])
 
-    def _reward_input(self, example: Example, completion: Completion) -> RewardInput:
-        return RewardInput(
-            prompt=example.prompt,
-            response=self.prompts.text(completion.token_ids),
-            answer=example.answer,
-            num_tokens=len(completion.token_ids),
-            max_tokens=self.config.rollout.max_new_tokens,
-            extra=example.extra,
-            line=example.line,
-        )
+    async def _score_all(self, groups: list[list[RewardInput]]) -> list[list[float]]:
+        scored = await asyncio.gather(*map(self.rewards.score_group, groups))
+        return [[each.total for each in group] for group in scored]
+
+    def _lines(self, groups: list[Group]) -> list[dict[str, Any]]:
+        """Of the first response to each of the first `run.log_samples` prompts."""
+        firsts = [(group.key, group.completions[0], group.rewards[0]) for group in groups[: self.config.run.log_samples]]
+        return [
+            sample_line(self.prompts, self._example(key), done, reward)
+            for key, done, reward in firsts
+            if done and reward is not None
+        ]
 
     def _samples(self, group: Group, place: int) -> list[Sample]:
         prompt_ids = np.array(group.request.prompt_ids, np.int32)

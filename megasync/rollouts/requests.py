@@ -1,0 +1,95 @@
+"""One example on its way: what a replica is asked for it, what the reward gets of an answer, and its line in samples.jsonl.
+
+Leaves out who asks and when (rollout.py, evaluation.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bridge.messages import Completion, GenerationRequest
+from megasync.rollouts.data import Example
+from megasync.rollouts.rewards.functions import RewardInput
+
+if TYPE_CHECKING:
+    from megasync.config.schema import Config, EvalSet, RolloutConfig
+    from megasync.rollouts.prompts import Prompts
+
+TRAIN = "train"  # in samples.jsonl what an evaluation set's name is for its samples
+SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses to a prompt are drawn; `max_new_tokens` each."""
+
+    num_samples: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+
+def training_sampling(rollout: RolloutConfig) -> Sampling:
+    own = (rollout.group_size, rollout.max_new_tokens, rollout.temperature)
+    return Sampling(*own, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop)
+
+
+def greedy_sampling(rollout: RolloutConfig) -> Sampling:
+    return Sampling(1, rollout.max_new_tokens, 0.0, stop=rollout.stop)
+
+
+def set_sampling(rollout: RolloutConfig, given: EvalSet) -> Sampling:
+    own = (given.samples, given.max_new_tokens or rollout.max_new_tokens, given.temperature)
+    return Sampling(*own, given.top_p, given.top_k, given.min_p, rollout.stop)
+
+
+def training_request(config: Config, prompts: Prompts, example: Example, ordinal: int) -> GenerationRequest:
+    """Of the `ordinal`-th prompt of the run, counted from 0: step x data.batch_size + its place in the batch."""
+    seed = (config.run.seed * SEED_STRIDE + ordinal * config.rollout.group_size) % 2**31
+    return make_request(prompts, example, training_sampling(config.rollout), seed)
+
+
+def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: int) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_ids=prompts.prompt_ids(example),
+        num_samples=sampling.num_samples,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=seed,
+        stop_token_ids=prompts.stop_token_ids,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=sampling.stop,
+    )
+
+
+def reward_input(prompts: Prompts, example: Example, completion: Completion, max_tokens: int) -> RewardInput:
+    return RewardInput(
+        prompt=example.prompt,
+        response=prompts.text(completion.token_ids),
+        answer=example.answer,
+        num_tokens=len(completion.token_ids),
+        max_tokens=max_tokens,
+        extra=example.extra,
+        line=example.line,
+    )
+
+
+def sample_line(prompts: Prompts, example: Example, completion: Completion, reward: float, of: str = TRAIN) -> dict[str, Any]:
+    """A line of samples.jsonl without its step; `versions` are the oldest and the newest of the response's tokens."""
+    return {
+        "set": of,
+        "line": example.line,
+        "prompt": prompts.prompt_text(example),
+        "response": prompts.text(completion.token_ids),
+        "answer": example.answer,
+        "reward": reward,
+        "tokens": len(completion.token_ids),
+        "versions": [int(min(completion.weight_versions)), int(max(completion.weight_versions))],
+        "finish_reason": completion.finish_reason,
+    }
