@@ -17,7 +17,8 @@ import pytest
 from pyarrow import parquet
 
 from megasync.rollouts.data import Example, load_examples
-from megasync.rollouts.reward import RewardInput, resolve_reward
+from megasync.rollouts.rewards.functions import RewardInput
+from megasync.rollouts.rewards.resolve import resolve_rewards
 from megasync.rollouts.tables import data_files
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 3} for n in range(7)]
@@ -170,10 +171,10 @@ def test_gsm8k_and_math_as_they_come(tmp_path: Path) -> None:
     (first,) = load_examples(gsm8k.parent, "question", "answer", split="test")
     (second,) = load_examples(math, "problem", "solution")
     assert second.extra == {"level": "Level 1", "type": "Algebra"}
-    reward = resolve_reward("math_verify")
+    (reward,) = resolve_rewards("math_verify")
     cases = [(first, "She sold $\\boxed{72}$.", "71"), (second, "Thus \\boxed{0.5}.", "\\boxed{1/3}")]
     for example, right, wrong in cases:
-        rewards = [reward(RewardInput(example.prompt, response, example.answer, 5, 8)) for response in (right, wrong)]
+        rewards = [reward.function(RewardInput(example.prompt, response, example.answer, 5, 8)) for response in (right, wrong)]
         assert rewards == [1.0, 0.0]
 
 

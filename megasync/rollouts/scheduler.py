@@ -4,12 +4,13 @@ A group is a prompt with its samples; its ordinal is its place in the order of t
 on version s of the weights and makes version s + 1. Leaves out who generates and what a sample is (stream.py).
 
 The bound of `rollout.max_staleness` = n holds by two rules, without anything thrown away: at most n + 1 batches of groups have
-begun and are not trained (the admission of AReaL, arXiv:2505.24298, section 5.1), and step s takes every group whose oldest token
-is of version s - n. By the first rule those are never more than a batch.
+begun and are not trained (the admission of AReaL, arXiv:2505.24298, section 5.1); and a step waits where, without it, more groups
+would be left than the steps until version oldest + n can train: earliest deadline first, which leaves as few as any order can.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,18 +54,22 @@ def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | Non
 def choose_batch(
     candidates: Sequence[Candidate], step: int, max_staleness: int, batch_size: int, *, may_grow: bool = True
 ) -> list[int] | None:
-    """The ordinals that `step` trains on, in order; None while it has to wait for one of them.
+    """The ordinals that `step` trains on, in order; None while it has to wait.
 
-    Groups that would be too old at the next step come first, then those that are done, the oldest first. `may_grow`: whether more
-    groups can still be done than are now; otherwise the batch is what there is.
+    It takes those that are done, the oldest first, and waits where too many would be left for the steps until they are too old.
+    `may_grow`: whether more groups can still be done than are now; otherwise the batch is what there is.
     """
-    due = [candidate for candidate in candidates if candidate.oldest <= step - max_staleness]
-    if not all(candidate.is_done for candidate in due):
-        return None
     done = sorted((candidate for candidate in candidates if candidate.is_done), key=lambda c: (c.oldest, c.ordinal))
-    if len(done) < batch_size and may_grow:
+    batch = {candidate.ordinal for candidate in done[:batch_size]}
+    if len(batch) < batch_size and may_grow:
         return None
-    return sorted(candidate.ordinal for candidate in done[:batch_size])
+    left = Counter(candidate.oldest + max_staleness for candidate in candidates if candidate.ordinal not in batch)
+    num_due = 0
+    for last_step in sorted(left):
+        num_due += left[last_step]
+        if num_due > max(0, last_step - step) * batch_size:
+            return None
+    return sorted(batch)
 
 
 def expired(candidates: Sequence[Candidate], step: int, max_staleness: int) -> list[int]:

@@ -1,0 +1,90 @@
+"""What the scheduler decides, as properties: nothing too old, nothing lost, nobody waits for what is not needed."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.rollouts.scheduler import Candidate, Load, choose_batch, choose_replica, expired, num_admissible
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    staleness=st.integers(0, 4),
+    batch_size=st.integers(1, 5),
+    num_steps=st.integers(1, 12),
+    slots=st.integers(1, 12),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_group_is_trained_once_and_none_is_too_old(staleness: int, batch_size: int, num_steps: int, slots: int, seed: int) -> None:
+    """A run with one replica whose groups end in any order, some of them very late."""
+    source = random.Random(seed)
+    begun: dict[int, int] = {}  # by ordinal the version it begins with
+    waiting: list[int] = []
+    done: set[int] = set()
+    trained: list[int] = []
+    num_admitted = 0
+    for step in range(num_steps):
+        wanted = num_admissible(len(trained), staleness, batch_size, num_steps - step)
+        waiting += range(num_admitted, wanted)
+        num_admitted = max(num_admitted, wanted)
+        while True:
+            running = [ordinal for ordinal in begun if ordinal not in done]
+            while waiting and len(running) < slots:
+                begun[waiting[0]] = step
+                running.append(waiting.pop(0))
+            candidates = [Candidate(o, begun.get(o, step), o in done) for o in [*begun, *waiting]]
+            assert not expired(candidates, step, staleness)
+            batch = choose_batch(candidates, step, staleness, batch_size)
+            if batch is not None:
+                break
+            assert running, "someone is waited for"
+            done.add(source.choice(running))
+        assert len(batch) == batch_size and batch == sorted(batch)
+        for ordinal in batch:
+            assert ordinal in done and begun.pop(ordinal) >= step - staleness
+        trained += batch
+    assert sorted(trained) == list(range(num_steps * batch_size))
+    assert not begun and not waiting
+
+
+def test_without_staleness_batches_are_those_of_the_data() -> None:
+    candidates = [Candidate(ordinal, 3, ordinal != 7) for ordinal in range(6, 9)]
+    assert choose_batch(candidates, 3, 0, 3) is None
+    assert choose_batch([Candidate(ordinal, 3, True) for ordinal in (8, 6, 7)], 3, 0, 3) == [6, 7, 8]
+
+
+def test_nobody_waits_for_a_group_that_is_not_needed() -> None:
+    """It waits for what the next step may not take, or could not take beside the others; and not for younger ones."""
+    candidates = [Candidate(0, 4, False), Candidate(1, 5, True), Candidate(2, 6, False), Candidate(3, 6, True)]
+    assert choose_batch(candidates, 6, 4, 2) == [1, 3]
+    assert choose_batch(candidates, 6, 2, 2) is None
+    assert choose_batch([Candidate(0, 4, True), *candidates[1:]], 6, 2, 2) == [0, 1]
+    old = [Candidate(0, 5, False), Candidate(1, 5, False), Candidate(2, 6, True)]
+    assert choose_batch(old, 6, 2, 1) is None  # the next step could take one of both alone
+    assert choose_batch(old, 6, 3, 1) == [2]
+
+
+def test_a_batch_is_what_there_is_where_nothing_can_be_added() -> None:
+    candidates = [Candidate(0, 0, True)]
+    assert choose_batch(candidates, 0, 0, 2) is None
+    assert choose_batch(candidates, 0, 0, 2, may_grow=False) == [0]
+    assert choose_batch([], 0, 0, 2, may_grow=False) == []
+
+
+@given(
+    loads=st.dictionaries(st.integers(0, 7), st.builds(Load, st.integers(0, 20), st.floats(0, 1e6)), max_size=6),
+    samples=st.integers(1, 20),
+    limit=st.none() | st.integers(1, 30),
+)
+def test_a_group_goes_to_the_replica_with_the_fewest_tokens_that_has_room(
+    loads: dict[int, Load], samples: int, limit: int | None
+) -> None:
+    chosen = choose_replica(loads, samples, limit)
+    able = {r: load for r, load in loads.items() if limit is None or not load.samples or load.samples + samples <= limit}
+    if chosen is None:
+        assert not able
+    else:
+        assert all(load.tokens >= able[chosen].tokens for load in able.values())
