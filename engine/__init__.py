@@ -15,7 +15,10 @@ unshard.py     all-gathers Megatron-FSDP's shards, a transformer layer at a time
 weights.py     typed weight items: what an export gets of a parameter
 optimizer.py   Adam, clipping and the learning-rate schedule
 sample.py      Sample: a prompt with a response, as arrays; batch.py packs them into balanced micro-batches (pure functions)
+advantages.py  rewards become advantages (pure functions)
+correction.py  ratios of two policies by token or sequence, weights for off-policy rollouts (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
+entropy.py     the policy's entropy, for the log
 metrics.py     what a step reports
 engine.py      Engine: prepare, update, whole_parameters
 random_state.py  the states of all random generators, and going back to them

@@ -134,15 +134,32 @@ class AlgorithmConfig(Section):
     """The ratio of new to old probabilities counts down to 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.28
     """The ratio of new to old probabilities counts up to 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative the ratio counts up to this (dual clip, arXiv:1912.09729), such as 3; null: all of it."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """sequence: the geometric mean of a response's ratios in the place of each (GSPO, arXiv:2507.18071)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
-    importance_correction: Literal["none", "tis"] = "tis"
-    """tis: truncated importance sampling, the trainer's probabilities over those of the rollout."""
+    importance_correction: Literal["none", "tis", "mask"] = "tis"
+    """Weights: the trainer's probabilities over those of the rollout, truncated (tis), or 0 out of bounds (mask)."""
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """These weights by token, by sequence as the product of its tokens', or as their geometric mean."""
     importance_cap: PositiveFloat = 2.0
-    """Where importance sampling is truncated."""
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Where importance sampling is truncated; mask: the largest ratio that counts."""
+    importance_floor: FractionBelowOne = 0.5
+    """mask: the smallest ratio that counts."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """Mean over tokens, over each response's mean, or over responses' sums by max_new_tokens (Dr. GRPO, arXiv:2503.20783)."""
+    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What rewards are compared with: the mean of the group, or of its other samples (RLOO, arXiv:2402.14740)."""
     normalize_advantage_by_std: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """Responses cut off at max_new_tokens: kept, out of the loss, or with less reward for all that come near (DAPO)."""
+    overlong_buffer: NonNegativeInt = 0
+    """penalise: tokens before max_new_tokens in which the reward falls by up to 1."""
+    log_entropy: bool = True
+    """grpo: log the policy's entropy over the vocabulary."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps a batch."""
     non_finite: Literal["stop", "skip"] = "stop"

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import device, fused, lora, loss, metrics, parallel, peft
+from engine import advantages, device, fused, lora, loss, metrics, parallel, peft
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.correction import Sums
+from engine.entropy import token_entropy
 from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
@@ -34,7 +36,7 @@ LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 @dataclass
 class MiniBatch:
-    """What one optimizer step sees on this rank; the counts are over all ranks."""
+    """What one optimizer step sees on this rank; the counts are over all ranks, of what is in the loss."""
 
     microbatches: list[MicroBatch]
     num_tokens: int  # response tokens
@@ -44,7 +46,7 @@ class MiniBatch:
 class Engine:
     """Model, wrap and optimizer of one rank. Process groups are built by `parallel.initialize` before."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run is told and what it resumes from, by keyword
         self,
         model: ModelConfig,
         engine: EngineConfig,
@@ -52,12 +54,19 @@ class Engine:
         *,
         num_steps: int,
         temperature: float = 1.0,
+        max_new_tokens: int = 0,
         weights_path: str | Path | None = None,
         adapter_path: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        """For resuming: folders whose weights replace those of `model.path`, whose adapter that of `lora.adapter_path`."""
+        """`max_new_tokens`: most tokens of a response, which some choices of `algorithm` count with.
+
+        For resuming: folders whose weights replace those of `model.path`, whose adapter that of `lora.adapter_path`.
+        """
         self.config, self.algorithm, self.temperature = engine, algorithm, temperature
+        self.max_new_tokens = max_new_tokens
+        if not max_new_tokens and (algorithm.loss_aggregation == "constant_length" or algorithm.truncated == "penalise"):
+            raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
         self.hf_bridge = build_bridge(model, engine)
@@ -77,6 +86,9 @@ class Engine:
         self.reference: list[torch.nn.Module] | None = None
         if has_reference:  # experts copy model_config, so before it has functions
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
+        self._set_functions_of_the_schedule()
+
+    def _set_functions_of_the_schedule(self) -> None:
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
@@ -109,9 +121,7 @@ class Engine:
         """
         table = SampleTable.of(samples)
         if self.algorithm.name == "grpo":
-            rewards, groups = table.columns["reward"].tolist(), table.columns["group"].tolist()
-            values = loss.group_advantages(rewards, groups, self.algorithm.normalize_advantage_by_std)
-            table = dataclasses.replace(table, advantages=np.array(values))
+            table = dataclasses.replace(table, advantages=np.array(self._advantages(table)))
         parts = split_evenly(len(table), self.algorithm.num_minibatches)
         minibatches = [self._minibatch(table.part(part)) for part in parts if len(part)]
         microbatches = [micro for mini in minibatches for micro in mini.microbatches]
@@ -127,6 +137,14 @@ class Engine:
                 micro.reference_log_probs = values_
         return minibatches
 
+    def _advantages(self, table: SampleTable) -> list[float]:
+        algorithm, rewards = self.algorithm, table.columns["reward"].tolist()
+        if algorithm.truncated == "penalise":
+            lengths = table.response_lengths.tolist()
+            rewards = advantages.penalised_rewards(rewards, lengths, self.max_new_tokens, algorithm.overlong_buffer)
+        groups = table.columns["group"].tolist()
+        return advantages.group_advantages(rewards, groups, algorithm.normalize_advantage_by_std, algorithm.baseline)
+
     @property
     def _needs_old_log_probs(self) -> bool:
         """Whether the loss cannot take them from its own forward pass, because a step lies between or by configuration."""
@@ -140,7 +158,7 @@ class Engine:
             metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
                 those before the step.
         """
-        return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm.name)
+        return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm)
 
     def greedy_matches(self, samples: Sequence[Sample]) -> list[bool]:
         """Whether greedy decoding of each prompt gives exactly the response.
@@ -162,11 +180,13 @@ class Engine:
     def _minibatch(self, table: SampleTable) -> MiniBatch:
         bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch)
         multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
-        return MiniBatch(
-            [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]],
-            num_tokens=int(table.response_lengths.sum()),
-            num_samples=len(table),
-        )
+        microbatches = [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]]
+        counted = np.ones(len(table), bool)
+        if self.algorithm.truncated == "mask":
+            counted = table.columns["finish_reason"] != "length"
+        for micro in microbatches:
+            loss.leave_out(micro, counted[micro.samples].tolist())
+        return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
@@ -191,11 +211,15 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, loss.Sums]:
+    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         log_probs = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
-        weights = loss.aggregation_weights(micro, minibatch.num_tokens, minibatch.num_samples, self.algorithm.loss_aggregation)
+        sizes = minibatch.num_tokens, minibatch.num_samples
+        weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
         if self.algorithm.name == "grpo":
             value, sums = loss.grpo_loss(log_probs, micro, weights, self.algorithm)
+            if self.algorithm.log_entropy:
+                entropy = token_entropy(logits, self.temperature, self.use_fused)
+                sums["entropy"] = (entropy * micro.mask).sum().double()
         else:
             value, sums = loss.sft_loss(log_probs, micro, weights)
         # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size

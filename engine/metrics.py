@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from engine.loss import Sums
+    from engine.config import AlgorithmConfig
+    from engine.correction import Sums
 
 MAXIMA = ("gap_max",)
 SUMS = {
     "sft": ("loss", "tokens"),
-    "grpo": ("loss", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
+    "grpo": (
+        *("loss", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
+        *("masked", "weight_count", "weight", "weight_square", "dual_clipped", "entropy"),
+    ),
 }
 
 
@@ -51,7 +55,7 @@ def non_finite_error(loss: float, grad_norm: float, gradients: Iterable[torch.Te
     )
 
 
-def step_metrics(history: Sequence[dict[str, float]], algorithm: str) -> dict[str, float]:
+def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig) -> dict[str, float]:
     """What is logged of an update.
 
     `history` has for each optimizer step the sums, the gradient norm, the learning rate and whether it was skipped. Means are
@@ -60,15 +64,16 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: str) -> dict[st
     num_skipped = sum(sums["skipped"] for sums in history)
     history = [sums for sums in history if not sums["skipped"]] or history
     tokens = sum(sums["tokens"] for sums in history)
-    mean = {name: sum(sums[name] for sums in history) / max(tokens, 1) for name in SUMS[algorithm]}
+    total = {name: sum(sums[name] for sums in history) for name in SUMS[algorithm.name]}
+    mean = {name: value / max(tokens, 1) for name, value in total.items()}
     metrics = {
-        "loss/policy" if algorithm == "grpo" else "loss/sft": sum(s["loss"] for s in history) / len(history),
+        "loss/policy" if algorithm.name == "grpo" else "loss/sft": sum(s["loss"] for s in history) / len(history),
         "grad_norm": sum(sums["grad_norm"] for sums in history) / len(history),
         "learning_rate": history[-1]["learning_rate"],
         "train/response_tokens": tokens,
         "train/skipped_steps": num_skipped,
     }
-    if algorithm == "grpo":
+    if algorithm.name == "grpo":
         first = history[0]
         metrics |= {
             "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
@@ -77,6 +82,18 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: str) -> dict[st
             "logprob_gap/mean": mean["gap"],
             "logprob_gap/max": max(sums["gap_max"] for sums in history),
             "importance/mean": mean["importance"],
+            "importance/ess": effective_share(total["weight_count"], total["weight"], total["weight_square"]),
+            "importance/masked_fraction": mean["masked"],
             "loss/kl": mean["kl"],
         }
+        metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if algorithm.dual_clip is not None else {}
+        metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy else {}
     return metrics
+
+
+def effective_share(count: float, total: float, total_of_squares: float) -> float:
+    """Kish's effective sample size of weights, (sum w)^2 / sum w^2, over their number.
+
+    From 1 / count, where one weight has all, to 1, where all are equal; 0 where all weights are 0 or there are none.
+    """
+    return min(total**2 / (count * total_of_squares), 1.0) if total_of_squares else 0.0  # NaN stays NaN

@@ -26,6 +26,7 @@ class Sample:
     weight_versions: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # [response tokens]
     reward: float = 0.0
     group: int = 0  # samples of one prompt share it
+    finish_reason: str = "stop"  # stop | length: the response was cut off at the most tokens allowed
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_ARRAYS.items():

@@ -54,6 +54,7 @@ class Session:
             config.algorithm,
             num_steps=config.run.steps,
             temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
             seed=config.run.seed,
             **(checkpoint.start(self.last_checkpoint) if self.last_checkpoint else {}),
         )

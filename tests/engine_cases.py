@@ -61,7 +61,7 @@ def engine(
     )
     model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"))
     num_steps = options.pop("num_steps", 10)
-    start = {name: options.pop(name) for name in ("weights_path", "adapter_path") if name in options}
+    start = {name: options.pop(name) for name in ("weights_path", "adapter_path", "max_new_tokens") if name in options}
     parallel.initialize(config.parallel, seed=0)
     try:
         yield Engine(model, config, AlgorithmConfig(**options), num_steps=num_steps, **start)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from engine import device, fused, loss, parallel, upstream
+from engine import device, entropy, fused, loss, parallel, upstream
 from engine.attention import PackedSequences
 from engine.config import ParallelConfig
 
@@ -28,6 +28,7 @@ def differences(lengths: list[int]) -> dict[str, float]:
     for dtype in (torch.float32, torch.bfloat16):
         for name, (plain, one_kernel, inputs) in _pairs(lengths, dtype).items():
             worst[f"{name} {dtype}"] = _difference(plain, one_kernel, inputs)
+        worst[f"entropy {dtype}"] = _entropy_difference(sum(lengths), dtype)
     worst |= _clipping()
     parallel.shutdown()
     return worst
@@ -81,6 +82,19 @@ def _difference(plain: Function, one_kernel: Function, inputs: list[torch.Tensor
 
     pairs = zip(run(one_kernel, None), run(plain, torch.float32), strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def _entropy_difference(total: int, dtype: torch.dtype) -> float:
+    """Of both ways from the sum over the whole vocabulary in float64; the plain one in chunks of a few rows."""
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    logits = (4 * torch.randn(1, total, 96, generator=torch.Generator().manual_seed(4))).to(device.compute_device(), dtype)
+    own, probs = logits.chunk(size, -1)[rank].contiguous(), torch.softmax(logits[0].double() / 0.7, -1)
+    before, expected, rows = own.clone(), -(probs * probs.log()).sum(-1), entropy.CHUNK_ELEMENTS
+    entropy.CHUNK_ELEMENTS = 4 * own.shape[-1]
+    found = [entropy.token_entropy(own, 0.7, use_fused) for use_fused in (False, True)]
+    entropy.CHUNK_ELEMENTS = rows
+    assert torch.equal(own, before)
+    return max(float((values.double() - expected).abs().max() / expected.max()) for values in found)
 
 
 def _clipping() -> dict[str, float]:

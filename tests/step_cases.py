@@ -17,7 +17,7 @@ from engine.metrics import NonFiniteError
 from engine.optimizer import inner_optimizers
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
-from tests.engine_cases import engine, exporter, random_samples
+from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.lora_cases import save_adapter
 
 
@@ -46,6 +46,47 @@ def first_ratios_with_dropout(cases: list[dict[str, Any]], num_steps: int = 4) -
         with engine(case.pop("path"), name="grpo", **case) as built:
             steps = [built.update(built.prepare(random_samples(16, seed=step))) for step in range(num_steps)]
         results.append([step["ratio/first_minibatch_mean"] for step in steps])
+    return results
+
+
+def far_samples(built: Engine, count: int, seed: int) -> list[Sample]:
+    """Samples of a policy near the engine's; the longer responses are cut off at 15 tokens."""
+    samples = random_samples(count, seed)
+    samples = [dataclasses.replace(s, response_ids=s.response_ids[:15], rollout_log_probs=()) for s in samples]
+    for index, values in enumerate(log_probs(built, samples)):
+        gaps = tuple(value + 0.3 * math.sin(7 * index + 0.5 * place) for place, value in enumerate(values.tolist()))
+        reason = "length" if len(gaps) == 15 else "stop"
+        samples[index] = dataclasses.replace(samples[index], rollout_log_probs=gaps, finish_reason=reason)
+    return samples
+
+
+def objective_metrics(cases: list[dict[str, Any]], num_steps: int = 2) -> list[list[dict[str, float]]]:
+    """For each case the metrics of its steps."""
+    results = []
+    for case in cases:
+        case = dict(case)
+        with engine(case.pop("path"), name="grpo", max_new_tokens=15, **case) as built:
+            results.append([built.update(built.prepare(far_samples(built, 16, seed=step))) for step in range(num_steps)])
+    return results
+
+
+def entropies_beside_transformers(cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """entropy/mean of a first step, and the mean of the entropies that transformers' logits have."""
+    from transformers import AutoModelForCausalLM
+
+    results, samples = [], random_samples(12, seed=5)
+    for case in cases:
+        case = dict(case)
+        path = case.pop("path")
+        with engine(path, name="grpo", **case) as built:
+            mine = built.update(built.prepare(samples))["entropy/mean"]
+        model, values = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
+        for sample in samples:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])).logits[0].double()
+            probs = torch.softmax(logits[len(sample.prompt_ids) - 1 : -1], -1)
+            values += (-(probs * probs.log()).sum(-1)).tolist()
+        results.append((mine, sum(values) / len(values)))
     return results
 
 

@@ -86,7 +86,7 @@ def test_unsupported_parallelism(runnable: Path, name: str) -> None:
 
 def test_other_impossible_combinations(runnable: Path) -> None:
     assert "engine.parallel.tensor above 1" in cannot_run(runnable, "engine.parallel.sequence=true")
-    assert "rollout.max_staleness = 2: not supported yet" in cannot_run(runnable, "rollout.max_staleness=2")
+    assert "rollout.min_replicas = 2: more than there are" in cannot_run(runnable, "rollout.min_replicas=2")
     assert "rollout.tensor_parallel = 3" in cannot_run(runnable, "rollout.tensor_parallel=3")
     assert "leaves no room" in cannot_run(runnable, "rollout.max_model_len=8", "rollout.max_new_tokens=8")
     message = cannot_run(runnable, "algorithm.num_minibatches=33")

@@ -12,7 +12,7 @@ TOLERANCES = {"float32": 3e-6, "bfloat16": 8e-3}  # one rounding to bfloat16 is 
 
 def check(worst: dict[str, float]) -> None:
     print(worst)
-    assert {name.split()[0] for name in worst} == {"rotary", "swiglu", "log-probs", "norm", "clipped"}
+    assert {name.split()[0] for name in worst} == {"rotary", "swiglu", "log-probs", "entropy", "norm", "clipped"}
     for name, difference in worst.items():
         assert difference <= TOLERANCES["bfloat16" if "bfloat16" in name else "float32"], (name, difference)
 

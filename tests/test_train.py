@@ -138,11 +138,23 @@ def test_submit_leaves_nothing_after(kind: str, tmp_path: Path) -> None:
 
 
 def test_one_step_off_generates_under_training(tmp_path: Path) -> None:
-    config = write_config(tmp_path, engine={"wrap": "ddp"}, rollout={"max_staleness": 1}, checkpoint={"every_steps": 0})
+    """With weights for its staler tokens, by sequence, and without the responses that are cut off."""
+    config = write_config(
+        tmp_path,
+        engine={"wrap": "ddp"},
+        rollout={"max_staleness": 1},
+        algorithm={"importance_level": "sequence", "truncated": "mask", "loss_aggregation": "constant_length"},
+        checkpoint={"every_steps": 0},
+    )
     done = launch(config, ranks=1)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = metrics(tmp_path / "runs" / "run")
     assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    for line in lines:
+        assert 0 < line["response/truncated_fraction"] < 1
+        cut_off = 32 * 8 * line["response/truncated_fraction"]
+        assert line["train/response_tokens"] == pytest.approx(32 * line["response/tokens_mean"] - cut_off)
+        assert 0.9 < line["importance/ess"] <= 1 and line["entropy/mean"] > 0
     events = json.loads((tmp_path / "runs" / "run" / "timeline.json").read_text())
     spans = [event for event in events["traceEvents"] if event["ph"] == "X"]
     rollouts = {e["args"]["step"]: e for e in spans if e["name"] == "rollout"}

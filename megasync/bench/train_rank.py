@@ -63,7 +63,8 @@ def build_engine(config: BenchRoot, variant_name: str) -> Engine:
     if variant.dot_product:
         vars(engine.model)["CoreAttention"] = DotProductCore  # what the layer spec names
     algorithm = config.algorithm.model_copy(update={"name": "sft", "num_minibatches": 1})
-    return RandomEngine(config.model, settings, algorithm, num_steps=bench.warm_up_steps + bench.steps)
+    num_steps, longest = bench.warm_up_steps + bench.steps, config.rollout.max_new_tokens
+    return RandomEngine(config.model, settings, algorithm, num_steps=num_steps, max_new_tokens=longest)
 
 
 def random_samples(config: BenchRoot, step: int, data_size: int, vocabulary_size: int) -> list[Sample]:

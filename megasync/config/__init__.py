@@ -5,6 +5,7 @@ keys.py           what those models say of a key: name, choices, bounds, nearest
 load.py           reads YAML files and `key=value` overrides
 invalid.py        what pydantic refuses, in words
 check.py          tries a config against model, data, number of ranks and the run's folder
+check_algorithm.py  its part about what an algorithm is made of
 check_sizes.py    its part about numbers that must fit each other
 check_data.py     its part about data, evaluation sets and vLLM's arguments
 json_schema.py    writes the JSON schema that editors use

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine import ddp_fields
+from megasync.config.check_algorithm import check_objective
 from megasync.config.check_data import check_data, check_engine_arguments
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
@@ -32,6 +33,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     check_ranks(config, world_size)
     _check_overrides(config)
     _check_algorithm(config)
+    check_objective(config)
     _check_schedule(config)
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
     shape = check_model_folder(config.model.path)

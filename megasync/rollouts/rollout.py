@@ -130,6 +130,7 @@ class Rollouts:
                 weight_versions=completion.weight_versions,
                 reward=reward,
                 group=place,
+                finish_reason=completion.finish_reason,
             )
             for completion, reward in zip(group.completions, group.rewards, strict=True)
             if completion is not None and reward is not None
@@ -161,6 +162,7 @@ def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_secon
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "response/tokens_mean": tokens / len(samples),
+        "response/truncated_fraction": statistics.fmean(sample.finish_reason == "length" for sample in samples),
         "staleness/mean": (step * tokens - versions) / tokens,
         "staleness/max": step - oldest,
         "rollout/seconds": seconds,

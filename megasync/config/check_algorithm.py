@@ -1,0 +1,58 @@
+"""Do the keys of `algorithm` go together? Refuses choices that would do nothing, or nothing but harm. No torch in here.
+
+Leaves out sizes (check_sizes.py) and what the keys mean (engine/config.py).
+"""
+
+from __future__ import annotations
+
+from engine.config import AlgorithmConfig
+from megasync.config.errors import refuse_if
+from megasync.config.schema import Config
+
+POLICY_KEYS = (  # of rollouts and their rewards
+    *("dual_clip", "ratio_level", "importance_level", "importance_floor", "baseline", "truncated", "overlong_buffer"),
+)
+
+
+def check_objective(config: Config) -> None:
+    """ConfigError for the first key of the objective that has nothing to work on, or whose value cannot work."""
+    algorithm = config.algorithm
+    if algorithm.name == "sft":
+        _check_supervised(algorithm)
+        return
+    _check_correction(algorithm)
+    _check_truncated(algorithm, config.rollout.max_new_tokens)
+
+
+def _check_supervised(algorithm: AlgorithmConfig) -> None:
+    for key in POLICY_KEYS:
+        message = f"algorithm.{key} = {getattr(algorithm, key)}: supervised steps have no rollouts that it could be for"
+        is_given = getattr(algorithm, key) != AlgorithmConfig.model_fields[key].default
+        refuse_if(is_given, message, remedy=f"write algorithm.name=grpo, or leave algorithm.{key} out")
+    message = "algorithm.loss_aggregation = constant_length: supervised steps have no rollout.max_new_tokens to divide by"
+    is_constant = algorithm.loss_aggregation == "constant_length"
+    refuse_if(is_constant, message, choices="token_mean, sequence_mean", remedy="write algorithm.loss_aggregation=token_mean")
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    kind, cap, floor = algorithm.importance_correction, algorithm.importance_cap, algorithm.importance_floor
+    given, weights = f"algorithm.importance_correction = {kind}", "write algorithm.importance_correction=mask"
+    message = f"algorithm.importance_level = {algorithm.importance_level}: {given} has no weights"
+    is_unused = kind == "none" and algorithm.importance_level != "token"
+    refuse_if(is_unused, message, needs="tis, mask", remedy=f"{weights}, or leave algorithm.importance_level out")
+    message = f"algorithm.importance_floor = {floor:g}: {given} masks nothing"
+    is_unused = kind != "mask" and floor != AlgorithmConfig.model_fields["importance_floor"].default
+    refuse_if(is_unused, message, needs="mask", remedy=f"{weights}, or leave algorithm.importance_floor out")
+    message = f"algorithm.importance_cap = {cap:g}: with {given} even tokens of the trainer's own policy, at 1, would be masked"
+    refuse_if(kind == "mask" and cap < 1, message, allowed="at least 1", remedy="write for example algorithm.importance_cap=2")
+
+
+def _check_truncated(algorithm: AlgorithmConfig, max_new_tokens: int) -> None:
+    buffer, example = algorithm.overlong_buffer, max(1, max_new_tokens // 5)
+    message = f"algorithm.overlong_buffer = {buffer}: algorithm.truncated = {algorithm.truncated} has no use for it"
+    remedy = "write algorithm.truncated=penalise, or leave algorithm.overlong_buffer out"
+    refuse_if(buffer and algorithm.truncated != "penalise", message, needs="penalise", remedy=remedy)
+    message = f"algorithm.overlong_buffer = {buffer}: no span of lengths for algorithm.truncated = penalise"
+    allowed = f"at least 1 and below rollout.max_new_tokens = {max_new_tokens}"
+    is_wrong = algorithm.truncated == "penalise" and not 0 < buffer < max_new_tokens
+    refuse_if(is_wrong, message, allowed=allowed, remedy=f"write for example algorithm.overlong_buffer={example}")
