@@ -160,6 +160,10 @@ class AlgorithmConfig(Section):
     """penalise: tokens before max_new_tokens in which the reward falls by up to 1."""
     log_entropy: bool = True
     """grpo: log the policy's entropy over the vocabulary."""
+    filter_groups: bool = False
+    """grpo: other prompts take the place of those whose samples all have the same reward (dynamic sampling, DAPO)."""
+    filter_factor: PositiveInt = 3
+    """filter_groups: at most so many times as many prompts as a batch has; then it trains on what there is."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps a batch."""
     non_finite: Literal["stop", "skip"] = "stop"

@@ -18,7 +18,9 @@ from megasync.rollouts.scheduler import Candidate, Load, choose_batch, choose_re
     slots=st.integers(1, 12),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_group_is_trained_once_and_none_is_too_old(staleness: int, batch_size: int, num_steps: int, slots: int, seed: int) -> None:
+def test_every_group_is_trained_once_and_none_is_too_old(
+    staleness: int, batch_size: int, num_steps: int, slots: int, seed: int
+) -> None:
     """A run with one replica whose groups end in any order, some of them very late."""
     source = random.Random(seed)
     begun: dict[int, int] = {}  # by ordinal the version it begins with

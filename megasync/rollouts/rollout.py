@@ -77,6 +77,8 @@ class Rollouts:
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
+        if self.config.algorithm.filter_groups:
+            metrics["rollout/filtered_groups"] = self.stream.num_filtered
         return RolloutBatch(SampleTable.of(samples), metrics, self._lines(groups))
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
@@ -149,6 +151,8 @@ def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
         answer_seconds=rollout.answer_timeout_seconds,
         min_replicas=rollout.min_replicas,
         scores_groups=scores_groups,
+        filters_groups=config.algorithm.filter_groups,
+        filter_factor=config.algorithm.filter_factor,
     )
 
 

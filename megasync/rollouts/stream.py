@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.messages import Completion, Finished, GenerationRequest, GroupRequest, NotServingError
+from engine.advantages import is_group_worth_training
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.rewards.pool import Scored
@@ -57,7 +58,7 @@ class RolloutStream:
         self.pool, self.settings, self.make_group, self.score, self.note = pool, settings, make_group, score, note
         self.step, self.version = 0, 0
         self.num_begun = self.num_trained = 0  # ordinals that were handed out or wait for it; that were taken
-        self.num_replaced = self.replaced_in_step = 0
+        self.num_replaced = self.replaced_in_step = self.num_filtered = 0
         self.expected_tokens = settings.expected_tokens
         self._groups: dict[int, Group] = {}  # begun and not taken
         self._equal: dict[int, Group] = {}  # done, with rewards that are all equal, and not replaced
@@ -294,7 +295,8 @@ class RolloutStream:
                 group.rewards[sample], group.scored[sample] = scored.total, scored
         except Exception as error:  # noqa: BLE001 # the trainer raises it
             self._fail(error)
-        if group.is_done and self.settings.filters_groups and len(set(group.rewards)) == 1:
+        rewards = [reward for reward in group.rewards if reward is not None]
+        if group.is_done and self.settings.filters_groups and not is_group_worth_training(rewards):
             await self._replace_equal(group)
         self._changed.set()
 
@@ -302,6 +304,7 @@ class RolloutStream:
         """Nothing is learnt from equal rewards: another group takes the place of this one, while there may be more."""
         own = self.settings
         self._equal[group.key] = self._groups.pop(group.key)
+        self.num_filtered += 1
         if self.replaced_in_step < (own.filter_factor - 1) * own.batch_size:
             self.num_replaced += 1
             self.replaced_in_step += 1
