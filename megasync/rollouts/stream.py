@@ -61,7 +61,8 @@ class RolloutStream:
         self.num_replaced = self.replaced_in_step = self.num_filtered = 0
         self.expected_tokens = settings.expected_tokens
         self._groups: dict[int, Group] = {}  # begun and not taken
-        self._equal: dict[int, Group] = {}  # done, with rewards that are all equal, and not replaced
+        self._equal: dict[int, Group] = {}  # done since the last batch, with rewards that are all equal
+        self._unreplaced: set[int] = set()  # of these
         self._waiting: list[Group] = []
         self._lanes: dict[int, _Lane] = {}
         self._num_outside = 0
@@ -168,10 +169,12 @@ class RolloutStream:
         batch = choose_batch(candidates, step, own.max_staleness, own.batch_size, may_grow=is_growing)
         if batch is not None and len(batch) < own.batch_size:  # what there is: groups that teach nothing complete it
             spare = sorted(self._equal)[: own.batch_size - len(batch)]
-            self._groups |= {ordinal: self._equal[ordinal] for ordinal in spare}
+            self._groups |= {ordinal: self._equal.pop(ordinal) for ordinal in spare}
+            self.num_replaced -= len(set(spare) - self._unreplaced)
             batch = sorted([*batch, *spare])
         if batch:
-            self._equal.clear()
+            self.num_replaced += len(self._unreplaced & set(self._equal))
+            self._equal, self._unreplaced = {}, set()
         return batch or None
 
     async def _progress(self) -> Progress:
@@ -305,7 +308,9 @@ class RolloutStream:
         own = self.settings
         self._equal[group.key] = self._groups.pop(group.key)
         self.num_filtered += 1
-        if self.replaced_in_step < (own.filter_factor - 1) * own.batch_size:
+        if self.replaced_in_step >= (own.filter_factor - 1) * own.batch_size:
+            self._unreplaced.add(group.key)
+        else:
             self.num_replaced += 1
             self.replaced_in_step += 1
             await self._admit(self.step)
