@@ -11,6 +11,7 @@ from megasync.config.schema import Config
 
 POLICY_KEYS = (  # of rollouts and their rewards
     *("dual_clip", "ratio_level", "importance_level", "importance_floor", "baseline", "truncated", "overlong_buffer"),
+    *("filter_groups", "filter_factor"),
 )
 
 
