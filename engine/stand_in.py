@@ -138,6 +138,12 @@ def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of moe_utils.py:maybe_move_tensor_to_cpu, which leaves what is there as a tensor; sizes are wanted as numbers."""
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
@@ -193,6 +199,8 @@ def _adapt(module: types.ModuleType, stand_in: types.ModuleType) -> None:
     if module.__name__ == "megatron.core.tensor_parallel.random":  # :235-457 go through torch._C, silently queued
         names["_get_cuda_rng_state"] = get_rng_state
         names["_set_cuda_rng_state"] = set_rng_state
+    if module.__name__ == "megatron.core.transformer.moe.token_dispatcher":
+        names["maybe_move_tensor_to_cpu"] = _on_host
 
 
 class _Finder(importlib.abc.MetaPathFinder):

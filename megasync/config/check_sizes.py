@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine.config import DTYPE_BYTES
 from engine.peft_folder import check_peft_folder
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 
 

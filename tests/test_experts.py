@@ -1,0 +1,110 @@
+"""Mixtures of experts: grouped products against one expert after another, and experts over ranks against all on one.
+
+Against transformers, with resuming and offloading, in test_engine.py; on their way to vLLM in test_sync_trainer.py.
+
+    python -m pytest tests/test_experts.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from engine import experts
+from engine.config import ModelConfig, ParallelConfig
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"wrap": "ddp", "expert": 2},
+        {"wrap": "ddp", "expert": 2, "fusions": "all", "recompute": "full"},
+        {"wrap": "megatron_fsdp", "expert": 2},
+    ],
+    4: [
+        {"wrap": "ddp", "expert": 2},
+        {"wrap": "ddp", "expert": 4},
+        {"wrap": "ddp", "expert": 2, "pipeline": 2},
+        {"wrap": "megatron_fsdp", "expert": 2},
+        {"wrap": "megatron_fsdp", "expert": 2, "pipeline": 2},
+    ],
+}
+COUNTS = ([3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0], [9])
+NUM_SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """More experts than are chosen: some get no token in a micro-batch."""
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8, num_experts_per_tok=3))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"),
+    [
+        ("cpu", "float32", 1e-6),
+        ("cpu", "bfloat16", 1e-6),
+        pytest.param("cuda", "bfloat16", 2e-2, marks=pytest.mark.gpu),
+        pytest.param("cuda", "float32", 1e-2, marks=pytest.mark.gpu),
+    ],
+)
+def test_grouped_experts_equal_sequential_ones(device: str, dtype: str, bound: float) -> None:
+    for counts in COUNTS:
+        arguments = {"device": device, "dtype": dtype, "tokens_per_expert": counts}
+        (found,) = run_ranks(1, "tests.expert_cases:against_sequential", arguments)
+        print(counts, found)
+        assert found.pop("empty") == 0.0, "experts without tokens have a gradient, of zeros"
+        assert max(found.values()) <= bound
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 12), st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31))
+def test_tokens_come_back_as_the_sum_of_their_copies(num_tokens: int, num_experts: int, chosen: int, seed: int) -> None:
+    """Copies are sorted by expert, then by token; the two permutations are each other's transposes."""
+    chosen = min(chosen, num_experts)
+    generator = torch.Generator().manual_seed(seed)
+    of_tokens = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :chosen].sort().values
+    slots = experts.Slots.sort(of_tokens)
+    pairs = [(int(of_tokens.flatten()[choice]), int(row)) for choice, row in zip(slots.choices, slots.rows, strict=True)]
+    assert pairs == sorted((int(expert), row) for row, those in enumerate(of_tokens) for expert in those)
+    tokens = torch.randn(num_tokens, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    copies = experts.spread(tokens, slots)
+    assert torch.equal(copies, tokens[slots.rows])
+    torch.testing.assert_close(experts.collect(copies, slots), chosen * tokens)
+    upstream = torch.randn(copies.shape, generator=generator, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(copies, tokens, upstream, retain_graph=True)
+    assert torch.equal(gradient, experts.collect(upstream, slots))
+    (back,) = torch.autograd.grad(experts.collect(upstream, slots), upstream, tokens)
+    assert torch.equal(back, copies)
+
+
+def gradients(num_ranks: int, model: str, folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of all micro-batches of a step; the first call's are written, those of the others compared with them."""
+    arguments = {"path": model, "folder": str(folder), "cases": [{"tokens": 60, **case} for case in cases], "num_samples": NUM_SAMPLES}
+    ranks = run_ranks(num_ranks, "tests.expert_cases:gradients_against_folder", arguments, alone=num_ranks == 4)
+    return [_merged([rank[number] for rank in ranks]) for number in range(len(cases))]
+
+
+def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**ranks[0], "worst": {name: worst for rank in ranks for name, worst in rank["worst"].items()}}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_path: Path, num_ranks: int) -> None:
+    """Each tensor's, unclipped, over several micro-batches, and the norm of all; on 2 ranks a group of the same experts is one rank."""
+    (alone,) = gradients(1, model, tmp_path, {"tokens": 1000})
+    layouts = LAYOUTS[num_ranks]
+    for layout, found in zip(layouts, gradients(num_ranks, model, tmp_path, *layouts), strict=True):
+        print(layout, found["num_microbatches"], found["norm"], max(found["worst"].values()))
+        assert found["num_microbatches"] >= 3
+        assert found["num_local_experts"] == 8 // layout.get("expert", 1)
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert max(found["worst"].values()) < 1e-6
+        for mine, other in zip(found["log_probs"], alone["log_probs"], strict=True):
+            assert mine == pytest.approx(other, abs=1e-4), "after the step, by another layout"
