@@ -108,3 +108,42 @@ def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_p
         assert max(found["worst"].values()) < 1e-6
         for mine, other in zip(found["log_probs"], alone["log_probs"], strict=True):
             assert mine == pytest.approx(other, abs=1e-4), "after the step, by another layout"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, num_ranks: int) -> None:
+    """Before a step the file's, after it mbridge's conversions of the gathered values; nothing is gathered beyond a bound."""
+    cases = [{"path": model, **layout} for layout in LAYOUTS[num_ranks] if "recompute" not in layout]
+    ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases}, alone=num_ranks == 4)
+    for number, case in enumerate(cases):
+        results = [rank[number] for rank in ranks]
+        senders = [result for result in results if result["sender"]]
+        assert sorted(name for result in senders for name in result["names"]) == results[0]["disk"]
+        assert len(senders) == case.get("pipeline", 1)
+        for result in results:
+            assert result["differing"] == [] and result["specs_match"] and result["copied"]
+            assert result["sender"] or not result["names"]
+            assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
+
+
+def test_log_probs_of_experts_over_ranks_equal_transformers(model: str) -> None:
+    cases = [{"path": model, "expert": 2, "wrap": wrap, "tokens": 60} for wrap in ("ddp", "megatron_fsdp")]
+    worst = run_ranks(2, "tests.engine_cases:log_probs_against_hf", {"cases": cases})[0]
+    assert max(worst) < 1e-4, worst
+
+
+def test_a_run_with_experts_over_ranks_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
+    layouts = [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    cases = [{**layout, "dtype": dtype} for layout in layouts for dtype in ("float32", "bfloat16")]
+    arguments = {"path": model, "root": str(tmp_path), "cases": cases, "steps": 4, "stop": 2}
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:resumed_losses", arguments)[0], strict=True):
+        print(case)
+        assert result["resumed"] == result["whole"]
+        assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4
+
+
+def test_offload_with_experts_over_ranks_changes_nothing(model: str) -> None:
+    cases = [{"path": model, "wrap": wrap, "expert": 2, "dtype": "bfloat16"} for wrap in ("ddp", "megatron_fsdp")]
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:offloaded_losses", {"cases": cases})[0], strict=True):
+        print(case, result)
+        assert result["same"] and result["left"] == 0 and result["freed"] > 0
