@@ -1,8 +1,8 @@
-"""Mixture of experts in the local layer spec: a layer's experts as one grouped matrix product, and a router as Hugging Face has it.
+"""Mixture of experts in the local layer spec: a layer's experts in grouped matrix products, and a router as Hugging Face has it.
 
 The experts of this rank are one parameter a linear, [experts * rows, columns]: what `torch.nn.functional.grouped_mm` reads is a
-view of it, and its gradient is written at once. In `state_dict` they are one tensor an expert, by the names of mbridge (qwen2moe.py);
-ChunkWeights hands them out one by one. Expert-parallel ranks exchange tokens by megatron-core's all-to-all dispatcher; with tensor
+view of it, and its gradient is written at once. In `state_dict` they are one tensor an expert, by mbridge's names (qwen2moe.py);
+weights.py hands them out one by one. Expert-parallel ranks exchange tokens by megatron-core's all-to-all dispatcher; with tensor
 parallelism every expert is split as a dense layer is, over the same ranks. Leaves out the load-balancing loss.
 Sources: megatron-core 0.16.1 transformer/moe; transformers 5.19, models/qwen3_moe/modeling_qwen3_moe.py:Qwen3MoeTopKRouter.
 """
@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from engine import device, upstream
-from engine.config import DTYPE_BYTES, MOE_FAMILIES, ModelConfig, ParallelConfig
+from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, MOE_FAMILIES, ModelConfig, ParallelConfig
 from engine.megatron import MoEAlltoAllTokenDispatcher, MoELayer, MoESubmodules, tensor_parallel, weighted_bias_swiglu_impl
-
-ALIGNMENT_BYTES = 16  # of a row that grouped_mm reads
 
 
 class Slots(NamedTuple):
@@ -102,9 +100,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         tokens = spread(hidden_states.view(-1, hidden_states.shape[-1]), self.slots)
         return tokens, probs.gather(1, experts).flatten()[self.slots.choices]
 
-    def dispatch_postprocess(
-        self, tokens: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def dispatch_postprocess(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return (tokens, self.tokens_per_expert, probs) if self.is_local else super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -151,7 +147,7 @@ class ExpertLinear(torch.nn.Module):
 
 
 class GroupedExperts(torch.nn.Module):
-    """SwiGLU experts in two grouped products, in place of megatron-core's SequentialMLP; gradients reach experts without tokens."""
+    """SwiGLU experts in place of megatron-core's SequentialMLP. Those that get no token have gradients of zeros."""
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
         super().__init__()
@@ -164,9 +160,7 @@ class GroupedExperts(torch.nn.Module):
                 config.init_method(self.linear_fc1.weight)
                 config.output_layer_init_method(self.linear_fc2.weight)
 
-    def forward(
-        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """`tokens`: [T, hidden], sorted by expert; `probs`: [T], what an expert's result is multiplied by."""
         if not len(tokens):  # the products need a row, and other ranks wait for gradients: one that counts nowhere
             row, zero = tokens.new_zeros(1, tokens.shape[1]), probs.new_zeros(1)
@@ -238,8 +232,8 @@ def check(hf_config: Any, model: ModelConfig, parallel: ParallelConfig) -> None:
         )
     for name, size in {"hidden_size": hf_config.hidden_size, "moe_intermediate_size": hf_config.moe_intermediate_size}.items():
         row_bytes = size // (parallel.tensor if name == "moe_intermediate_size" else 1) * DTYPE_BYTES[model.dtype]
-        if row_bytes % ALIGNMENT_BYTES:
+        if row_bytes % EXPERT_ROW_BYTES:
             raise ValueError(
-                f"{name} = {size}: torch's grouped matrix product takes rows of multiples of {ALIGNMENT_BYTES} bytes, these "
+                f"{name} = {size}: torch's grouped matrix product takes rows of multiples of {EXPERT_ROW_BYTES} bytes, these "
                 f"have {row_bytes} on a rank; choose another model or engine.parallel.tensor"
             )

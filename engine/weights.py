@@ -5,7 +5,7 @@ Names and dimensions are read once from a model chunk before it is wrapped; a wa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,7 @@ class ChunkWeights:
         self._names: dict[str, str] = {}  # global by local name
         self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's weight: for each of its experts the names
         self._views: dict[str, list[torch.Tensor]] = {}  # its experts, the same objects while it is where it was
+        parameter: Any
         for local, parameter in chunk.named_parameters():
             if not is_tied_copy(chunk, local):
                 name = self._names[local_name(local)] = global_name(chunk, local)

@@ -1,4 +1,4 @@
-"""What tests/test_experts.py runs: grouped experts against megatron-core's sequential ones, and expert-parallel ranks against one."""
+"""What tests/test_experts.py runs: grouped experts against megatron-core's sequential ones, and experts over ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from bridge.export.source import whole_tensors
 from engine import experts, parallel
@@ -14,8 +15,15 @@ from engine.config import ParallelConfig
 from engine.engine import Engine
 from tests.engine_cases import engine, exporter, leave_groups, log_probs, random_samples
 
-# with these a step subtracts the gradient (over sqrt(v) / 1e4 + 1, which rounds to 1) from a weight
-GRADIENT_STEP = {"learning_rate": 1e4, "warmup_steps": 0, "beta1": 0.0, "epsilon": 1e4, "weight_decay": 0.0, "clip_grad_norm": 0.0}
+# a step of AdamW that subtracts the gradient g from a weight, but for a factor 1 / (1 + |g| / epsilon)
+GRADIENT_STEP = {
+    "learning_rate": 1e4,
+    "epsilon": 1e4,
+    "beta1": 0.0,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "clip_grad_norm": 0.0,
+}
 
 
 def against_sequential(device: str, dtype: str, tokens_per_expert: list[int]) -> dict[str, float]:
@@ -28,7 +36,7 @@ def against_sequential(device: str, dtype: str, tokens_per_expert: list[int]) ->
     parallel.initialize(ParallelConfig(), seed=0)
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=len(tokens_per_expert), moe_ffn_hidden_size=32,
-        add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu, params_dtype=getattr(torch, dtype),
+        add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, params_dtype=getattr(torch, dtype),
         bf16=dtype == "bfloat16", use_cpu_initialization=device == "cpu", gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
     )  # fmt: skip
@@ -77,15 +85,13 @@ def gradients(built: Engine, num_samples: int) -> tuple[dict[str, torch.Tensor],
 
 def gradients_against_folder(path: str, folder: str, cases: list[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
     """The gradients of each case: written to the folder where it is empty, else compared with what is in it."""
-    from safetensors.torch import load_file
-
     results, file = [], Path(folder) / "gradients.safetensors"
     for case in cases:
         with engine(path, name="sft", optimizer=GRADIENT_STEP, **case) as built:
             found, num_microbatches, norm = gradients(built, num_samples)
             values = log_probs(built, random_samples(6, seed=9))
             shards = [p for chunk in built.chunks for name, p in chunk.named_parameters() if "experts.linear_fc1" in name]
-            num_local = shards[0].shape[0] // (2 * built.model_config.moe_ffn_hidden_size)
+            num_local = shards[0].shape[0] * built.layout.tensor_size // (2 * built.model_config.moe_ffn_hidden_size)
         worst = {}
         if not file.exists():
             save_file({name: tensor.contiguous() for name, tensor in found.items()}, file)

@@ -33,6 +33,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"wrap": "ddp", "expert": 2, "pipeline": 2},
         {"wrap": "megatron_fsdp", "expert": 2},
         {"wrap": "megatron_fsdp", "expert": 2, "pipeline": 2},
+        {"wrap": "ddp", "expert": 2, "tensor": 2, "sequence": True},
+        {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True},
     ],
 }
 COUNTS = ([3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0], [9])
@@ -63,6 +65,26 @@ def test_grouped_experts_equal_sequential_ones(device: str, dtype: str, bound: f
         assert max(found.values()) <= bound
 
 
+@pytest.mark.parametrize(
+    ("family", "layout", "words"),
+    [
+        ({}, {"tensor": 2}, "sequence=true"),
+        ({"num_experts": 6}, {"expert": 4}, "expert = 4 does not divide the model's number of experts, 6"),
+        ({"moe_intermediate_size": 12}, {}, "moe_intermediate_size = 12: .* rows of multiples of 16 bytes, these have 24"),
+        ({"moe_intermediate_size": 24}, {"tensor": 2, "sequence": True}, "have 24"),
+    ],
+)
+def test_layouts_that_do_not_go_with_experts_are_refused(family: dict[str, int], layout: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        experts.check(Qwen3MoeConfig(**family), ModelConfig(), ParallelConfig(**layout))
+
+
+def test_layouts_of_dense_models() -> None:
+    experts.check(Qwen3Config(), ModelConfig(), ParallelConfig(tensor=2))
+    with pytest.raises(ValueError, match=r"number of experts, 1; write engine\.parallel\.expert=1"):
+        experts.check(Qwen3Config(), ModelConfig(), ParallelConfig(expert=2))
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 12), st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31))
 def test_tokens_come_back_as_the_sum_of_their_copies(num_tokens: int, num_experts: int, chosen: int, seed: int) -> None:
@@ -86,7 +108,8 @@ def test_tokens_come_back_as_the_sum_of_their_copies(num_tokens: int, num_expert
 
 def gradients(num_ranks: int, model: str, folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
     """Of all micro-batches of a step; the first call's are written, those of the others compared with them."""
-    arguments = {"path": model, "folder": str(folder), "cases": [{"tokens": 60, **case} for case in cases], "num_samples": NUM_SAMPLES}
+    each = [{"tokens": 60, **case} for case in cases]
+    arguments = {"path": model, "folder": str(folder), "cases": each, "num_samples": NUM_SAMPLES}
     ranks = run_ranks(num_ranks, "tests.expert_cases:gradients_against_folder", arguments, alone=num_ranks == 4)
     return [_merged([rank[number] for rank in ranks]) for number in range(len(cases))]
 
@@ -97,7 +120,7 @@ def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_path: Path, num_ranks: int) -> None:
-    """Each tensor's, unclipped, over several micro-batches, and the norm of all; on 2 ranks a group of the same experts is one rank."""
+    """Each tensor's, unclipped, over several micro-batches, and the norm; also with as many expert- as data-parallel ranks."""
     (alone,) = gradients(1, model, tmp_path, {"tokens": 1000})
     layouts = LAYOUTS[num_ranks]
     for layout, found in zip(layouts, gradients(num_ranks, model, tmp_path, *layouts), strict=True):

@@ -1,8 +1,8 @@
 """megatron-core parameters become Hugging Face tensors, in layer order, one pipeline stage a rank.
 
 The engine hands out items whole over data parallelism and local to a tensor- and expert-parallel rank; gather.py brings their
-values together with few collectives, and mbridge's pure functions say what they become. These run on meta tensors alone: a sync replays
-the copies that they make (trace.py). No object collective, nothing broadcast over pipeline stages. Leaves out buckets
+values together with few collectives, and mbridge's pure functions say what they become. These run on meta tensors alone: a sync
+replays the copies that they make (trace.py). No object collective, nothing broadcast over pipeline stages. Leaves out buckets
 and transports (send/).
 """
 
@@ -93,9 +93,7 @@ class Exporter:
         for rank, name in enumerate(names):
             yield from self._convert_one(name, item.shard_dim, shards[rank * size : (rank + 1) * size])
 
-    def _convert_one(
-        self, name: str, shard_dim: int | None, shards: list[torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _convert_one(self, name: str, shard_dim: int | None, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         # mbridge 0.15.1 bridge.py:_weight_merge_across_tp, :_weight_to_hf_format
         whole = shards[0]
         if len(shards) > 1:  # of the parameter mbridge reads two attributes, which megatron-core sets
