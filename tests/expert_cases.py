@@ -83,6 +83,16 @@ def gradients(built: Engine, num_samples: int) -> tuple[dict[str, torch.Tensor],
     return found, len(minibatches[0].microbatches), norm
 
 
+def exports_everywhere(path: str, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Of each case the tensors that this rank, whether a sender or not, would send otherwise than they are on disk."""
+    disk, results = load_file(Path(path) / "model.safetensors"), []
+    for case in cases:
+        with engine(path, name="sft", **case) as built:
+            tensors = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built, on_all_ranks=True))}
+        results.append(sorted(name for name in disk if name not in tensors or not torch.equal(tensors[name], disk[name])))
+    return results
+
+
 def gradients_against_folder(path: str, folder: str, cases: list[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
     """The gradients of each case: written to the folder where it is empty, else compared with what is in it."""
     results, file = [], Path(folder) / "gradients.safetensors"

@@ -170,3 +170,23 @@ def test_offload_with_experts_over_ranks_changes_nothing(model: str) -> None:
     for case, result in zip(cases, run_ranks(2, "tests.engine_cases:offloaded_losses", {"cases": cases})[0], strict=True):
         print(case, result)
         assert result["same"] and result["left"] == 0 and result["freed"] > 0
+
+
+def test_every_rank_exports_all_experts_where_it_has_a_worker(model: str) -> None:
+    cases = [{"expert": 2, "wrap": wrap} for wrap in ("ddp", "megatron_fsdp")]
+    for rank in run_ranks(2, "tests.expert_cases:exports_everywhere", {"path": model, "cases": cases}):
+        assert rank == [[], []]
+
+
+def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -> None:
+    """The frozen experts have neither gradients nor optimizer state; several micro-batches."""
+    lora = {"rank": 4, "alpha": 8.0, "targets": ("linear_qkv", "linear_proj")}
+    common = {"path": model, "name": "sft", "tokens": 60, "lora": lora, "optimizer": {"learning_rate": 1e-2}}
+    layouts: list[dict[str, Any]] = [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    target = "tests.engine_cases:losses"
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 4})[0]
+    results = run_ranks(2, target, {"cases": [{**common, **layout} for layout in layouts], "num_steps": 4})[0]
+    for layout, history in zip(layouts, results, strict=True):
+        print(layout, history)
+        for mine, other in zip(history, alone, strict=True):
+            assert mine == pytest.approx(other, rel=1e-5)
