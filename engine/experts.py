@@ -47,18 +47,22 @@ def collect(copies: torch.Tensor, slots: Slots) -> torch.Tensor:
     return result
 
 
+def _sum_copies(copies: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
+    return copies.index_select(0, of_token.flatten()).view(*of_token.shape, copies.shape[1]).sum(1)
+
+
 class _Spread(torch.autograd.Function):
     """The gradient is gathered, too: no atomic additions, and the same bits every time."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, rows: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(of_token)
-        return tokens[rows]
+        return tokens.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (of_token,) = ctx.saved_tensors
-        return gradients[0][of_token].sum(1), None, None
+        return _sum_copies(gradients[0], of_token), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -67,12 +71,12 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, copies: torch.Tensor, rows: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        return copies[of_token].sum(1)
+        return _sum_copies(copies, of_token)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return gradients[0][rows], None, None
+        return gradients[0].index_select(0, rows), None, None
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]

@@ -190,3 +190,16 @@ def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -
         print(layout, history)
         for mine, other in zip(history, alone, strict=True):
             assert mine == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.gpu(2)
+def test_experts_over_gpus_train_as_on_one(model: str) -> None:
+    """bf16, the losses of 6 steps of several micro-batches; over one GPU, and over two with NCCL."""
+    target, common = "tests.engine_cases:losses", {"path": model, "name": "sft", "tokens": 120, "dtype": "bfloat16"}
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 6})[0]
+    cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 6})[0], strict=True):
+        print(case, history, alone)
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, alone, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=5e-3)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)
