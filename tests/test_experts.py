@@ -133,6 +133,20 @@ def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_p
             assert mine == pytest.approx(other, abs=1e-4), "after the step, by another layout"
 
 
+def test_clipped_training_with_experts_over_ranks_is_that_of_one_rank(model: str) -> None:
+    """GRPO with a KL term, two optimizer steps a batch, gradients far above the norm that they are clipped to."""
+    grpo = {"name": "grpo", "num_minibatches": 2, "kl_coefficient": 0.1, "optimizer": {"clip_grad_norm": 0.05}}
+    common = {"path": model, "tokens": 60, **grpo}
+    cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    target = "tests.engine_cases:losses"
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 5})[0]
+    assert min(norm for _, norm in alone) > 0.1
+    for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 5})[0], strict=True):
+        print(case, history)
+        for mine, other in zip(history, alone, strict=True):
+            assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, num_ranks: int) -> None:
     """Before a step the file's, after it mbridge's conversions of the gathered values; nothing is gathered beyond a bound."""
