@@ -21,6 +21,7 @@ from engine.engine import Engine
 from engine.megatron import parallel_state as mpu
 from engine.sample import Sample
 
+GATHER_BYTES = 100_000  # several gathers a unit
 FSDP_CLASSES = (
     *("MegatronFSDP", "ParamAndGradBuffer", "DataParallelBuffer", "FSDPDistributedIndex"),
     *("AllGatherPipeline", "GradReducePipeline"),
@@ -114,7 +115,7 @@ def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
         data_rank=built.layout.data_rank,
         expert_group=parallel.expert_group(),
         expert_data_rank=built.layout.expert_data_rank,
-        gather_bytes=100_000,  # several gathers a unit
+        gather_bytes=GATHER_BYTES,
         is_in_place=built.wrapped.is_in_place,
         on_all_ranks=on_all_ranks,
     )
@@ -236,6 +237,7 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "specs_match": specs_match,
                     "moved": len(moved),
                     "loss": before["loss/sft"],
+                    "scratch_bytes": {name: tensor.nbytes for name, tensor in source._gatherer._scratch.items()},
                 }
             )
     return results

@@ -14,12 +14,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from engine import experts
 from engine.config import ModelConfig, ParallelConfig
+from tests.engine_cases import GATHER_BYTES
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
+from tests.train_cases import launch, metrics, write_config
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -39,6 +42,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 COUNTS = ([3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0], [9])
 NUM_SAMPLES = 24
+EXPERT_BYTES = 4 * 2 * 64 * 128  # of the larger parameter of an expert
+LAYER_BYTES = 8 * EXPERT_BYTES // 2 * 3
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +154,7 @@ def test_clipped_training_with_experts_over_ranks_is_that_of_one_rank(model: str
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, num_ranks: int) -> None:
-    """Before a step the file's, after it mbridge's conversions of the gathered values; nothing is gathered beyond a bound."""
+    """Before a step the file's, after it mbridge's conversions; no rank gathers more than a bound, or than one expert a rank."""
     cases = [{"path": model, **layout} for layout in LAYOUTS[num_ranks] if "recompute" not in layout]
     ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases}, alone=num_ranks == 4)
     for number, case in enumerate(cases):
@@ -158,6 +163,8 @@ def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, 
         assert sorted(name for result in senders for name in result["names"]) == results[0]["disk"]
         assert len(senders) == case.get("pipeline", 1)
         for result in results:
+            gathered = [size for name, size in result["scratch_bytes"].items() if name.startswith("gathered experts")]
+            assert max(gathered, default=0) <= max(GATHER_BYTES, EXPERT_BYTES * case["expert"]) < LAYER_BYTES
             assert result["differing"] == [] and result["specs_match"] and result["copied"]
             assert result["sender"] or not result["names"]
             assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
@@ -204,6 +211,23 @@ def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -
         print(layout, history)
         for mine, other in zip(history, alone, strict=True):
             assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_a_whole_run_with_experts_over_ranks_goes_on_in_its_own_layout_only(model: str, tmp_path: Path) -> None:
+    """By the commands that users type; the checkpoint is a whole model."""
+    engine = {"wrap": "megatron_fsdp", "parallel": {"expert": 2}}
+    sections = {"model": {"path": model, "dtype": "float32"}, "algorithm": {"name": "sft", "num_minibatches": 1}}
+    config = write_config(tmp_path, engine=engine, checkpoint={"every_steps": 2}, **sections)
+    done = launch(config, "run.steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "runs" / "run" / "checkpoints" / "step_00000002" / "hf" / "model.safetensors"
+    disk = load_file(Path(model) / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in load_file(saved).items()} == {name: disk[name].shape for name in disk}
+    done = launch(config, "run.steps=3", "engine.parallel.expert=1")
+    assert done.returncode and "expert is 1, the checkpoint has 2" in done.stdout + done.stderr
+    done = launch(config, "run.steps=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "run")] == [0, 1, 2]
 
 
 @pytest.mark.gpu(2)
