@@ -93,6 +93,20 @@ def exports_everywhere(path: str, cases: list[dict[str, Any]]) -> list[list[str]
     return results
 
 
+def mbridge_exports(path: str, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Of each case the tensors that mbridge's own export, which the bench compares ours with, gives otherwise than ours."""
+    from megasync.bench.ways import mbridge_export
+
+    results = []
+    for case in cases:
+        with engine(path, name="sft", **case) as built:
+            ours = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built, on_all_ranks=True))}
+            theirs = {name: tensor.detach().clone() for name, tensor in mbridge_export(built)}
+        differing = [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
+        results.append(sorted([*differing, *(ours.keys() ^ theirs.keys())]))
+    return results
+
+
 def gradients_against_folder(path: str, folder: str, cases: list[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
     """The gradients of each case: written to the folder where it is empty, else compared with what is in it."""
     results, file = [], Path(folder) / "gradients.safetensors"

@@ -199,6 +199,12 @@ def test_every_rank_exports_all_experts_where_it_has_a_worker(model: str) -> Non
         assert rank == [[], []]
 
 
+def test_the_bench_compares_with_an_export_of_the_same_experts(model: str) -> None:
+    cases: list[dict[str, Any]] = [{}, {"expert": 2}, {"tensor": 2, "sequence": True}]
+    for rank in run_ranks(2, "tests.expert_cases:mbridge_exports", {"path": model, "cases": cases}):
+        assert rank == [[], [], []]
+
+
 def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -> None:
     """The frozen experts have neither gradients nor optimizer state; several micro-batches."""
     lora = {"rank": 4, "alpha": 8.0, "targets": ("linear_qkv", "linear_proj")}
