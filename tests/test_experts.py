@@ -24,14 +24,17 @@ from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 from tests.train_cases import launch, metrics, write_config
 
+STRATEGY = "data_parallel_sharding_strategy"
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"wrap": "ddp", "expert": 2},
         {"wrap": "ddp", "expert": 2, "fusions": "all", "recompute": "full"},
         {"wrap": "megatron_fsdp", "expert": 2},
+        *({"wrap": "megatron_fsdp", "expert": 2, "overrides": {STRATEGY: value}} for value in ("optim", "optim_grads")),
     ],
     4: [
         {"wrap": "ddp", "expert": 2},
+        {"wrap": "ddp", "expert": 2, "overrides": {"overlap_param_gather": True}},
         {"wrap": "ddp", "expert": 4},
         {"wrap": "ddp", "expert": 2, "pipeline": 2},
         {"wrap": "megatron_fsdp", "expert": 2},
