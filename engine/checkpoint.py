@@ -151,7 +151,7 @@ def restore(folder: Path, engine: Engine) -> None:
     Raises:
         ValueError: the checkpoint is of another layout or wrap, or holds objects other than tensors, numbers and text.
     """
-    saved = json.loads((folder / "layout.json").read_text())
+    saved = {"expert": 1, **json.loads((folder / "layout.json").read_text())}  # as before there was more
     differing = {key: (value, saved.get(key)) for key, value in _layout(engine).items() if saved.get(key) != value}
     if differing:
         told = "; ".join(f"{key} is {now}, the checkpoint has {then}" for key, (now, then) in differing.items())
@@ -191,6 +191,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
         "world_size": layout.world_size,
         "tensor": layout.tensor_size,
         "pipeline": layout.pipeline_size,
+        "expert": layout.expert_size,
         "dtype": str(engine.hf_bridge.dtype),
         "lora_rank": engine.config.lora.rank,
         "lora_targets": sorted(engine.config.lora.targets) if engine.config.lora.rank else [],

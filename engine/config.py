@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number in each `model.dtype`
+EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
 MOE_FAMILIES = ("qwen3_moe",)  # mixtures of experts
 FAMILIES = ("llama", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json that the engine trains
 

@@ -84,7 +84,7 @@ class Engine:
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
         self.reference: list[torch.nn.Module] | None = None
-        if has_reference:  # experts copy model_config, so before it has functions
+        if has_reference:
             self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
         self._set_functions_of_the_schedule()
 

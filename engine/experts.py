@@ -1,32 +1,206 @@
-"""Mixture of experts in the local layer spec: mbridge's names for one module an expert, and a router as Hugging Face computes it.
+"""Mixture of experts in the local layer spec: a layer's experts in grouped matrix products, and a router as Hugging Face has it.
 
-Each rank has all experts (expert-parallel size 1); with tensor parallelism every expert is split as a dense layer is, over the
-same ranks. Leaves out expert parallelism, grouped kernels (the experts of a layer run one after another) and the
-load-balancing loss. Source of the router: transformers 5.19, models/qwen3_moe/modeling_qwen3_moe.py:Qwen3MoeTopKRouter.
+The experts of this rank are one parameter a linear, [experts * rows, columns]: what `torch.nn.functional.grouped_mm` reads is a
+view of it, and its gradient is written at once. In `state_dict` they are one tensor an expert, by mbridge's names (qwen2moe.py);
+weights.py hands them out one by one. Expert-parallel ranks exchange tokens by megatron-core's all-to-all dispatcher; with tensor
+parallelism every expert is split as a dense layer is, over the same ranks. Leaves out the load-balancing loss.
+Sources: megatron-core 0.16.1 transformer/moe; transformers 5.19, models/qwen3_moe/modeling_qwen3_moe.py:Qwen3MoeTopKRouter.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine import upstream
-from engine.config import MOE_FAMILIES, EngineConfig
+import torch
+import torch.nn.functional as F
 
-_OF_ONE_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+from engine import device, upstream
+from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, MOE_FAMILIES, ModelConfig, ParallelConfig
+from engine.megatron import MoEAlltoAllTokenDispatcher, MoELayer, MoESubmodules, tensor_parallel, weighted_bias_swiglu_impl
 
 
-class ExpertNames:
-    """Mixed in before an mbridge bridge of a mixture-of-experts family.
+class Slots(NamedTuple):
+    """Where the copies of T tokens lie, k of each, sorted by expert and then by token. All int64."""
 
-    mbridge 0.15.1 (qwen2moe.py:_weight_name_mapping_mlp) knows the names of TransformerEngine's grouped experts only:
-    experts.linear_fc1.weight3 in place of experts.local_experts.3.linear_fc1.weight. What else it does with an expert's
-    weight goes by `linear_fc1.weight` and the parameter's own attributes.
+    choices: torch.Tensor  # [T * k]: which of all choices, token by token, a slot is for
+    rows: torch.Tensor  # [T * k]: the token that a slot holds
+    of_token: torch.Tensor  # [T, k]: the slots of a token
+
+    @classmethod
+    def sort(cls, experts: torch.Tensor) -> Slots:
+        """`experts`: int64 [T, k], the experts of each token, ascending."""
+        choices = experts.flatten().argsort(stable=True)
+        of_token = torch.empty_like(choices)
+        of_token[choices] = torch.arange(len(choices), device=choices.device)
+        return cls(choices, choices // experts.shape[1], of_token.view(experts.shape))
+
+
+def spread(tokens: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """[T, n] to [T * k, n]."""
+    result: torch.Tensor = _Spread.apply(tokens, slots.rows, slots.of_token)  # type: ignore[no-untyped-call]
+    return result
+
+
+def collect(copies: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """[T * k, n] to [T, n], the sum of each token's copies."""
+    result: torch.Tensor = _Collect.apply(copies, slots.rows, slots.of_token)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _sum_copies(copies: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
+    return copies.index_select(0, of_token.flatten()).view(*of_token.shape, copies.shape[1]).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    """The gradient is gathered, too: no atomic additions, and the same bits every time."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, rows: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(of_token)
+        return tokens.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (of_token,) = ctx.saved_tensors
+        return _sum_copies(gradients[0], of_token), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """_Spread's transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: torch.Tensor, rows: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return _sum_copies(copies, of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return gradients[0].index_select(0, rows), None, None
+
+
+class TokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """megatron-core's, with its permutations of this rank's own tokens (moe_utils.py:permute, :unpermute) by gathers.
+
+    Where no token leaves the rank, nothing waits for the device and nothing is sorted a second time.
     """
 
-    def _weight_name_mapping_mlp(self, name: str) -> list[str]:
-        names: list[str] = super()._weight_name_mapping_mlp(_OF_ONE_EXPERT.sub(r".\2.weight\1", name))  # type: ignore[misc]
-        return names
+    @property
+    def is_local(self) -> bool:
+        return bool(self.tp_size * self.ep_size == 1)
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's tokens and their weights, once for each expert that `routing_map` [T, experts] chooses."""
+        self.hidden_shape, self.probs = hidden_states.shape, probs
+        if self.is_local:
+            self.tokens_per_expert = routing_map.sum(0)
+        else:
+            counts = self.preprocess(routing_map)
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        experts = routing_map.to(torch.uint8).topk(self.config.moe_router_topk).indices.sort().values
+        self.slots = Slots.sort(experts)
+        tokens = spread(hidden_states.view(-1, hidden_states.shape[-1]), self.slots)
+        return tokens, probs.gather(1, experts).flatten()[self.slots.choices]
+
+    def dispatch_postprocess(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (tokens, self.tokens_per_expert, probs) if self.is_local else super().dispatch_postprocess(tokens, probs)
+
+    def combine_preprocess(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = tokens if self.is_local else super().combine_preprocess(tokens)
+        return result
+
+    def combine_postprocess(self, tokens: torch.Tensor) -> torch.Tensor:
+        return collect(tokens, self.slots).view(self.hidden_shape)
+
+
+class ExpertLayer(MoELayer):  # type: ignore[misc]
+    """megatron-core's layer with the dispatcher above."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.token_dispatcher.__class__ = TokenDispatcher
+
+
+class ExpertLinear(torch.nn.Module):
+    """The same linear, without bias, of all experts of this rank.
+
+    `weight`: [experts * rows, columns], one expert after the other, so that Megatron-FSDP may cut it between any two rows.
+    """
+
+    def __init__(self, num_experts: int, rows: int, columns: int, shard_dim: int, config: Any) -> None:
+        """`shard_dim`: the dimension of an expert's [rows, columns] that tensor parallelism shards."""
+        super().__init__()
+        self.num_experts, shape = num_experts, (num_experts * rows, columns)
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device.compute_device()))
+        weight: Any = self.weight
+        tensor_parallel.set_tensor_model_parallel_attributes(weight, True, shard_dim, 1)
+        weight.allreduce = config.expert_model_parallel_size == 1  # else gradients are reduced over the expert-data group
+        weight.num_local_experts, weight.expert_parallel_size = num_experts, config.expert_model_parallel_size
+
+    def forward(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[T, columns] to [T, rows]; the rows of an expert end at `ends`, int32 [experts]."""
+        weights = self.weight.view(len(ends), -1, self.weight.shape[1])
+        return F.grouped_mm(inputs, weights.transpose(1, 2), offs=ends)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        del keep_vars  # the views are for mbridge, which writes through them
+        for index, weight in enumerate(split_experts(self.weight, self.num_experts)):
+            destination[f"{prefix}weight{index}"] = weight
+
+
+class GroupedExperts(torch.nn.Module):
+    """SwiGLU experts in place of megatron-core's SequentialMLP. Those that get no token have gradients of zeros."""
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+        super().__init__()
+        self.config = config
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = ExpertLinear(num_local_experts, 2 * width, config.hidden_size, 0, config)
+        self.linear_fc2 = ExpertLinear(num_local_experts, config.hidden_size, width, 1, config)
+        if config.perform_initialization:
+            with tensor_parallel.get_cuda_rng_tracker().fork(tensor_parallel.get_expert_parallel_rng_tracker_name()):
+                config.init_method(self.linear_fc1.weight)
+                config.output_layer_init_method(self.linear_fc2.weight)
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """`tokens`: [T, hidden], sorted by expert; `probs`: [T], what an expert's result is multiplied by."""
+        if not len(tokens):  # the products need a row, and other ranks wait for gradients: one that counts nowhere
+            row, zero = tokens.new_zeros(1, tokens.shape[1]), probs.new_zeros(1)
+            output, _ = self(torch.cat([tokens, row]), _one_row(tokens_per_expert), torch.cat([probs, zero]))
+            return output[:0], None
+        ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
+        hidden = self._activation(self.linear_fc1(tokens, ends), probs[:, None])
+        return self.linear_fc2(hidden, ends), None
+
+    def _activation(self, gate_and_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """SwiGLU times `probs` [T, 1], as megatron-core's MLP has it (mlp.py:forward)."""
+        if self.config.bias_activation_fusion:
+            fused: torch.Tensor = weighted_bias_swiglu_impl(gate_and_up, None, probs, False)
+            return fused
+        gate, up = gate_and_up.chunk(2, -1)
+        return (F.silu(gate) * up * probs).to(gate_and_up.dtype)
+
+
+def _one_row(tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """For the last expert."""
+    counts = torch.zeros_like(tokens_per_expert)
+    counts[-1] = 1
+    return counts
+
+
+def split_experts(weight: torch.Tensor, num_experts: int) -> list[torch.Tensor]:
+    """Views [rows, columns] of an ExpertLinear's weight."""
+    whole = weight.detach().view(num_experts, -1, weight.shape[1])
+    return [whole[index] for index in range(num_experts)]
+
+
+def use_grouped_experts(layer: Any) -> None:
+    """Put our layer into megatron-core's spec of a transformer layer, where that has experts."""
+    mlp = layer.submodules.mlp
+    if mlp.module is MoELayer:
+        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(experts=GroupedExperts)
 
 
 def config_arguments(hf_config: Any) -> dict[str, Any]:
@@ -46,15 +220,24 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def check(hf_config: Any, engine: EngineConfig) -> None:
-    """ValueError for what does not go with experts: megasync/config/check.py says the same before anything starts."""
-    if hf_config.model_type not in MOE_FAMILIES:
+def check(hf_config: Any, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """ValueError for what does not go with experts: megasync/config/check_sizes.py says the same before anything starts."""
+    is_mixture = hf_config.model_type in MOE_FAMILIES
+    num_experts = hf_config.num_experts if is_mixture else 1
+    if num_experts % parallel.expert:
+        told = f"engine.parallel.expert = {parallel.expert} does not divide the model's number of experts, {num_experts}"
+        raise ValueError(f"{told}; write engine.parallel.expert=1")
+    if not is_mixture:
         return
-    if engine.parallel.expert > 1:
-        message = f"engine.parallel.expert = {engine.parallel.expert}: each rank has all experts"
-        raise ValueError(f"{message}; write engine.parallel.expert=1")
-    if engine.parallel.tensor > 1 and not engine.parallel.sequence:
+    if parallel.tensor > 1 and not parallel.sequence:
         raise ValueError(
-            f"engine.parallel.sequence = false with engine.parallel.tensor = {engine.parallel.tensor}: megatron-core trains "
+            f"engine.parallel.sequence = false with engine.parallel.tensor = {parallel.tensor}: megatron-core trains "
             "mixtures of experts under tensor parallelism with sequence parallelism only; write engine.parallel.sequence=true"
         )
+    for name, size in {"hidden_size": hf_config.hidden_size, "moe_intermediate_size": hf_config.moe_intermediate_size}.items():
+        row_bytes = size // (parallel.tensor if name == "moe_intermediate_size" else 1) * DTYPE_BYTES[model.dtype]
+        if row_bytes % EXPERT_ROW_BYTES:
+            raise ValueError(
+                f"{name} = {size}: torch's grouped matrix product takes rows of multiples of {EXPERT_ROW_BYTES} bytes, these "
+                f"have {row_bytes} on a rank; choose another model or engine.parallel.tensor"
+            )

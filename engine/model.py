@@ -16,7 +16,7 @@ import torch
 
 from engine import device, experts, fused, upstream
 from engine.attention import CoreAttention, RMSNorm
-from engine.config import FAMILIES, MOE_FAMILIES, EngineConfig, ModelConfig
+from engine.config import FAMILIES, EngineConfig, ModelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -42,6 +42,7 @@ class _LocalSpec:
             attention.core_attention = CoreAttention
             if self.config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
+            experts.use_grouped_experts(layer)
         return spec
 
 
@@ -67,8 +68,7 @@ def _bridge_class(model_type: str) -> type[Bridge]:
     }
     if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
         tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
-    mixins = (_LocalSpec, experts.ExpertNames) if model_type in MOE_FAMILIES else (_LocalSpec,)
-    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (*mixins, base), tables)
+    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
     return bridge_class
 
 
@@ -81,7 +81,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups."""
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     hf_config.rope_theta = upstream.rope_theta(hf_config)
-    experts.check(hf_config, engine)
+    experts.check(hf_config, model, engine.parallel)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
     use_fused = fused.is_enabled(engine.fusions)
     recompute: dict[str, Any] = {}

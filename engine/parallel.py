@@ -30,6 +30,8 @@ class Layout:
     pipeline_size: int
     data_rank: int
     data_size: int
+    expert_size: int
+    expert_data_rank: int  # among the ranks that have the same experts
 
     @property
     def is_last_stage(self) -> bool:
@@ -47,15 +49,16 @@ def initialize(
     """Join the world and build the groups. `shares_memory_over_ipc`: other processes will map this rank's GPU memory.
 
     Raises:
-        ValueError: the world size is no multiple of tensor * pipeline * context.
+        ValueError: the world size is no multiple of tensor * pipeline * context, or of tensor * pipeline * expert.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    model_size = config.tensor * config.pipeline * config.context
-    if world_size % model_size:
-        raise ValueError(
-            f"engine.parallel: tensor {config.tensor} * pipeline {config.pipeline} * context {config.context} = {model_size} "
-            f"does not divide the world size {world_size}; start {model_size} ranks or a multiple, or lower one of them"
-        )
+    for name, size in (("context", config.context), ("expert", config.expert)):
+        model_size = config.tensor * config.pipeline * size
+        if world_size % model_size:
+            raise ValueError(
+                f"engine.parallel: tensor {config.tensor} * pipeline {config.pipeline} * {name} {size} = {model_size} "
+                f"does not divide the world size {world_size}; start {model_size} ranks or a multiple, or lower one of them"
+            )
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not shares_memory_over_ipc:
@@ -87,7 +90,15 @@ def layout() -> Layout:
         pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
         data_rank=mpu.get_data_parallel_rank(with_context_parallel=True),
         data_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
+        expert_size=mpu.get_expert_model_parallel_world_size(),
+        expert_data_rank=mpu.get_expert_data_parallel_rank(),
     )
+
+
+def expert_group() -> dist.ProcessGroup | None:
+    """The expert-parallel ranks, and of each the tensor-parallel ones, in this order; None where every rank has all experts."""
+    group: dist.ProcessGroup = mpu.get_expert_tensor_and_model_parallel_group()
+    return group if mpu.get_expert_model_parallel_world_size() > 1 else None
 
 
 def shutdown() -> None:

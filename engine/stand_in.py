@@ -102,12 +102,12 @@ class _Done:
         return True
 
 
-def _synchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective without asynchrony: with `async_op` it returns a handle that is done."""
+def _synchronous(collective: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The collective, or what stands in for it, without asynchrony: with `async_op` it returns a handle that is done."""
 
     @functools.wraps(collective)
     def wrapped(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        collective(*args, **kwargs)
+        (instead or collective)(*args, **kwargs)
         return _Done() if async_op else None
 
     return wrapped
@@ -123,10 +123,29 @@ def _not_coalescing(*_: Any, **__: Any) -> Iterator[_Done]:
     yield _Done()
 
 
+def _all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """gloo gathers equal shapes only; others are broadcast, one after another."""
+    if len({each.shape for each in tensors}) == 1:
+        torch.distributed.all_gather(tensors, tensor, group=group)
+        return
+    tensors[torch.distributed.get_rank(group)].copy_(tensor)
+    for rank, each in enumerate(tensors):
+        torch.distributed.broadcast(each, group=group, group_src=rank)
+
+
+def _reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None) -> None:
+    """gloo scatters equal shapes only: of the sum of all, each rank takes its own."""
+    whole = torch.cat(tensors)
+    torch.distributed.all_reduce(whole, group=group)
+    output.copy_(torch.split(whole, [len(each) for each in tensors])[torch.distributed.get_rank(group)])
+
+
 COLLECTIVES: dict[str, Any] = {
     name: _synchronous(getattr(torch.distributed, name))
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "broadcast")
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
 }
+COLLECTIVES["all_gather"] = _synchronous(torch.distributed.all_gather, _all_gather)
+COLLECTIVES["reduce_scatter"] = _synchronous(torch.distributed.reduce_scatter, _reduce_scatter)
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -136,6 +155,12 @@ def _constant(value: Any) -> Callable[..., Any]:
 def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     """In place of the CUDA generator's state: that of the CPU generator."""
     return torch.get_rng_state()
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of moe_utils.py:maybe_move_tensor_to_cpu, which leaves what is there as a tensor; sizes are wanted as numbers."""
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -193,6 +218,8 @@ def _adapt(module: types.ModuleType, stand_in: types.ModuleType) -> None:
     if module.__name__ == "megatron.core.tensor_parallel.random":  # :235-457 go through torch._C, silently queued
         names["_get_cuda_rng_state"] = get_rng_state
         names["_set_cuda_rng_state"] = set_rng_state
+    if module.__name__ == "megatron.core.transformer.moe.token_dispatcher":
+        names["maybe_move_tensor_to_cpu"] = _on_host
 
 
 class _Finder(importlib.abc.MetaPathFinder):

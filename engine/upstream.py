@@ -68,24 +68,30 @@ def _reduce_tied_embeddings(
         dist.all_reduce(getattr(gradient, "_local_tensor", gradient), group=group)
 
 
-def check_gradient_scaling(buffer: Any) -> None:
-    """Refuse what megatron-fsdp 0.6.1 trains wrongly: `buffer`'s parameters whose gradients only one rank holds.
+def scale_gradients_once(fsdp: Any) -> None:
+    """Scale gradients that only one rank holds when all micro-batches are in. `fsdp`: megatron-fsdp's MegatronFSDP.
 
-    With gradients sharded it scales what comes of a micro-batch by 1 / data-parallel size and adds it up. Where a group has one
-    rank, as experts' may have beside dense layers', nothing is sharded and the sum itself is scaled, after every micro-batch
-    (param_and_grad_buffer.py:2711, :4070; Megatron-LM issues 6660 and 6773).
-
-    Raises:
-        ValueError: there is such a group.
+    With gradients sharded megatron-fsdp 0.6.1 scales what comes of a micro-batch by 1 / data-parallel size and adds it up. Where
+    a group has one rank, as experts have with as many expert-parallel as data-parallel ranks, nothing is sharded and the sum
+    itself is scaled, after every micro-batch (param_and_grad_buffer.py:2711, :4070; Megatron-LM issues 6660 and 6773).
     """
+    buffer = fsdp.param_and_grad_buffer
     if buffer.bucketing_policy.data_parallel_sharding_strategy in ("no_shard", "optim"):
         return  # these scale once, after the last micro-batch
-    for group in buffer.parameter_groups:
-        gradients = group.main_grad_buffer
-        if gradients and not gradients.is_data_distributed and gradients.gradient_scaling_factor not in (None, 1.0):
-            name = buffer.param_to_name[group.params[0]]
-            message = f"engine.wrap = megatron_fsdp: {name} is on one data-parallel rank, other parameters are on more"
-            raise ValueError(f"{message}, which megatron-fsdp 0.6.1 trains wrongly; write engine.wrap=ddp")
+    gradients = [group.main_grad_buffer for group in buffer.parameter_groups if group.main_grad_buffer is not None]
+    whole = [each for each in gradients if not each.is_data_distributed and each.gradient_scaling_factor not in (None, 1.0)]
+    factors = [each.gradient_scaling_factor for each in whole]
+    attach = fsdp.attach_grad_to_optimizer_state
+
+    def scale_and_attach() -> None:
+        for each, factor in zip(whole, factors, strict=True):
+            each.data.mul_(factor)
+        attach()
+
+    for each in whole:
+        each.gradient_scaling_factor = None
+    if whole:
+        fsdp.attach_grad_to_optimizer_state = scale_and_attach
 
 
 def add_fsdp_fields(ddp_config: Any) -> None:

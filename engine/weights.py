@@ -5,10 +5,11 @@ Names and dimensions are read once from a model chunk before it is wrapped; a wa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from engine.experts import split_experts
 from engine.lora import adapted_linears
 from engine.model import global_name, is_tied_copy, local_name
 
@@ -24,12 +25,13 @@ class Adapter(NamedTuple):
 
 
 class WeightItem(NamedTuple):
-    """One parameter of the model, whole over data parallelism and local to the tensor-parallel rank."""
+    """One parameter of the model, or of one of its experts, whole over data parallelism and local to the tensor-parallel rank."""
 
     name: str  # megatron-core's, with the layer counted over all pipeline stages
     tensor: torch.Tensor
     shard_dim: int | None  # which dimension tensor parallelism shards; None: replicated
     adapter: Adapter | None
+    expert_names: tuple[str, ...] = ()  # with expert parallelism: what each of its ranks has in this one's place
 
 
 class AdapterItem(NamedTuple):
@@ -47,20 +49,37 @@ class ChunkWeights:
         """`chunk`: not yet wrapped, its adapters added."""
         self._shard_dims: dict[str, int | None] = {}  # by global name
         self._names: dict[str, str] = {}  # global by local name
+        self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's weight: for each of its experts the names
+        self._views: dict[str, list[torch.Tensor]] = {}  # its experts, the same objects while it is where it was
+        parameter: Any
         for local, parameter in chunk.named_parameters():
             if not is_tied_copy(chunk, local):
                 name = self._names[local_name(local)] = global_name(chunk, local)
                 is_sharded = getattr(parameter, "tensor_model_parallel", False)
                 self._shard_dims[name] = getattr(parameter, "partition_dim", None) if is_sharded else None
+                if count := getattr(parameter, "num_local_experts", 0):
+                    first_of_ranks = range(0, count * parameter.expert_parallel_size, count)
+                    self._experts[name] = [tuple(f"{name}{first + i}" for first in first_of_ranks) for i in range(count)]
         self._scales = {name: linear.lora_scale for name, linear in adapted_linears([chunk])}
 
     def weights(self, unit: NamedTensors) -> list[WeightItem]:
         """`unit`: (local name, tensor) of all parameters of some modules."""
         tensors, adapters = self._split(unit)
-        return [
-            WeightItem(name, tensor, self._shard_dims[name], adapters.get(name.removesuffix(".weight")))
-            for name, tensor in tensors.items()
-        ]
+        items: list[WeightItem] = []
+        for name, tensor in tensors.items():
+            shard_dim = self._shard_dims[name]
+            if name not in self._experts:
+                items.append(WeightItem(name, tensor, shard_dim, adapters.get(name.removesuffix(".weight"))))
+                continue
+            for names, expert in zip(self._experts[name], self._split_experts(name, tensor), strict=True):
+                items.append(WeightItem(names[0], expert, shard_dim, None, names if len(names) > 1 else ()))
+        return items
+
+    def _split_experts(self, name: str, weight: torch.Tensor) -> list[torch.Tensor]:
+        views = self._views.get(name)
+        if views is None or views[0].data_ptr() != weight.data_ptr():
+            views = self._views[name] = split_experts(weight, len(self._experts[name]))
+        return views
 
     def adapters(self, unit: NamedTensors) -> list[AdapterItem]:
         """`unit`: as for `weights`; it may hold adapters' parameters only."""

@@ -63,7 +63,7 @@ class FsdpChunk:
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
         self.module: Any = FullyShardedDataParallel(config, ddp_config, chunk)
-        upstream.check_gradient_scaling(self.module.param_and_grad_buffer)
+        upstream.scale_gradients_once(self.module.module)
         self.unsharders: dict[bool, Unsharder] = {}  # by whether they leave frozen parameters out
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:

@@ -18,7 +18,7 @@ from bridge.messages import SyncError, SyncReport
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
-from engine import checkpoint
+from engine import checkpoint, parallel
 from engine.engine import Engine
 from megasync.config.schema import Config
 from megasync.devices import devices_for_ray, replica_devices, visible_devices
@@ -184,13 +184,16 @@ def transport(config: Config) -> str:
 
 def build_exporter(engine: Engine, *, on_all_ranks: bool = False) -> Exporter:
     """The weights of this rank's pipeline stage as Hugging Face tensors."""
+    layout = engine.layout
     return Exporter(
         engine.whole_parameters,
         engine.hf_bridge,
         tensor_group=engine.hf_bridge.mpu.tp_group,
-        stage=engine.layout.pipeline_rank,
-        num_stages=engine.layout.pipeline_size,
-        data_rank=engine.layout.data_rank,
+        stage=layout.pipeline_rank,
+        num_stages=layout.pipeline_size,
+        data_rank=layout.data_rank,
+        expert_group=parallel.expert_group(),
+        expert_data_rank=layout.expert_data_rank,
         is_in_place=engine.wrapped.is_in_place,
         on_all_ranks=on_all_ranks,
     )

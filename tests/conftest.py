@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:
 # two workers take whole files (launch/test.sh): the longest first, so that both end at about the same time
 LONGEST_FIRST = (
     *("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine"),
-    *("test_bench", "test_submit", "test_lora", "test_plan_vllm"),
+    *("test_experts", "test_bench", "test_submit", "test_lora", "test_plan_vllm"),
 )
 VLLM_ON_CPU = {"test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm"}
 

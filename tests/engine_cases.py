@@ -21,6 +21,7 @@ from engine.engine import Engine
 from engine.megatron import parallel_state as mpu
 from engine.sample import Sample
 
+GATHER_BYTES = 100_000  # several gathers a unit
 FSDP_CLASSES = (
     *("MegatronFSDP", "ParamAndGradBuffer", "DataParallelBuffer", "FSDPDistributedIndex"),
     *("AllGatherPipeline", "GradReducePipeline"),
@@ -45,13 +46,19 @@ def random_samples(count: int, seed: int, longest: int = 20) -> list[Sample]:
 
 @contextmanager
 def engine(
-    path: str, wrap: str = "ddp", tensor: int = 1, pipeline: int = 1, sequence: bool = False, **options: Any
+    path: str,
+    wrap: str = "ddp",
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    sequence: bool = False,
+    **options: Any,
 ) -> Iterator[Engine]:
     """An engine on this rank, its groups torn down afterwards. `options`: AlgorithmConfig fields, `lora`'s, or as read here."""
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2, **options.pop("optimizer", {})}
     config = EngineConfig(
         wrap=wrap,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
         fusions=options.pop("fusions", "auto"),
@@ -106,7 +113,9 @@ def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
         stage=built.layout.pipeline_rank,
         num_stages=built.layout.pipeline_size,
         data_rank=built.layout.data_rank,
-        gather_bytes=100_000,  # several gathers a unit
+        expert_group=parallel.expert_group(),
+        expert_data_rank=built.layout.expert_data_rank,
+        gather_bytes=GATHER_BYTES,
         is_in_place=built.wrapped.is_in_place,
         on_all_ranks=on_all_ranks,
     )
@@ -228,6 +237,7 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "specs_match": specs_match,
                     "moved": len(moved),
                     "loss": before["loss/sft"],
+                    "scratch_bytes": {name: tensor.nbytes for name, tensor in source._gatherer._scratch.items()},
                 }
             )
     return results

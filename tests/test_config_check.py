@@ -77,11 +77,29 @@ def test_pipeline_must_divide_the_layers(runnable: Path) -> None:
     assert "num_hidden_layers = 4" in message
 
 
-@pytest.mark.parametrize("name", ["context", "expert"])
-def test_unsupported_parallelism(runnable: Path, name: str) -> None:
-    message = cannot_run(runnable, f"engine.parallel.{name}=2")
-    assert f"engine.parallel.{name} = 2: not supported yet" in message
-    assert f"write engine.parallel.{name}=1" in message
+def test_unsupported_parallelism(runnable: Path) -> None:
+    message = cannot_run(runnable, "engine.parallel.context=2")
+    assert "engine.parallel.context = 2: not supported yet" in message
+    assert "write engine.parallel.context=1" in message
+
+
+def test_expert_parallelism_must_divide_experts_and_ranks(runnable: Path) -> None:
+    assert "engine.parallel.expert = 2: qwen3 has no experts" in cannot_run(runnable, "engine.parallel.expert=2")
+    sizes = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_model(runnable.parent / "model", **sizes)
+    check_config(load_config(runnable, ["engine.parallel.expert=2"]), 4)
+    check_config(load_config(runnable, ["engine.parallel={expert: 3, tensor: 2, sequence: true}"]), 6)
+    message = cannot_run(runnable, "engine.parallel.expert=4", world_size=4)
+    assert "engine.parallel.expert = 4: does not divide the model's num_experts = 6" in message
+    assert "choices: 1, 2, 3, 6" in message and "write engine.parallel.expert=3" in message
+    message = cannot_run(runnable, "engine.parallel={expert: 2, tensor: 2, sequence: true}", world_size=6)
+    assert "engine.parallel.tensor x pipeline x expert = 2 x 1 x 2: 4 does not divide 6 ranks" in message
+    assert "multiple of 4" in message
+    assert "engine.parallel.sequence = false" in cannot_run(runnable, "engine.parallel.tensor=2")
+    write_model(runnable.parent / "model", **{**sizes, "moe_intermediate_size": 12})
+    message = cannot_run(runnable)
+    assert "moe_intermediate_size = 12: experts' rows have 24 bytes on a rank" in message and "multiples of 16" in message
+    check_config(load_config(runnable, ["model.dtype=float32"]), 2)
 
 
 def test_other_impossible_combinations(runnable: Path) -> None:

@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
-
-from engine import experts
-from engine.config import EngineConfig, ParallelConfig
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
@@ -149,13 +145,6 @@ def test_experts_are_chosen_and_weighted_as_by_transformers(tmp_path: Path) -> N
     case = {"path": path, "name": "sft", "tokens": 30}
     results = run_ranks(1, "tests.engine_cases:losses", {"cases": [case, {**case, "fusions": "all"}], "num_steps": 3})[0]
     assert_close(*results, 1e-5)
-
-
-@pytest.mark.parametrize(("layout", "words"), [({"tensor": 2}, "sequence=true"), ({"expert": 2}, "expert=1")])
-def test_layouts_that_do_not_go_with_experts_are_refused(layout: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        experts.check(Qwen3MoeConfig(), EngineConfig(parallel=ParallelConfig(**layout)))
-    experts.check(Qwen3Config(), EngineConfig(parallel=ParallelConfig(tensor=2)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

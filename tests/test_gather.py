@@ -29,6 +29,7 @@ class Item(NamedTuple):
     tensor: torch.Tensor
     shard_dim: int | None = None
     adapter: Adapter | None = None
+    expert_names: tuple[str, ...] = ()
 
 
 class Conversions:

@@ -79,7 +79,7 @@ def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     assert "engine.parallel.sequence = false" in message
     assert "write engine.parallel.sequence=true" in message
     check_config(load_config(runnable, [*split, "engine.parallel.sequence=true"]), 2)
-    assert "engine.parallel.expert = 2: not supported yet" in cannot_run(runnable, model, "engine.parallel.expert=2")
+    check_config(load_config(runnable, [model, "engine.parallel.expert=2"]), 2)
     odd = f"model.path={write_model(tmp_path / 'odd', **{**EXPERTS, 'moe_intermediate_size': 97})}"
     message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
     assert "moe_intermediate_size = 97" in message

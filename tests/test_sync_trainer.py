@@ -97,6 +97,7 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
     """CPUs pack experts after loading: they take vLLM's own loader, which has to pack them again at each sync."""
     path = str(write_tiny_model(root / "experts", "qwen3_moe"))
     cases = [{"wrap": "ddp", "tensor": 2, "sequence": True}, {"wrap": "megatron_fsdp"}]
+    cases += [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
     arguments = {"path": path, "cases": cases, "num_steps": 3, "verify": "readback"}
     results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
     for case, result in zip(cases, results, strict=True):

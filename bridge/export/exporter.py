@@ -1,8 +1,8 @@
 """megatron-core parameters become Hugging Face tensors, in layer order, one pipeline stage a rank.
 
-The engine hands out items whole over data parallelism and local to a tensor-parallel rank; gather.py brings their values
-together with few collectives, and mbridge's pure functions say what they become. These run on meta tensors alone: a sync replays
-the copies that they make (trace.py). No object collective, nothing broadcast over pipeline stages. Leaves out buckets
+The engine hands out items whole over data parallelism and local to a tensor- and expert-parallel rank; gather.py brings their
+values together with few collectives, and mbridge's pure functions say what they become. These run on meta tensors alone: a sync
+replays the copies that they make (trace.py). No object collective, nothing broadcast over pipeline stages. Leaves out buckets
 and transports (send/).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bridge.export.gather import Gatherer
+from bridge.export.gather import Gatherer, GatherGroup
 from bridge.export.source import Part, WeightItem
 from bridge.layout.manifest import Manifest
 
@@ -33,6 +33,8 @@ class Exporter:
         stage: int = 0,
         num_stages: int = 1,
         data_rank: int = 0,
+        expert_group: Any = None,
+        expert_data_rank: int = 0,
         gather_bytes: int = 64 * 2**20,
         is_in_place: bool = False,
         on_all_ranks: bool = False,
@@ -42,6 +44,9 @@ class Exporter:
             units: a walk over this stage's items; collective.
             hf_bridge: an mbridge Bridge.
             tensor_group: the tensor-parallel group, or None.
+            data_rank: among the ranks that have the same parameters outside of experts; the first of them takes part.
+            expert_group: the expert-parallel ranks and of each the tensor-parallel ones, in this order; None without the former.
+            expert_data_rank: as `data_rank`, of the experts.
             gather_bytes: bound of the scratch for merging and gathering, if no single parameter needs more.
             is_in_place: whether the items are whole, and at the same addresses, between walks too.
             on_all_ranks: whether all ranks of the stage have the tensors, not its sender alone.
@@ -52,9 +57,13 @@ class Exporter:
         self.has_tensors = self.is_sender or on_all_ranks
         self._hf_bridge = hf_bridge
         self._gatherer = Gatherer(
-            units, tensor_group, gather_bytes,
-            is_in_place=is_in_place, takes_part=data_rank == 0 or on_all_ranks, has_tensors=self.has_tensors,
-        )  # fmt: skip
+            units,
+            GatherGroup(tensor_group, data_rank == 0 or on_all_ranks),
+            GatherGroup(expert_group, expert_group is not None and (expert_data_rank == 0 or on_all_ranks)),
+            gather_bytes,
+            is_in_place=is_in_place,
+            has_tensors=self.has_tensors,
+        )
         self._manifest: Manifest | None = None
 
     def manifest(self) -> Manifest:
@@ -78,10 +87,17 @@ class Exporter:
         return math.sqrt(lost / moved) if moved else 0.0
 
     def _convert(self, item: WeightItem, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of an expert's item, `shards` are those of the expert on each expert-parallel rank, one after another."""
+        names = item.expert_names or (item.name,)
+        size = len(shards) // len(names)
+        for rank, name in enumerate(names):
+            yield from self._convert_one(name, item.shard_dim, shards[rank * size : (rank + 1) * size])
+
+    def _convert_one(self, name: str, shard_dim: int | None, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         # mbridge 0.15.1 bridge.py:_weight_merge_across_tp, :_weight_to_hf_format
         whole = shards[0]
         if len(shards) > 1:  # of the parameter mbridge reads two attributes, which megatron-core sets
-            parameter = SimpleNamespace(tensor_model_parallel=True, partition_dim=item.shard_dim)
-            whole = self._hf_bridge._weight_merge_across_tp(item.name, shards, parameter)
-        names, tensors = self._hf_bridge._weight_to_hf_format(item.name, whole)
+            parameter = SimpleNamespace(tensor_model_parallel=True, partition_dim=shard_dim)
+            whole = self._hf_bridge._weight_merge_across_tp(name, shards, parameter)
+        names, tensors = self._hf_bridge._weight_to_hf_format(name, whole)
         return zip(names, tensors, strict=True)

@@ -1,4 +1,4 @@
-"""Parameters' values come together: tensor-parallel shards by collectives, adapters merged on the way, the rest in place.
+"""Parameters' values come together: shards and experts by collectives, adapters merged on the way, the rest in place.
 
 A GatherPlan is made once for a run of items and run in every pass, in scratch memory that all plans share. Leaves out
 the conversion to Hugging Face's layout (exporter.py) and the merge itself (merge.py).
@@ -19,31 +19,43 @@ from bridge.export.trace import Place, trace
 from bridge.layout.manifest import TensorSpec
 from bridge.layout.regions import Copy, whole
 
-# (name, tensor) of each Hugging Face tensor that an item's shards, one a tensor-parallel rank, become
+# (name, tensor) of each Hugging Face tensor that an item's shards, one a rank of its group, become
 Convert = Callable[[WeightItem, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+
+
+class GatherGroup(NamedTuple):
+    """Ranks over which items are gathered; `group` None: there is nothing to gather."""
+
+    group: Any
+    takes_part: bool  # whether this rank's group does: one of all that have the same values
+
+    @property
+    def size(self) -> int:
+        return int(self.group.size()) if self.group is not None else 1
 
 
 class Gatherer:
     """Runs passes over the engine's units; holds what GatherPlans share.
 
-    `is_in_place`: the units' parameters are whole and at the same addresses between passes. `tensor_group`: None for
-    tensor-parallel size 1. `takes_part`: whether this rank gathers; `has_tensors`: whether it also gives parts.
+    `is_in_place`: the units' parameters are whole and at the same addresses between passes. `tensor`: the tensor-parallel ranks;
+    `expert`: of items with `expert_names` the expert-parallel ranks, and of each of those the tensor-parallel ones.
+    `has_tensors`: whether this rank gives parts.
     """
 
     def __init__(
         self,
         units: Callable[[], Iterator[Sequence[WeightItem]]],
-        tensor_group: Any,
+        tensor: GatherGroup,
+        expert: GatherGroup,
         gather_bytes: int,
         *,
         is_in_place: bool,
-        takes_part: bool,
         has_tensors: bool,
     ) -> None:
-        self.tensor_group = tensor_group
+        self.has_tensors = has_tensors
+        self._tensor, self._expert = tensor, expert
         self.merge_sums = torch.zeros(2, dtype=torch.float64)  # of the last pass: see merge.squared_error
         self._units, self._gather_bytes, self._is_in_place = units, gather_bytes, is_in_place
-        self._takes_part, self._has_tensors = takes_part, has_tensors
         self._plans: list[GatherPlan] = []
         self._scratch_sizes: dict[str, int] = {}
         self._scratch: dict[str, torch.Tensor] = {}
@@ -62,12 +74,12 @@ class Gatherer:
         is_ready = self._is_in_place and all(plan.is_bound() for plan in self._plans)
         runs = [None] * len(self._plans) if is_ready else self._runs()
         for items, plan in zip(runs, self._plans, strict=True):
-            if not self._takes_part:
+            if not (self._tensor.takes_part or self._expert.takes_part):
                 continue
             if items is not None:
                 plan.bind(items)
             plan.run()
-            if self._has_tensors:
+            if self.has_tensors:
                 yield plan.part
 
     def _runs(self) -> Iterator[list[WeightItem]]:
@@ -79,7 +91,7 @@ class Gatherer:
             run: list[WeightItem] = []
             num_bytes = 0
             for item in unit:
-                more = item.tensor.nbytes * self.num_shards(item) if self.needs_gather(item) else 0
+                more = item.tensor.nbytes * self.num_shards(item) if self.needs_scratch(item) else 0
                 if run and num_bytes + more > self._gather_bytes:
                     yield run
                     run, num_bytes = [], 0
@@ -88,10 +100,14 @@ class Gatherer:
             if run:
                 yield run
 
-    def num_shards(self, item: WeightItem) -> int:
-        return self.tensor_group.size() if self.tensor_group is not None and item.shard_dim is not None else 1
+    def group_of(self, item: WeightItem) -> GatherGroup:
+        """Of an item in scratch."""
+        return self._expert if item.expert_names else self._tensor
 
-    def needs_gather(self, item: WeightItem) -> bool:
+    def num_shards(self, item: WeightItem) -> int:
+        return self.group_of(item).size if item.expert_names or item.shard_dim is not None else 1
+
+    def needs_scratch(self, item: WeightItem) -> bool:
         """Whether its value has to be written to scratch, to be gathered or merged."""
         return item.adapter is not None or self.num_shards(item) > 1
 
@@ -109,6 +125,8 @@ class Gatherer:
 class _Group(NamedTuple):
     """Items of one dtype that are gathered together: their indices in the run, and where each starts in a rank's scratch."""
 
+    memory: str  # the name of what they are gathered into
+    gather: GatherGroup
     dtype: torch.dtype
     indices: list[int]
     starts: list[int]  # and the end of the last
@@ -117,8 +135,8 @@ class _Group(NamedTuple):
 class GatherPlan:
     """How the values of a run of items come together, and the Hugging Face tensors that they make up.
 
-    Memory is named: that of a parameter whose value is ready where it is as the item, scratch as its dtype, results of
-    conversions that compute as `converted` and their dtype. `bind` attaches it to the addresses of now.
+    Memory is named: that of a parameter whose value is ready where it is as the item, scratch as its dtype (that of experts
+    apart), results of conversions that compute as `converted` and their dtype. `bind` attaches it to the addresses of now.
     """
 
     def __init__(self, items: Sequence[WeightItem], gatherer: Gatherer, convert: Convert) -> None:
@@ -141,18 +159,21 @@ class GatherPlan:
 
     def _group(self, items: Sequence[WeightItem]) -> Iterator[_Group]:
         gatherer = self._gatherer
-        scratch = [index for index, item in enumerate(items) if gatherer.needs_gather(item)]
-        for dtype in sorted({items[index].tensor.dtype for index in scratch}, key=str):
-            indices = [index for index in scratch if items[index].tensor.dtype == dtype]
+        scratch = [index for index, item in enumerate(items) if gatherer.needs_scratch(item)]
+        names = {index: _scratch_name(items[index]) for index in scratch}
+        for name in sorted(set(names.values())):
+            indices = [index for index in scratch if names[index] == name]
+            first = items[indices[0]]
+            gather, dtype = gatherer.group_of(first), first.tensor.dtype
             starts = [0, *itertools.accumulate(items[index].tensor.numel() for index in indices)]
             for index, start in zip(indices, starts, strict=False):
                 ranks = range(gatherer.num_shards(items[index]))
-                self._places[index] = [(str(dtype), rank * starts[-1] + start) for rank in ranks]
-            if len(indices) > 1 or items[indices[0]].adapter is not None:
-                gatherer.reserve(f"own {dtype}", starts[-1])
-            if gatherer.tensor_group is not None:
-                gatherer.reserve(f"gathered {dtype}", gatherer.tensor_group.size() * starts[-1])
-            yield _Group(dtype, indices, starts)
+                self._places[index] = [(name, rank * starts[-1] + start) for rank in ranks]
+            if len(indices) > 1 or first.adapter is not None:
+                gatherer.reserve(f"own {name}", starts[-1])
+            if gather.group is not None:
+                gatherer.reserve(f"gathered {name}", gather.size * starts[-1])
+            yield _Group(name, gather, dtype, indices, starts)
 
     def _plan_results(self, index: int, item: WeightItem) -> None:
         """Where the tensors that an item becomes lie; those that are computed, and no copies, get scratch of their own."""
@@ -189,11 +210,12 @@ class GatherPlan:
         self._addresses = [view.data_ptr() for view in self._views]
         self._from_to: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
-        self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []  # all ranks' values, this rank's
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # all ranks' values, this rank's, the ranks
         in_place = [item for item, places in zip(items, self._places, strict=True) if places[0][0] == item.name]
         memory = {item.name: item.tensor.detach().reshape(-1) for item in in_place}
         for group in self._groups:
-            memory[str(group.dtype)] = self._bind_group(group, items)
+            if group.gather.takes_part:
+                memory[group.memory] = self._bind_group(group, items)
         for dtype, size in self._computed_sizes.items():
             name = f"converted {dtype}"
             memory[name] = self._gatherer.scratch(name, size, dtype, items[0].tensor.device)
@@ -206,7 +228,7 @@ class GatherPlan:
         if len(group.indices) == 1 and first.adapter is None:
             own = first.tensor.detach().reshape(-1)
         else:
-            own = gatherer.scratch(f"own {group.dtype}", size, group.dtype, device)
+            own = gatherer.scratch(f"own {group.memory}", size, group.dtype, device)
             for index, start, end in zip(group.indices, group.starts, group.starts[1:], strict=False):
                 tensor, adapter = items[index].tensor.detach(), items[index].adapter
                 out = own[start:end].view(tensor.shape)
@@ -215,23 +237,22 @@ class GatherPlan:
                     self._from_to[1].append(out)
                 else:
                     self._merges.append((out, tensor, adapter.a.detach(), adapter.b.detach(), adapter.scale))
-        if gatherer.tensor_group is None:
+        if group.gather.group is None:
             return own
-        size *= gatherer.tensor_group.size()
-        gathered = gatherer.scratch(f"gathered {group.dtype}", size, group.dtype, device)
-        self._gathers.append((gathered, own))
+        gathered = gatherer.scratch(f"gathered {group.memory}", size * group.gather.size, group.dtype, device)
+        self._gathers.append((gathered, own, group.gather.group))
         return gathered
 
     def run(self) -> None:
-        """Bring the values of now into the part's memory. Collective over tensor-parallel ranks."""
+        """Bring the values of now into the part's memory. Collective over the ranks of the groups that take part."""
         if self._from_to[0]:
             torch._foreach_copy_(self._from_to[1], self._from_to[0])
         errors = [merge(*arguments) for arguments in self._merges]
         if errors:
             self._gatherer.merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
-        for gathered, own in self._gathers:
-            dist.all_gather_into_tensor(gathered, own, group=self._gatherer.tensor_group)
-        for index, at in self._computed:
+        for gathered, own, ranks in self._gathers:
+            dist.all_gather_into_tensor(gathered, own, group=ranks)
+        for index, at in self._computed if self._gatherer.has_tensors else ():
             self._compute(index, at)
 
     def _compute(self, index: int, at: list[tuple[str, int]]) -> None:
@@ -240,6 +261,10 @@ class GatherPlan:
         shards = [memory[name][start : start + size].view(shape) for name, start in self._places[index]]
         for (name, start), (_, tensor) in zip(at, self._convert(item, shards), strict=True):
             memory[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def _scratch_name(item: WeightItem) -> str:
+    return f"experts {item.tensor.dtype}" if item.expert_names else str(item.tensor.dtype)
 
 
 def _tensors(items: Sequence[WeightItem]) -> list[torch.Tensor]:

@@ -35,7 +35,8 @@ class Adapter(Factors, Protocol):
 class WeightItem(Protocol):
     """A parameter as the engine hands it out, whole over data parallelism and local to the tensor-parallel rank.
 
-    `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated.
+    `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated. `expert_names`: empty, or for an
+    expert the names of what each expert-parallel rank has in its place, the same on all of them; `name` is the first.
     """
 
     @property
@@ -49,6 +50,9 @@ class WeightItem(Protocol):
 
     @property
     def adapter(self) -> Adapter | None: ...
+
+    @property
+    def expert_names(self) -> tuple[str, ...]: ...
 
 
 class AdapterFactors(Factors, Protocol):

@@ -40,6 +40,8 @@ assets() {
   [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${GPUS:-0} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
 }
 
+moe6=(bench_train.shapes=30b-a3b-6 bench_train.num_microbatches=1 bench_train.sequence_length=4096) # 4 x 4096 tokens a rank
+
 mkdir -p "$out"
 for case in "$@"; do
   case $case in
@@ -52,11 +54,16 @@ for case in "$@"; do
         bench.lora_rank=0 ;;
     7b) sync 7b 0,1 bench.shapes=7b bench.lora_rank=0 ;;
     30b-a3b) sync 30b-a3b 0,1 bench.shapes=30b-a3b bench.lora_rank=0 rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified,mbridge packed]' ;;
+    30b-a3b-ep2)
+      sync 30b-a3b-ep2 0,1,2 bench.shapes=30b-a3b engine.parallel.expert=2 bench.num_ranks=2 bench.lora_rank=0 \
+        rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified]' ;;
     3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
     train) train train 0,1 ;;
+    moe6) train moe6 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp]' ;;
+    moe6-ep2) train moe6-ep2 0,1 "${moe6[@]}" engine.parallel.expert=2 'bench_train.variants=[ddp,megatron_fsdp]' ;;
     offload) train offload 3 bench_train.num_ranks=1 'bench_train.variants=[ddp,megatron_fsdp]' 'bench_train.offload=[ddp,megatron_fsdp]' ;;
     assets) assets ;;
     grpo) assets; grpo grpo 0,1 1 ;;

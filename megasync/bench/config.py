@@ -14,7 +14,7 @@ WAYS: tuple[Way, ...] = get_args(Way)  # ways.py says what they are
 NEED_GPUS = ("packed", "mbridge packed")
 CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # all that are worth it there
 GPU_WAYS = tuple(way for way in WAYS if way not in ("per_tensor", "disk"))
-ShapeName = Literal["3b", "7b", "30b-a3b", "tiny", "tiny-moe"]
+ShapeName = Literal["3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]
 SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/model_shapes.py
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,8 @@ from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
 from engine import checkpoint
 from engine.engine import Engine
+from engine.experts import split_experts
+from engine.model import gpt_model
 from megasync.bench.config import CPU_WAYS, GPU_WAYS, WAYS, BenchRoot
 from megasync.bench.lora import LoraSide
 from megasync.bench.rank import BenchRank, Measured
@@ -171,7 +173,7 @@ class Ways(BenchRank):
         return {"messages": messages, "bytes": num_bytes, "seconds": seconds}
 
     def _mbridge_export(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return cast("Iterable[tuple[str, torch.Tensor]]", self.engine.hf_bridge.export_weights(self.engine.chunks))
+        return mbridge_export(self.engine)
 
     def disk(self, version: int) -> Measured:
         folder, spans = self.disk_folder, Spans()
@@ -204,6 +206,31 @@ class Ways(BenchRank):
             pool.call("workers", "bench_open", path, num_bytes)
         finally:
             self.buffer_path.unlink(missing_ok=True)
+
+
+class OneTensorAnExpert:
+    """A model chunk as mbridge's export takes it, where a mixture's experts are parameters of their own."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._model: Any = gpt_model(chunk)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            if not hasattr(parameter, "num_local_experts"):
+                yield name, parameter
+                continue
+            for index, expert in enumerate(split_experts(parameter, parameter.num_local_experts)):
+                vars(expert).update(tensor_model_parallel=True, partition_dim=parameter.partition_dim)
+                yield f"{name}{index}", expert
+
+
+def mbridge_export(engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) by mbridge's own export; collective. For DDP."""
+    chunks = [OneTensorAnExpert(chunk) for chunk in engine.chunks]
+    return cast("Iterable[tuple[str, torch.Tensor]]", engine.hf_bridge.export_weights(chunks))
 
 
 def seconds_by_name(spans: Iterable[StageSpan]) -> dict[str, float]:

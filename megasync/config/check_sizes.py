@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 
 
@@ -33,21 +33,23 @@ def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
 def check_ranks(config: Config, world_size: int) -> None:
     """The parallel sizes divide the ranks."""
     parallel = config.engine.parallel
-    for name, size in (("context", parallel.context), ("expert", parallel.expert)):
-        key = f"engine.parallel.{name}"
-        refuse_if(size > 1, f"{key} = {size}: not supported yet", choices="1", remedy=f"write {key}=1")
+    context = "engine.parallel.context"
+    refuse_if(
+        parallel.context > 1, f"{context} = {parallel.context}: not supported yet", choices="1", remedy=f"write {context}=1"
+    )
     message = "engine.parallel.sequence = true: needs engine.parallel.tensor above 1, which is 1"
     remedy = "write engine.parallel.sequence=false, or a larger tensor size"
     refuse_if(parallel.sequence and parallel.tensor == 1, message, remedy=remedy)
     refuse_if(world_size < 1, f"{world_size} ranks", remedy="start at least 1 rank")
-    product = parallel.tensor * parallel.pipeline * parallel.context
-    sizes = f"{parallel.tensor} x {parallel.pipeline} x {parallel.context}"
-    refuse_if(
-        world_size % product,
-        f"engine.parallel.tensor x pipeline x context = {sizes}: {product} does not divide {world_size} ranks",
-        choices=f"products of {_list(_divisors(world_size))}",
-        remedy=f"start a multiple of {product} ranks, or make the product one of the choices",
-    )
+    for name, size in (("context", parallel.context), ("expert", parallel.expert)):
+        product = parallel.tensor * parallel.pipeline * size
+        sizes = f"{parallel.tensor} x {parallel.pipeline} x {size}"
+        refuse_if(
+            world_size % product,
+            f"engine.parallel.tensor x pipeline x {name} = {sizes}: {product} does not divide {world_size} ranks",
+            choices=f"products of {_list(_divisors(world_size))}",
+            remedy=f"start a multiple of {product} ranks, or make the product one of the choices",
+        )
 
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
@@ -55,10 +57,28 @@ def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     split_by_tensor = ("num_attention_heads", "num_key_value_heads", "vocab_size", shape.split_size)
     _check_divides(config, "engine.parallel.tensor", parallel.tensor, shape, split_by_tensor)
     _check_divides(config, "engine.parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
-    if shape.num_experts and parallel.tensor > 1 and not parallel.sequence:
-        message = f"engine.parallel.sequence = false: megatron-core trains {shape.model_type} split over tensors with it only"
-        remedy = "write engine.parallel.sequence=true, or engine.parallel.tensor=1"
-        raise ConfigError(message, tensor=str(parallel.tensor), choices="true", remedy=remedy)
+    _check_experts(config, shape)
+
+
+def _check_experts(config: Config, shape: ModelShape) -> None:
+    """engine/experts.py:check says the same."""
+    parallel = config.engine.parallel
+    if not shape.num_experts:
+        message = f"engine.parallel.expert = {parallel.expert}: {shape.model_type} has no experts"
+        remedy = "write engine.parallel.expert=1"
+        refuse_if(parallel.expert > 1, message, model=config.model.path, choices="1", remedy=remedy)
+        return
+    _check_divides(config, "engine.parallel.expert", parallel.expert, shape, ("num_experts",))
+    message = f"engine.parallel.sequence = false: megatron-core trains {shape.model_type} split over tensors with it only"
+    remedy = "write engine.parallel.sequence=true, or engine.parallel.tensor=1"
+    is_split = parallel.tensor > 1 and not parallel.sequence
+    refuse_if(is_split, message, tensor=str(parallel.tensor), choices="true", remedy=remedy)
+    for name, split in {"hidden_size": 1, "moe_intermediate_size": parallel.tensor}.items():
+        row_bytes = getattr(shape, name) // split * DTYPE_BYTES[config.model.dtype]
+        message = f"{name} = {getattr(shape, name)}: experts' rows have {row_bytes} bytes on a rank"
+        allowed = f"multiples of {EXPERT_ROW_BYTES}, as torch's grouped matrix product takes them"
+        remedy = "write a smaller engine.parallel.tensor" if split > 1 else "choose another model, or model.dtype=float32"
+        refuse_if(row_bytes % EXPERT_ROW_BYTES, message, model=config.model.path, allowed=allowed, remedy=remedy)
 
 
 def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names: Sequence[str]) -> None:

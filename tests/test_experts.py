@@ -1,0 +1,252 @@
+"""Mixtures of experts: grouped products against one expert after another, and experts over ranks against all on one.
+
+Against transformers, with resuming and offloading, in test_engine.py; on their way to vLLM in test_sync_trainer.py.
+
+    python -m pytest tests/test_experts.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from engine import experts
+from engine.config import ModelConfig, ParallelConfig
+from tests.engine_cases import GATHER_BYTES
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+from tests.train_cases import launch, metrics, write_config
+
+STRATEGY = "data_parallel_sharding_strategy"
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"wrap": "ddp", "expert": 2},
+        {"wrap": "ddp", "expert": 2, "fusions": "all", "recompute": "full"},
+        {"wrap": "megatron_fsdp", "expert": 2},
+        *({"wrap": "megatron_fsdp", "expert": 2, "overrides": {STRATEGY: value}} for value in ("optim", "optim_grads")),
+    ],
+    4: [
+        {"wrap": "ddp", "expert": 2},
+        {"wrap": "ddp", "expert": 2, "overrides": {"overlap_param_gather": True}},
+        {"wrap": "ddp", "expert": 4},
+        {"wrap": "ddp", "expert": 2, "pipeline": 2},
+        {"wrap": "megatron_fsdp", "expert": 2},
+        {"wrap": "megatron_fsdp", "expert": 2, "pipeline": 2},
+        {"wrap": "ddp", "expert": 2, "tensor": 2, "sequence": True},
+        {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True},
+    ],
+}
+COUNTS = ([3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0], [9])
+NUM_SAMPLES = 24
+EXPERT_BYTES = 4 * 2 * 64 * 128  # of the larger parameter of an expert
+LAYER_BYTES = 8 * EXPERT_BYTES // 2 * 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """More experts than are chosen: some get no token in a micro-batch."""
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8, num_experts_per_tok=3))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"),
+    [
+        ("cpu", "float32", 1e-6),
+        ("cpu", "bfloat16", 1e-6),
+        pytest.param("cuda", "bfloat16", 2e-2, marks=pytest.mark.gpu),
+        pytest.param("cuda", "float32", 1e-2, marks=pytest.mark.gpu),
+    ],
+)
+def test_grouped_experts_equal_sequential_ones(device: str, dtype: str, bound: float) -> None:
+    for counts in COUNTS:
+        arguments = {"device": device, "dtype": dtype, "tokens_per_expert": counts}
+        (found,) = run_ranks(1, "tests.expert_cases:against_sequential", arguments)
+        print(counts, found)
+        assert found.pop("empty") == 0.0, "experts without tokens have a gradient, of zeros"
+        assert max(found.values()) <= bound
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "words"),
+    [
+        ({}, {"tensor": 2}, "sequence=true"),
+        ({"num_experts": 6}, {"expert": 4}, "expert = 4 does not divide the model's number of experts, 6"),
+        ({"moe_intermediate_size": 12}, {}, "moe_intermediate_size = 12: .* rows of multiples of 16 bytes, these have 24"),
+        ({"moe_intermediate_size": 24}, {"tensor": 2, "sequence": True}, "have 24"),
+    ],
+)
+def test_layouts_that_do_not_go_with_experts_are_refused(family: dict[str, int], layout: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        experts.check(Qwen3MoeConfig(**family), ModelConfig(), ParallelConfig(**layout))
+
+
+def test_layouts_of_dense_models() -> None:
+    experts.check(Qwen3Config(), ModelConfig(), ParallelConfig(tensor=2))
+    with pytest.raises(ValueError, match=r"number of experts, 1; write engine\.parallel\.expert=1"):
+        experts.check(Qwen3Config(), ModelConfig(), ParallelConfig(expert=2))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 12), st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31))
+def test_tokens_come_back_as_the_sum_of_their_copies(num_tokens: int, num_experts: int, chosen: int, seed: int) -> None:
+    """Copies are sorted by expert, then by token; the two permutations are each other's transposes."""
+    chosen = min(chosen, num_experts)
+    generator = torch.Generator().manual_seed(seed)
+    of_tokens = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :chosen].sort().values
+    slots = experts.Slots.sort(of_tokens)
+    pairs = [(int(of_tokens.flatten()[choice]), int(row)) for choice, row in zip(slots.choices, slots.rows, strict=True)]
+    assert pairs == sorted((int(expert), row) for row, those in enumerate(of_tokens) for expert in those)
+    tokens = torch.randn(num_tokens, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    copies = experts.spread(tokens, slots)
+    assert torch.equal(copies, tokens[slots.rows])
+    torch.testing.assert_close(experts.collect(copies, slots), chosen * tokens)
+    upstream = torch.randn(copies.shape, generator=generator, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(copies, tokens, upstream, retain_graph=True)
+    assert torch.equal(gradient, experts.collect(upstream, slots))
+    (back,) = torch.autograd.grad(experts.collect(upstream, slots), upstream, tokens)
+    assert torch.equal(back, copies)
+
+
+def gradients(num_ranks: int, model: str, folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of all micro-batches of a step; the first call's are written, those of the others compared with them."""
+    each = [{"tokens": 60, **case} for case in cases]
+    arguments = {"path": model, "folder": str(folder), "cases": each, "num_samples": NUM_SAMPLES}
+    ranks = run_ranks(num_ranks, "tests.expert_cases:gradients_against_folder", arguments, alone=num_ranks == 4)
+    return [_merged([rank[number] for rank in ranks]) for number in range(len(cases))]
+
+
+def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**ranks[0], "worst": {name: worst for rank in ranks for name, worst in rank["worst"].items()}}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_path: Path, num_ranks: int) -> None:
+    """Each tensor's, unclipped, over several micro-batches, and the norm; also with as many expert- as data-parallel ranks."""
+    (alone,) = gradients(1, model, tmp_path, {"tokens": 1000})
+    layouts = LAYOUTS[num_ranks]
+    for layout, found in zip(layouts, gradients(num_ranks, model, tmp_path, *layouts), strict=True):
+        print(layout, found["num_microbatches"], found["norm"], max(found["worst"].values()))
+        assert found["num_microbatches"] >= 3
+        assert found["num_local_experts"] == 8 // layout.get("expert", 1)
+        assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert max(found["worst"].values()) < 1e-6
+        for mine, other in zip(found["log_probs"], alone["log_probs"], strict=True):
+            assert mine == pytest.approx(other, abs=1e-4), "after the step, by another layout"
+
+
+def test_clipped_training_with_experts_over_ranks_is_that_of_one_rank(model: str) -> None:
+    """GRPO with a KL term, two optimizer steps a batch, gradients far above the norm that they are clipped to."""
+    grpo = {"name": "grpo", "num_minibatches": 2, "kl_coefficient": 0.1, "optimizer": {"clip_grad_norm": 0.05}}
+    common = {"path": model, "tokens": 60, **grpo}
+    cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    target = "tests.engine_cases:losses"
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 5})[0]
+    assert min(norm for _, norm in alone) > 0.1
+    for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 5})[0], strict=True):
+        print(case, history)
+        for mine, other in zip(history, alone, strict=True):
+            assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, num_ranks: int) -> None:
+    """Before a step the file's, after it mbridge's conversions; no rank gathers more than a bound, or than one expert a rank."""
+    cases = [{"path": model, **layout} for layout in LAYOUTS[num_ranks] if "recompute" not in layout]
+    ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases}, alone=num_ranks == 4)
+    for number, case in enumerate(cases):
+        results = [rank[number] for rank in ranks]
+        senders = [result for result in results if result["sender"]]
+        assert sorted(name for result in senders for name in result["names"]) == results[0]["disk"]
+        assert len(senders) == case.get("pipeline", 1)
+        for result in results:
+            gathered = [size for name, size in result["scratch_bytes"].items() if name.startswith("gathered experts")]
+            assert max(gathered, default=0) <= max(GATHER_BYTES, EXPERT_BYTES * case["expert"]) < LAYER_BYTES
+            assert result["differing"] == [] and result["specs_match"] and result["copied"]
+            assert result["sender"] or not result["names"]
+            assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
+
+
+def test_log_probs_of_experts_over_ranks_equal_transformers(model: str) -> None:
+    cases = [{"path": model, "expert": 2, "wrap": wrap, "tokens": 60} for wrap in ("ddp", "megatron_fsdp")]
+    worst = run_ranks(2, "tests.engine_cases:log_probs_against_hf", {"cases": cases})[0]
+    assert max(worst) < 1e-4, worst
+
+
+def test_a_run_with_experts_over_ranks_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
+    layouts = [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    cases = [{**layout, "dtype": dtype} for layout in layouts for dtype in ("float32", "bfloat16")]
+    arguments = {"path": model, "root": str(tmp_path), "cases": cases, "steps": 4, "stop": 2}
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:resumed_losses", arguments)[0], strict=True):
+        print(case)
+        assert result["resumed"] == result["whole"]
+        assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4
+
+
+def test_offload_with_experts_over_ranks_changes_nothing(model: str) -> None:
+    cases = [{"path": model, "wrap": wrap, "expert": 2, "dtype": "bfloat16"} for wrap in ("ddp", "megatron_fsdp")]
+    for case, result in zip(cases, run_ranks(2, "tests.engine_cases:offloaded_losses", {"cases": cases})[0], strict=True):
+        print(case, result)
+        assert result["same"] and result["left"] == 0 and result["freed"] > 0
+
+
+def test_every_rank_exports_all_experts_where_it_has_a_worker(model: str) -> None:
+    cases = [{"expert": 2, "wrap": wrap} for wrap in ("ddp", "megatron_fsdp")]
+    for rank in run_ranks(2, "tests.expert_cases:exports_everywhere", {"path": model, "cases": cases}):
+        assert rank == [[], []]
+
+
+def test_the_bench_compares_with_an_export_of_the_same_experts(model: str) -> None:
+    cases: list[dict[str, Any]] = [{}, {"expert": 2}, {"tensor": 2, "sequence": True}]
+    for rank in run_ranks(2, "tests.expert_cases:mbridge_exports", {"path": model, "cases": cases}):
+        assert rank == [[], [], []]
+
+
+def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -> None:
+    """The frozen experts have neither gradients nor optimizer state; several micro-batches."""
+    lora = {"rank": 4, "alpha": 8.0, "targets": ("linear_qkv", "linear_proj")}
+    common = {"path": model, "name": "sft", "tokens": 60, "lora": lora, "optimizer": {"learning_rate": 1e-2}}
+    layouts: list[dict[str, Any]] = [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    target = "tests.engine_cases:losses"
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 4})[0]
+    results = run_ranks(2, target, {"cases": [{**common, **layout} for layout in layouts], "num_steps": 4})[0]
+    for layout, history in zip(layouts, results, strict=True):
+        print(layout, history)
+        for mine, other in zip(history, alone, strict=True):
+            assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_a_whole_run_with_experts_over_ranks_goes_on_in_its_own_layout_only(model: str, tmp_path: Path) -> None:
+    """By the commands that users type; the checkpoint is a whole model."""
+    engine = {"wrap": "megatron_fsdp", "parallel": {"expert": 2}}
+    sections = {"model": {"path": model, "dtype": "float32"}, "algorithm": {"name": "sft", "num_minibatches": 1}}
+    config = write_config(tmp_path, engine=engine, checkpoint={"every_steps": 2}, **sections)
+    done = launch(config, "run.steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "runs" / "run" / "checkpoints" / "step_00000002" / "hf" / "model.safetensors"
+    disk = load_file(Path(model) / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in load_file(saved).items()} == {name: disk[name].shape for name in disk}
+    done = launch(config, "run.steps=3", "engine.parallel.expert=1")
+    assert done.returncode and "expert is 1, the checkpoint has 2" in done.stdout + done.stderr
+    done = launch(config, "run.steps=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "run")] == [0, 1, 2]
+
+
+@pytest.mark.gpu(2)
+def test_experts_over_gpus_train_as_on_one(model: str) -> None:
+    """bf16, the losses of 6 steps of several micro-batches; over one GPU, and over two with NCCL."""
+    target, common = "tests.engine_cases:losses", {"path": model, "name": "sft", "tokens": 120, "dtype": "bfloat16"}
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 6})[0]
+    cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 6})[0], strict=True):
+        print(case, history, alone)
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, alone, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=5e-3)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)
