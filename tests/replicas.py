@@ -8,9 +8,10 @@ from typing import Any, Self
 
 import torch
 
-from bridge.config import ReplicaConfig
+from bridge.config import OnUpdate, ReplicaConfig
 from bridge.messages import Completion
 from bridge.receive import vllm_adapter
+from bridge.replicas import vllm_api
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from tests.shards import assemble
@@ -99,3 +100,34 @@ class OpenPool(ReplicaPool):
         """Full tensors by HF name of what a replica computes with; all when `names` is None."""
         (tensors,) = self._call(lambda actor: actor.read_back.remote(names), None, [replica])
         return dict(tensors)
+
+
+class StampedReplica(OpenReplica):
+    """Also tells the versions that vLLM stamped on its outputs by itself, and takes on another `on_update`."""
+
+    async def start(self) -> int:
+        plain = vllm_api.to_completion
+        self.stamps: list[list[int]] = []
+
+        def to_completion(output: object, marks: object, version: int) -> Completion:
+            spans = output.outputs[0].weight_versions  # type: ignore[attr-defined]
+            self.stamps.append([int(span.version) for span in spans for _ in range(span.start, span.end)])
+            return plain(output, marks, version)  # type: ignore[arg-type]
+
+        vllm_api.to_completion = to_completion  # type: ignore[assignment]
+        return await super().start()
+
+    async def take_stamps(self) -> list[list[int]]:
+        taken, self.stamps = self.stamps, []
+        return taken
+
+    async def set_on_update(self, mode: OnUpdate, recompute: bool) -> None:
+        self._generator._on_update = mode
+        self.config = dataclasses.replace(self.config, on_update=mode, recomputes_cache=recompute)
+
+
+class StampedPool(OpenPool):
+    replica_class = StampedReplica
+
+    def set_on_update(self, mode: OnUpdate, recompute: bool = False) -> None:
+        self._call(lambda actor: actor.set_on_update.remote(mode, recompute), 60.0)

@@ -129,8 +129,8 @@ class RolloutConfig(Section):
     """The whole of asynchrony: by how many versions the oldest token of a sample may be behind the weights that train on it."""
     on_update: OnUpdate = "drain"
     """What a sync does to running samples: waits for them, holds them and lets them continue, or restarts them after it."""
-    cache_on_update: Literal["recompute", "keep"] = "recompute"
-    """continue: whether the keys and values that held samples have cached are computed anew with the new weights."""
+    cache_on_update: Literal["recompute", "keep"] = "keep"
+    """continue: what held samples have cached is kept, or computed anew with the new weights: a prefill each."""
     min_replicas: PositiveInt = 1
     """With fewer left the run waits for replicas to be restarted; with more it goes on meanwhile."""
     answer_timeout_seconds: PositiveFloat = 120.0
