@@ -227,18 +227,27 @@ class WorkerExtension:
         self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
         return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
 
-    def megasync_receive(self, fields: dict[str, Any]) -> None:
-        """AsyncLLM's start_weight_update and update_weights in one call, after a begin.
+    def megasync_receive(self, fields: dict[str, Any]) -> str:
+        """AsyncLLM's start_weight_update and update_weights in one call, after a begin; what went wrong, if anything.
 
-        Not for an adapter: vLLM's finish would drop all adapters (v1/worker/gpu_worker.py:1604).
+        It never raises: with several workers vLLM would leave the answers of the others unread, and take them for those of the
+        next call (v1/executor/multiproc_executor.py:collective_rpc).
         """
         if reasons := self.megasync_begin(fields):
-            raise RuntimeError("refused: " + "; ".join(reasons))
+            return "refused: " + "; ".join(reasons)
+        try:
+            self.megasync_receive_version(fields["version"])
+        except Exception as error:  # noqa: BLE001 # whatever it is
+            return str(error) or type(error).__name__
+        return ""
+
+    def megasync_receive_version(self, version: int) -> None:
+        """Not for an adapter is vLLM's own order: its finish would drop all adapters (v1/worker/gpu_worker.py:1604)."""
         if self.weight_transfer_engine.takes_adapter:
-            self.weight_transfer_engine.receive_weights(UpdateInfo(version=fields["version"]))
+            self.weight_transfer_engine.receive_weights(UpdateInfo(version=version))
             return
         self.start_weight_update()
-        self.update_weights({"version": fields["version"]})
+        self.update_weights({"version": version})
 
     def megasync_break_off(self) -> None:
         """Also where this worker has got all of a sync that broke off elsewhere (v1/worker/gpu_worker.py:1591)."""

@@ -135,7 +135,9 @@ class Replica:
         self._advance(Event.RECEIVE)
         self._generator.is_busy, self._spans = True, Spans()
         with self._spans.measure("update"):
-            await self._engine.collective_rpc("megasync_receive", args=(message.to_dict(),))
+            problems = await self._engine.collective_rpc("megasync_receive", args=(message.to_dict(),))
+        if any(problems):
+            raise RuntimeError("; ".join(dict.fromkeys(problem for problem in problems if problem)))
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
