@@ -227,6 +227,7 @@ def test_shards_become_full_tensors() -> None:
 
 
 def test_only_serving_leads_to_a_sync_and_failed_is_final() -> None:
+    """And what broke off within a sync waits for the next one."""
     state = ReplicaState.SERVING
     for event in (Event.PAUSE, Event.BEGIN, Event.RECEIVE, Event.RECEIVED, Event.COMMIT, Event.RESUME):
         state = next_state(state, event)
@@ -235,7 +236,10 @@ def test_only_serving_leads_to_a_sync_and_failed_is_final() -> None:
         ReplicaState.FAILED
     }
     changed = {ReplicaState.RECEIVING, ReplicaState.RECEIVED, ReplicaState.COMMITTED}
-    assert all(next_state(state, Event.ABORT) is ReplicaState.FAILED for state in changed)
+    assert all(next_state(state, Event.ABORT) is ReplicaState.STALE for state in changed)
+    assert {event for (before, event), after in TRANSITIONS.items() if before is ReplicaState.STALE} == {
+        Event.PAUSE, Event.ABORT, Event.DIE
+    }  # fmt: skip
     with pytest.raises(RuntimeError, match="that is failed cannot resume"):
         next_state(ReplicaState.FAILED, Event.RESUME)
 

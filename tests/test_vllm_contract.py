@@ -98,8 +98,8 @@ def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
         async def finish_weight_update(self) -> None:
             self.told.append("finish")
 
-        async def reset_prefix_cache(self) -> bool:
-            self.told.append("reset")
+        async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+            self.told.append("reset running" if reset_running_requests else "reset")
             return len(self.told) != 2
 
     class Stamping(Plain):
@@ -107,10 +107,10 @@ def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
             self.told.append(new_version)
 
     plain, stamping = Plain(), Stamping()
-    assert not asyncio.run(vllm_api.finish_update(plain, 7, adapter=False))
-    assert asyncio.run(vllm_api.finish_update(Stamping(), 7, adapter=False))
-    assert not asyncio.run(vllm_api.finish_update(stamping, 7, adapter=True))
-    assert plain.told == ["finish", "reset"]
+    assert not asyncio.run(vllm_api.finish_update(plain, 7, adapter=False, recompute=True))
+    assert asyncio.run(vllm_api.finish_update(Stamping(), 7, adapter=False, recompute=False))
+    assert not asyncio.run(vllm_api.finish_update(stamping, 7, adapter=True, recompute=False))
+    assert plain.told == ["finish", "reset running"]
     assert stamping.told == ["7", "reset"], "vLLM's own finish drops adapters"
     methods = {name for name in dir(AsyncLLM) if name in dir(stamping) and not name.startswith("_")}
     assert {"finish_weight_update", "reset_prefix_cache"} <= methods
@@ -127,19 +127,15 @@ def finished(**fields: Any) -> vllm.outputs.RequestOutput:
 
 
 def test_every_token_has_the_version_that_the_replica_served() -> None:
-    completion = vllm_api.to_completion(finished(), 3)
+    completion = vllm_api.to_completion(finished(), [], 3)
     assert numbers(completion) == ((5, 6), (-0.5, -1.5), (3, 3), "length")
     arrays = (completion.token_ids, completion.log_probs, completion.weight_versions)
     assert [array.dtype.name for array in arrays] == ["int32", "float32", "int32"]
 
 
-def test_stamps_win_over_the_served_version() -> None:
-    import vllm.outputs
-
-    if not hasattr(vllm.outputs, "WeightVersionSpan"):
-        pytest.skip("this vLLM stamps no outputs")
-    spans = [vllm.outputs.WeightVersionSpan("default", 0, 1), vllm.outputs.WeightVersionSpan("4", 1, 2)]
-    assert vllm_api.to_completion(finished(weight_versions=spans), 3).weight_versions.tolist() == [-1, 4]
+def test_tokens_before_an_update_keep_their_version() -> None:
+    assert vllm_api.to_completion(finished(), [(1, 3)], 4).weight_versions.tolist() == [3, 4]
+    assert vllm_api.to_completion(finished(), [(0, 2), (1, 3), (2, 4)], 5).weight_versions.tolist() == [3, 4]
 
 
 def cuda_platform() -> Any:
