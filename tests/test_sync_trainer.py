@@ -120,4 +120,4 @@ def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(untied: str) -> No
     assert zero["serves"] == [3]
     assert zero["damaged"] == one["damaged"]
     assert re.search(r"out of service.*bucket 3 of \d+ of stage 0 \(model\.layers\..*\) arrived damaged", zero["damaged"])
-    assert zero["failed"] == [4]
+    assert zero["failed"] == [None], "nothing is served of what arrived in part"
