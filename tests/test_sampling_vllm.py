@@ -62,7 +62,7 @@ def test_arguments_of_the_config_reach_vllm(pool) -> None:
 def test_one_token_left_is_the_greedy_one_for_sure(pool, cut: dict[str, float]) -> None:
     (greedy,) = generate(pool, temperature=0.0)
     for completion in generate(pool, num_samples=2, **cut):
-        assert completion.token_ids == greedy.token_ids
+        assert completion.token_ids.tolist() == greedy.token_ids.tolist()
         assert max(map(abs, completion.log_probs)) < 1e-6
 
 
@@ -72,12 +72,12 @@ def test_log_probs_are_those_of_the_tokens_that_are_left(pool, assets: Assets, c
     model = AutoModelForCausalLM.from_pretrained(assets.model, dtype=torch.float32)
     temperature = 0.5
     for completion in generate(pool, num_samples=3, temperature=temperature, **cut):
-        ids = torch.tensor([PROMPT + completion.token_ids])
+        ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
         plain = (model(ids).logits[0, len(PROMPT) - 1 : -1] / temperature).log_softmax(-1)
         left = plain >= plain.topk(int(cut.get("top_k", plain.shape[-1]))).values[:, -1:]
         left &= plain >= plain.max(-1, keepdim=True).values + torch.tensor(cut.get("min_p", 1e-30)).log()
         kept = plain.masked_fill(~left, -torch.inf).log_softmax(-1)
-        drawn = torch.tensor(completion.token_ids)[:, None]
+        drawn = torch.tensor(completion.token_ids, dtype=torch.int64)[:, None]
         torch.testing.assert_close(torch.tensor(completion.log_probs), kept.gather(-1, drawn)[:, 0], atol=1e-4, rtol=0)
         assert (kept.gather(-1, drawn) > plain.gather(-1, drawn)).all()
 
@@ -89,7 +89,7 @@ def test_a_stop_text_ends_a_response_that_keeps_it(pool) -> None:
     for before, after in zip(whole, generate(pool, num_samples=4, seed=5, stop=(stop, "never")), strict=True):
         at = text(before).find(stop)
         if at < 0:
-            assert (after.token_ids, after.finish_reason) == (before.token_ids, "length")
+            assert (after.token_ids.tolist(), after.finish_reason) == (before.token_ids.tolist(), "length")
         else:
             assert text(after) == text(before)[: at + len(stop)] and after.finish_reason == "stop"
         assert len(after.log_probs) == len(after.weight_versions) == len(after.token_ids)
