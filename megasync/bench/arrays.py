@@ -138,8 +138,9 @@ def first_table(config: BenchRoot, stages: Stages) -> SampleTable:
 
 def layout(data_rank: int, sizes: ArraysBenchConfig) -> Layout:
     """Of this process as that data-parallel rank."""
-    alone = {"tensor_rank": 0, "tensor_size": 1, "pipeline_rank": 0, "pipeline_size": 1}
-    return Layout(dist.get_rank(), dist.get_world_size(), **alone, data_rank=data_rank, data_size=sizes.data_size)
+    alone = {"tensor_rank": 0, "tensor_size": 1, "pipeline_rank": 0, "pipeline_size": 1, "expert_size": 1}
+    data = {"data_rank": data_rank, "data_size": sizes.data_size, "expert_data_rank": data_rank}
+    return Layout(dist.get_rank(), dist.get_world_size(), **alone, **data)
 
 
 def pack_own(config: BenchRoot, table: SampleTable, data_rank: int) -> list[MicroBatch]:
