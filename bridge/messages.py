@@ -220,7 +220,7 @@ class Finished:
 class Collected:
     """What a replica has finished since it was last asked.
 
-    `silent_seconds`: how long vLLM's engine core has owed it an answer; none is due during a sync.
+    `silent_seconds`: how long vLLM's engine core has owed it an answer; none is due while it loads weights.
     """
 
     finished: tuple[Finished, ...]

@@ -27,7 +27,7 @@ PING_SECONDS = 1.0
 
 @dataclass
 class Live:
-    """A sample that the engine works on. `marks`: how many tokens it had when their version, the first of a pair, ended."""
+    """A sample that the engine works on. `marks`: (number of tokens, version) at each update: how many it had when that ended."""
 
     request: GenerationRequest
     sample: int
@@ -54,7 +54,7 @@ class Generator:
         self._engine, self._index, self._on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
         self._ids = itertools.count()
-        self._num_running = 0  # batches whose requests are in the engine
+        self._num_running = 0  # requests in the engine
         self._live: dict[str, Live] = {}  # by vLLM's id
         self._finished: list[Finished] = []
         self._problem: Exception | None = None
@@ -84,7 +84,7 @@ class Generator:
         try:
             return [await self._get(queue) for queue in queues]
         finally:
-            self._num_running -= 1
+            self._num_running -= len(queues)
 
     # ------------------------------------------------------------------------------------------------ a stream of groups
 
@@ -146,7 +146,7 @@ class Generator:
 
     async def watch(self) -> None:
         """Ask the engine core for a word every second, for as long as it lives."""
-        with suppress(Exception):  # it died: whoever waits for its outputs hears of it
+        with suppress(Exception):  # no answer comes any more, which `_silent_seconds` tells
             while not self._engine.errored:
                 self._asked = time.monotonic()
                 await self._engine.engine_core.is_sleeping_async()
@@ -175,7 +175,6 @@ class Generator:
                 lives.append(Live(request, sample, queues[-1], version))
 
         await self._enter(submit, queues)
-        self._num_running += len(lives) - 1
         self._live |= {live.queue.request_id: live for live in lives}
         return lives
 
@@ -200,14 +199,14 @@ class Generator:
         """
         async with self.lock:
             self._serving()
-            alone, self._num_running = self._num_running == 0, self._num_running + 1
+            alone = self._num_running == 0
             try:
                 if alone:
                     await vllm_api.pause(self._engine, "keep")
                     await self._engine.reset_prefix_cache()
                 await submit(queues)
+                self._num_running += len(queues)
             except Exception as error:  # noqa: BLE001 # whatever vLLM raises
-                self._num_running -= 1
                 explained = self._explain(error)
                 if not self._engine.errored:
                     await self._engine.abort([queue.request_id for queue in queues], internal=True)

@@ -10,7 +10,6 @@ Leaves out how they start and end (actors.py) and what an actor does (replica.py
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,12 +26,6 @@ class Generation:
 
     def __init__(self, pool: ReplicaPool, refs: list[Any], num_requests: int) -> None:
         self._pool, self._refs, self._num_requests = pool, refs, num_requests
-        self.ended_seconds = 0.0  # wall clock at which the last replica was done, once all are
-        for ref in refs:
-            ref.future().add_done_callback(self._note_end)
-
-    def _note_end(self, _: Any) -> None:
-        self.ended_seconds = max(self.ended_seconds, time.time())
 
     def result(self) -> list[list[Completion]]:
         """Wait for all; one list of `num_samples` completions a request.
@@ -80,7 +73,7 @@ class ReplicaPool(ReplicaActors):
         return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
 
     def pause(self) -> None:
-        """No new requests; waits for running ones.
+        """No new requests; running ones are waited for, held, or ended to begin anew (`ReplicaConfig.on_update`).
 
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.

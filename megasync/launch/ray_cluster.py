@@ -30,7 +30,6 @@ from megasync.launch.processes import end_with_parent
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 
 START_SECONDS = 120.0
-LOG = "start.log"
 STOP_SECONDS = 20.0
 # By itself Ray starts a worker for each core; our actors cannot use those, since each gets an environment of its own.
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
@@ -49,28 +48,10 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH)))
-    process = None
-    try:
-        for is_last in (False, True):
-            port = free_port()
-            process = _start(folder, num_cpus, port)
-            try:
-                _wait_for_port(process, port, folder / LOG)
-                break
-            except RuntimeError:
-                # a server of Ray's gives up after 30 s (_private/services.py:612): a first start from a cold disk takes longer
-                if is_last or process.poll() is None:
-                    raise
-        yield f"http://{LOOPBACK}:{port}"
-    finally:
-        if process is not None:
-            _end(process)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start(folder: Path, num_cpus: int, port: int) -> subprocess.Popen[bytes]:
-    with (folder / LOG).open("wb") as output:
-        return subprocess.Popen(
+    port = free_port()
+    log = folder / "start.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
             _command(folder, num_cpus, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -79,6 +60,12 @@ def _start(folder: Path, num_cpus: int, port: int) -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C is for this process, which stops the job first
             preexec_fn=end_with_parent,  # noqa: PLW1509  (the only thread of ours still sleeps)
         )
+    try:
+        _wait_for_port(process, port, log)
+        yield f"http://{LOOPBACK}:{port}"
+    finally:
+        _end(process)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], None] | None:

@@ -1,7 +1,8 @@
 """What generates a batch, from the data file to rewarded samples.
 
 rollout.py      the samples of a run: prompts, rewards, batches
-stream.py       groups on their way through the replicas, in a thread beside the trainer
+stream.py       the stream of groups, in a thread beside the trainer
+dispatch.py     groups on their way to the replicas and back
 scheduler.py    which groups begin, where, and which make a batch: pure functions
 group.py        a prompt with its samples
 progress.py     what a checkpoint keeps of all that

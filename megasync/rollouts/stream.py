@@ -1,8 +1,7 @@
-"""The stream of groups on rank 0: hands them to replicas as slots free up, scores samples as they end, makes batches of them.
+"""The stream of groups on rank 0: lets them begin, scores samples as they end, and makes batches of groups that are done.
 
-It runs in a thread with an event loop of its own, beside the trainer. A replica that dies, or gives no answer in time, loses its
-groups to the others and is started anew in the background. Leaves out the decisions (scheduler.py), and prompts, rewards and
-metrics (rollout.py).
+It runs in a thread with an event loop of its own, beside the trainer. Leaves out the way to the replicas and back (dispatch.py),
+the decisions (scheduler.py), and prompts, rewards and metrics (rollout.py).
 
     stream = RolloutStream(pool, settings, make_group, score, note)
     stream.serve(version=0)           # after each publish
@@ -13,34 +12,22 @@ metrics (rollout.py).
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bridge.messages import Completion, Finished, GenerationRequest, GroupRequest, NotServingError
+from bridge.messages import Completion, GenerationRequest
 from engine.advantages import is_group_worth_training
+from megasync.rollouts.dispatch import Dispatcher
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.rewards.pool import Scored
-from megasync.rollouts.scheduler import Candidate, Load, choose_batch, choose_replica, expired, num_admissible
+from megasync.rollouts.scheduler import Candidate, choose_batch, expired, num_admissible
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
 
 Result = TypeVar("Result")
-COLLECT_SECONDS = 1.0  # a replica with no news answers after so long
-
-
-@dataclass
-class _Lane:
-    """A replica that is handed groups."""
-
-    load: Load = field(default_factory=Load)
-    is_open: bool = True
-    is_collected: bool = False
 
 
 class RolloutStream:
@@ -54,22 +41,20 @@ class RolloutStream:
         score: Callable[[Group, Sequence[int]], Awaitable[list[Scored]]],
         note: Callable[[str], None],
     ) -> None:
-        """`make_group` makes that of an ordinal, `score` what samples are worth, `note` says something to the user."""
-        self.pool, self.settings, self.make_group, self.score, self.note = pool, settings, make_group, score, note
-        self.step, self.version = 0, 0
-        self.num_begun = self.num_trained = 0  # ordinals that were handed out or wait for it; that were taken
+        """`make_group` makes that of an ordinal, `score` gives what samples are worth, `note` says something to the user."""
+        self.settings, self.make_group, self.score = settings, make_group, score
+        self.step = 0
+        self.num_begun = self.num_trained = 0  # ordinals that were admitted; that were taken
         self.num_replaced = self.replaced_in_step = self.num_filtered = 0
-        self.expected_tokens = settings.expected_tokens
-        self._groups: dict[int, Group] = {}  # begun and not taken
+        self._groups: dict[int, Group] = {}  # admitted and not taken
         self._equal: dict[int, Group] = {}  # done since the last batch, with rewards that are all equal
         self._unreplaced: set[int] = set()  # of these
-        self._waiting: list[Group] = []
-        self._lanes: dict[int, _Lane] = {}
         self._num_outside = 0
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
+        self._dispatcher = Dispatcher(pool, settings, self._start, self._take_in, self._fail, self._changed.set, note)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -121,49 +106,42 @@ class RolloutStream:
     # ------------------------------------------------------------------------------------------------ what the trainer asks
 
     async def _serve(self, version: int) -> None:
-        self.version = version
-        for replica in [replica for replica in self._lanes if replica not in self.pool.members]:
-            self._lose(replica, self._lanes[replica], "took no part in the last sync")
-        for replica in self.pool.members:
-            lane = self._lanes.setdefault(replica, _Lane())
-            lane.is_open = True
-            if not lane.is_collected:
-                lane.is_collected = True
-                self._start(self._collect(replica, lane))
-        self._feed()
+        self._dispatcher.serve(version)
+        self._changed.set()
 
     async def _admit(self, step: int) -> None:
         if step != self.step:
             self.step, self.replaced_in_step = step, 0
         own = self.settings
-        steps_left = own.num_steps - step
-        wanted = num_admissible(self.num_trained, own.max_staleness, own.batch_size, steps_left, self.num_replaced)
-        while self.num_begun < wanted:
-            group = self.make_group(self.num_begun)
-            self._groups[group.key] = group
-            self._waiting.append(group)
-            self.num_begun += 1
-        self._feed()
+        wanted = num_admissible(self.num_trained, own.max_staleness, own.batch_size, own.num_steps - step, self.num_replaced)
+        admitted = {ordinal: self.make_group(ordinal) for ordinal in range(self.num_begun, wanted)}
+        self.num_begun = max(self.num_begun, wanted)
+        self._groups |= admitted
+        self._dispatcher.add(list(admitted.values()))
 
     async def _take(self, step: int) -> list[Group] | None:
-        while (batch := self._choose(step)) is None:
+        batch = await self._wait_for(lambda: self._choose(step))
+        if batch is not None:
+            self.num_trained += len(batch)
+        return None if batch is None else [self._groups.pop(ordinal) for ordinal in batch]
+
+    async def _wait_for(self, look: Callable[[], Result | None]) -> Result | None:
+        """What `look` finds once it is not None; None once there are fewer than `min_replicas` replicas."""
+        while (found := look()) is None:
             if self._failure is not None:
                 raise self._failure
-            if len(self._lanes) < self.settings.min_replicas:
+            if self._dispatcher.num_replicas < self.settings.min_replicas:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        self.num_trained += len(batch)
-        return [self._groups.pop(ordinal) for ordinal in batch]
+        return found
 
     def _choose(self, step: int) -> list[int] | None:
-        own, candidates = self.settings, [
-            Candidate(group.key, group.version if group.begun_seconds else self.version, group.is_done)
-            for group in self._groups.values()
-            if group.whole is None
-        ]  # fmt: skip
-        for ordinal in expired(candidates, step, own.max_staleness):
-            self._begin_anew(self._groups[ordinal])
+        own, newest = self.settings, self._dispatcher.version
+        groups = self._groups.values()
+        candidates = [Candidate(one.key, newest if one.oldest is None else one.oldest, one.is_done) for one in groups]
+        if too_old := expired(candidates, step, own.max_staleness):
+            self._begin_anew(too_old)
             return None
         is_growing = any(not candidate.is_done for candidate in candidates)
         batch = choose_batch(candidates, step, own.max_staleness, own.batch_size, may_grow=is_growing)
@@ -178,119 +156,46 @@ class RolloutStream:
         return batch or None
 
     async def _progress(self) -> Progress:
-        groups = [(group.key, tuple(group.ended_samples())) for group in self._groups.values() if group.whole is None]
-        return Progress(self.num_trained, self.num_begun, self.num_replaced, self.expected_tokens, tuple(sorted(groups)))
+        """Groups with equal rewards that were not replaced yet will not be trained."""
+        groups = tuple((key, tuple(self._groups[key].ended_samples())) for key in sorted(self._groups))
+        num_replaced = self.num_replaced + len(self._unreplaced)
+        return Progress(self.num_trained, self.num_begun, num_replaced, self._dispatcher.expected_tokens, groups)
 
     async def _restore(self, progress: Progress) -> None:
         self.num_trained, self.num_begun = progress.num_trained, progress.num_begun or progress.num_trained
-        self.num_replaced, self.expected_tokens = progress.num_replaced, progress.expected_tokens or self.expected_tokens
+        self.num_replaced = progress.num_replaced
+        self._dispatcher.expected_tokens = progress.expected_tokens or self._dispatcher.expected_tokens
         for key, samples in progress.groups:
             group = self._groups[key] = self.make_group(key)
-            for sample in samples if max((s.index for s in samples), default=0) < len(group.completions) else ():
-                group.completions[sample.index] = sample.completion
-                if math.isfinite(sample.reward):
-                    group.rewards[sample.index] = sample.reward
-                elif not self.settings.scores_groups:
-                    self._start(self._reward(group, [sample.index]))
-            group.note_versions()
-            if self.settings.scores_groups and not group.missing and not group.is_done:
-                self._start(self._reward(group, range(len(group.rewards))))
-            if group.missing:
-                self._waiting.append(group)
+            group.restore(samples)
+            self._score_ended(group)
+        self._dispatcher.add([group for group in self._groups.values() if group.missing])
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
-        groups = []
-        for request in requests:
-            self._num_outside += 1
-            groups.append(Group(-self._num_outside, request, whole=self._loop.create_future()))
-        self._groups |= {group.key: group for group in groups}
-        self._waiting[:0] = groups
-        self._feed()
+        """Keys below 0, the first request's the lowest."""
+        first = self._num_outside - len(requests)
+        groups = [Group(first + place, request) for place, request in enumerate(requests)]
+        self._num_outside = first
+        self._dispatcher.add(groups)
         try:
-            while not all(group.whole is None or group.whole.done() for group in groups):
-                if self._failure is not None:
-                    raise self._failure
-                if len(self._lanes) < self.settings.min_replicas:
-                    return None
-                self._changed.clear()
-                await self._changed.wait()
+            if await self._wait_for(lambda: None if any(group.missing for group in groups) else True) is None:
+                return None
         finally:
-            for group in groups:
-                self._groups.pop(group.key, None)
-            self._waiting = [group for group in self._waiting if group.whole is None]
+            self._dispatcher.drop([group.key for group in groups])
         return [[completion for completion in group.completions if completion is not None] for group in groups]
 
-    # ------------------------------------------------------------------------------------------------ to the replicas and back
+    # ------------------------------------------------------------------------------------------------ what the replicas finish
 
-    def _feed(self) -> None:
-        """Hand out what waits, to whoever has the least to do."""
-        chosen: dict[int, list[Group]] = {}
-        while self._waiting:
-            group = self._waiting[0]
-            loads = {replica: lane.load for replica, lane in self._lanes.items() if lane.is_open}
-            replica = choose_replica(loads, len(group.missing), self.settings.slots)
-            if replica is None:
-                break
-            del self._waiting[0]
-            group.replica = replica
-            if not group.begun_seconds:
-                group.begun_seconds, group.version = time.time(), self.version
-            group.expected_tokens = self.expected_tokens + len(group.request.prompt_ids) / group.request.num_samples
-            self._add_load(replica, len(group.missing), group.expected_tokens)
-            chosen.setdefault(replica, []).append(group)
-        for replica, groups in chosen.items():
-            self._start(self._hand_in(replica, self._lanes[replica], groups))
-        self._changed.set()
+    def _take_in(self, group: Group) -> None:
+        if group.key >= 0:
+            self._score_ended(group)
 
-    async def _hand_in(self, replica: int, lane: _Lane, groups: list[Group]) -> None:
-        try:
-            await self.pool.hand_in(replica, [GroupRequest(group.key, group.request, group.missing) for group in groups])
-        except NotServingError:  # a sync broke off; the next one opens the lane
-            if self._lanes.get(replica) is lane:
-                lane.is_open = False
-                self._take_back(replica, groups)
-        except (ValueError, TypeError) as error:  # of the request itself: another replica would say the same
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 # whatever ended it
-            self._lose(replica, lane, str(error))
-
-    async def _collect(self, replica: int, lane: _Lane) -> None:
-        """Take in what a replica finishes, for as long as it answers."""
-        limit = self.settings.answer_seconds
-        while True:
-            try:
-                answer = self.pool.collect(replica, COLLECT_SECONDS)
-                collected = await asyncio.wait_for(asyncio.wrap_future(answer.future()), COLLECT_SECONDS + limit)
-            except TimeoutError:
-                return self._lose(replica, lane, f"gave no answer for {limit:g} s (rollout.answer_timeout_seconds)")
-            except Exception as error:  # noqa: BLE001 # whatever ended it
-                return self._lose(replica, lane, str(error))
-            for finished in collected.finished:
-                self._take_in(replica, finished)
-            if collected.silent_seconds > limit:
-                silent = f"its vLLM engine gave no answer for {limit:g} s (rollout.answer_timeout_seconds)"
-                return self._lose(replica, lane, silent)
-            if collected.finished:
-                self._feed()
-
-    def _take_in(self, replica: int, finished: Finished) -> None:
-        group = self._groups.get(finished.key)
-        if group is None or group.completions[finished.sample] is not None:
-            return
-        group.completions[finished.sample] = finished.completion.copy()  # out of Ray's object store
-        self._add_load(replica, -1, group.expected_tokens)
-        if group.whole is not None:
-            if not group.missing:
-                group.whole.set_result(None)
-            return
-        length = len(finished.completion.token_ids)
-        self.expected_tokens += (length - self.expected_tokens) / 256
-        if not group.missing:
-            group.note_versions()
-        if not self.settings.scores_groups:
-            self._start(self._reward(group, [finished.sample]))
-        elif not group.missing:
-            self._start(self._reward(group, range(len(group.rewards))))
+    def _score_ended(self, group: Group) -> None:
+        """What has ended and is not being scored; all samples together where the reward looks at them together."""
+        samples = [sample for sample in group.unscored if sample not in group.in_scoring]
+        if samples and not (self.settings.scores_groups and group.missing):
+            group.in_scoring.update(samples)
+            self._start(self._reward(group, range(len(group.rewards)) if self.settings.scores_groups else samples))
 
     async def _reward(self, group: Group, samples: Sequence[int]) -> None:
         try:
@@ -315,38 +220,14 @@ class RolloutStream:
             self.replaced_in_step += 1
             await self._admit(self.step)
 
-    # ------------------------------------------------------------------------------------------------ when something fails
-
-    def _lose(self, replica: int, lane: _Lane, reason: str) -> None:
-        """Another replica takes its groups over; a new one is started in its place."""
-        if self._lanes.get(replica) is not lane:
-            return
-        del self._lanes[replica]
-        lost = [group for group in self._groups.values() if group.replica == replica and group.missing]
-        self.note(f"replica {replica}: {reason}; {len(lost)} groups go to others, and it is started anew")
-        self.pool.replace(replica)
-        self._take_back(replica, lost)
-
-    def _take_back(self, replica: int, groups: list[Group]) -> None:
-        for group in groups:
-            if replica in self._lanes:
-                self._add_load(replica, -len(group.missing), group.expected_tokens)
-            group.replica = None
-        self._waiting = sorted([*groups, *self._waiting], key=lambda group: group.key)
-        self._feed()
-
-    def _begin_anew(self, group: Group) -> None:
-        self._groups[group.key] = fresh = Group(group.key, group.request)
-        self._waiting.insert(0, fresh)
-        self._feed()
+    def _begin_anew(self, ordinals: Sequence[int]) -> None:
+        self._groups |= {ordinal: self.make_group(ordinal) for ordinal in ordinals}
+        self._dispatcher.drop(ordinals)
+        self._dispatcher.add([self._groups[ordinal] for ordinal in ordinals])
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._changed.set()
-
-    def _add_load(self, replica: int, samples: int, tokens_each: float) -> None:
-        if (lane := self._lanes.get(replica)) is not None:
-            lane.load = Load(lane.load.samples + samples, lane.load.tokens + samples * tokens_each)
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         task = self._loop.create_task(work)
