@@ -39,6 +39,17 @@ async def judge(sample: RewardInput) -> float:
     return length(sample)
 
 
+_meeting = {"calls": 0}
+
+
+async def meets_the_others(sample: RewardInput) -> float:
+    """Does not end before 200 of it run in this process."""
+    _meeting["calls"] += 1
+    while _meeting["calls"] < 200:
+        await asyncio.sleep(0.01)
+    return length(sample)
+
+
 async def judges(samples: list[RewardInput]) -> list[float]:
     return await asyncio.gather(*map(judge, samples))
 

@@ -108,8 +108,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_export_equals_the_folder_bit_for_bit(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
     layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == num_ranks]
-    cases = [fit({"path": path, **layout}) for path in models.values() for layout in layouts]
     alone = num_ranks == 4  # nobody else needs that many
+    paths = [models[each] for each in (("qwen3", True), ("llama", False), ("qwen3_moe", False))] if alone else models.values()
+    cases = [fit({"path": path, **layout}) for path in paths for layout in layouts]
     ranks = run_ranks(num_ranks, "tests.engine_cases:export_differences", {"cases": cases}, alone=alone)
     for number, case in enumerate(cases):
         results = [rank[number] for rank in ranks]

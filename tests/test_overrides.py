@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.ddp_fields import REFUSED, TAKEN, refusal
+from engine.wrap import ddp_config
 from tests.config_files import cannot_run, write_runnable
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
@@ -24,12 +26,13 @@ TOGETHER = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_s
 
 
 def cases(wrap: str) -> list[dict[str, Any]]:
-    """Every value of every field that may be set, and some together."""
+    """Every value of every field that may be set, and some together; those alone that change the wrap's own."""
     one = [{name: value} for name, field in TAKEN.items() for value in field.choices or VALUES[field.kind]]
     strategies = TAKEN["data_parallel_sharding_strategy"].choices
     several = [TOGETHER, *({"data_parallel_sharding_strategy": each, "overlap_param_gather": False} for each in strategies)]
     allowed = [each for each in one + several if not any(refusal(wrap, *override) for override in each.items())]
-    return [{}, *allowed]
+    plain = ddp_config(EngineConfig(wrap=wrap))
+    return [{}, *(each for each in allowed if ddp_config(EngineConfig(wrap=wrap, overrides=each)) != plain)]
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

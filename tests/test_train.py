@@ -7,20 +7,17 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.train_cases import (
-    ROOT,
     SUBMIT,
     TORCHRUN,
     endless_run,
     exact,
     far_listeners,
     launch,
-    leaves_nothing,
     metrics,
     write_config,
 )
@@ -59,14 +56,16 @@ def cut_off_copy(first_run: Path, folder: Path) -> Path:
     return copy
 
 
-def test_a_run_resumed_colocated_is_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
-    """Whoever has the devices."""
+def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_sigterm(first_run: Path, tmp_path: Path) -> None:
+    """Whoever has the devices. It goes on for ever, so that it is cut off in the midst of its work."""
     config = write_config(tmp_path, rollout={"placement": "colocated"}, sync={"transport": "ipc"})
     copy = cut_off_copy(first_run, tmp_path)
-    done = launch(config)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert exact(copy) == exact(first_run)
-    assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+    with endless_run(TORCHRUN, config, "--nproc", "2") as run:
+        run.wait_for(7)
+        run.process.terminate()
+    assert run.process.returncode != 0
+    assert exact(copy)[:6] == exact(first_run)
+    assert {"step_00000003", "step_00000006"} <= {p.name for p in (copy / "checkpoints").iterdir()}
 
 
 def test_a_resumed_run_is_the_same_until_ctrl_c_and_listens_on_the_loopback_alone(first_run: Path, tmp_path: Path) -> None:
@@ -83,27 +82,31 @@ def test_a_resumed_run_is_the_same_until_ctrl_c_and_listens_on_the_loopback_alon
     assert "step_00000006" in checkpoints and ".partial_step_00000006" not in checkpoints
 
 
-def test_through_ray_the_same_bit_for_bit(first_run: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    with leaves_nothing(config) as own:
-        done = subprocess.run([*SUBMIT, str(config)], cwd=ROOT, env=own, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert exact(tmp_path / "runs" / "run") == exact(first_run)
+def test_through_ray_the_same_bit_for_bit_until_sigterm(first_run: Path, tmp_path: Path) -> None:
+    with endless_run(SUBMIT, write_config(tmp_path)) as run:
+        run.wait_for(6)
+        assert far_listeners(run.marker) == []
+        run.process.terminate()
+    assert run.process.returncode == 130, run.said.read_text()
+    assert exact(tmp_path / "runs" / "run")[:6] == exact(first_run)
 
 
-@pytest.mark.parametrize("kind", ["an exception", "SIGTERM", "SIGKILL of rank 0"])
-def test_torchrun_leaves_nothing_after(kind: str, tmp_path: Path) -> None:
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
-    if kind == "an exception":
-        done = launch(config, "rollout.reward=tests.train_cases:broken_reward")
-        assert done.returncode == 1, done.stdout + done.stderr
-        said = ("the reward tests.train_cases:broken_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
-        assert all(done.stderr.count(words) == 1 for words in said) and "in broken_reward" in done.stderr, done.stderr
-        return
-    with endless_run(TORCHRUN, config, "--nproc", "2") as run:
+    done = launch(config, "rollout.reward=tests.train_cases:broken_reward", ranks=1)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = ("the reward tests.train_cases:broken_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
+    assert all(done.stderr.count(words) == 1 for words in said) and "in broken_reward" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", ["torchrun", "submit"])
+def test_sigkill_of_a_rank_leaves_nothing(command: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
+    own = (TORCHRUN, "--nproc", "2") if command == "torchrun" else (SUBMIT,)
+    with endless_run(own[0], config, *own[1:]) as run:
         run.wait_for(2)
-        run.process.terminate() if kind == "SIGTERM" else run.ranks()[0].kill()
-    assert run.process.returncode != 0
+        run.ranks()[0].kill()
+    assert run.process.returncode == 1, run.said.read_text()
 
 
 def test_rewards_that_fail_are_worth_0_and_counted(tmp_path: Path) -> None:
@@ -125,16 +128,6 @@ def test_rewards_that_fail_are_worth_0_and_counted(tmp_path: Path) -> None:
     kinds = {8: "returned nan", 16: "had its process killed by SIGKILL", 24: "took longer", 32: "raised KeyError"}
     for line, words in kinds.items():
         assert re.search(rf"the reward {troubled} {words}.*\n  data line: {line}\n", done.stderr), done.stderr
-
-
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL of a rank"])
-def test_submit_leaves_nothing_after(kind: str, tmp_path: Path) -> None:
-    config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
-    with endless_run(SUBMIT, config) as run:
-        run.wait_for(2)
-        assert far_listeners(run.marker) == []
-        run.process.terminate() if kind == "SIGTERM" else run.ranks()[0].kill()
-    assert run.process.returncode == (130 if kind == "SIGTERM" else 1), run.said.read_text()
 
 
 def test_one_step_off_generates_under_training(tmp_path: Path) -> None:
