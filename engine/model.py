@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine import device, experts, fused, upstream
+from engine import device, experts, families, fused, rope, vocabulary
 from engine.attention import CoreAttention, RMSNorm
 from engine.config import FAMILIES, EngineConfig, ModelConfig
 from engine.megatron import get_gpt_decoder_block_spec
@@ -54,7 +54,7 @@ def _bridge_class(model_type: str) -> type[Bridge]:
     """
     if model_type not in FAMILIES:
         raise ValueError(f"model.path: architecture {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    base = _MODEL_REGISTRY[model_type]
+    base = _MODEL_REGISTRY[families.BRIDGE_OF.get(model_type, model_type)]
     assert issubclass(base, LLMBridge)
     layer = "model.layers.{layer_number}."
     tables: dict[str, Any] = {
@@ -80,9 +80,10 @@ def _tie_output_layer(bridge: Any) -> None:
 def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups."""
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
-    hf_config.rope_theta = upstream.rope_theta(hf_config)
+    families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
-    bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
+    multiple = vocabulary.padding_multiple(hf_config.vocab_size, engine.parallel.tensor)
+    bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
     use_fused = fused.is_enabled(engine.fusions)
     recompute: dict[str, Any] = {}
     if engine.recompute == "full":
@@ -103,6 +104,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
         **recompute,
         **experts.config_arguments(hf_config),
+        **rope.config_arguments(hf_config),
     )
     return bridge
 
@@ -117,6 +119,9 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
         chunks: list[torch.nn.Module] = bridge.get_model(
             bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
         )
+    for chunk in chunks:
+        vocabulary.hide_padding(gpt_model(chunk), bridge.hf_config.vocab_size)
+        rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
     if path is None:
         return chunks
     try:

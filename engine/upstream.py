@@ -143,3 +143,9 @@ def rope_theta(hf_config: Any) -> float:
     parameters = getattr(hf_config, "rope_parameters", None) or {}
     theta = parameters.get("rope_theta", getattr(hf_config, "rope_theta", None))
     return float(10000.0 if theta is None else theta)
+
+
+def head_dim(hf_config: Any) -> int:
+    """mbridge 0.15.1 (bridge.py:_weight_to_hf_format) computes with `head_dim` where the config has that field, even if null."""
+    size: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return size

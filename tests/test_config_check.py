@@ -58,10 +58,24 @@ def test_lora_must_fit_the_model(runnable: Path, tmp_path: Path) -> None:
     assert "holds no adapter_config.json" in message
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocab_size", 127), ("intermediate_size", 255)])
-def test_tensor_parallel_must_divide_sizes(runnable: Path, name: str, value: int) -> None:
-    write_model(runnable.parent / "model", **{name: value})
-    assert f"{name} = {value}" in cannot_run(runnable, "engine.parallel.tensor=2")
+def test_tensor_parallel_must_divide_sizes(runnable: Path) -> None:
+    """But not the vocabulary, which is padded."""
+    write_model(runnable.parent / "model", vocab_size=127)
+    check_config(load_config(runnable, ["engine.parallel.tensor=2"]), 2)
+    write_model(runnable.parent / "model", intermediate_size=255)
+    assert "intermediate_size = 255" in cannot_run(runnable, "engine.parallel.tensor=2")
+
+
+def test_sequences_must_fit_the_sliding_window(runnable: Path) -> None:
+    model = runnable.parent / "model"
+    write_model(model, model_type="mistral", max_position_embeddings=8192)
+    message = cannot_run(runnable)
+    assert "sliding_window = 4096" in message
+    assert "write rollout.max_model_len=4096" in message
+    assert "write engine.tokens_per_microbatch=4096" in cannot_run(runnable, "algorithm.name=sft")
+    check_config(load_config(runnable, ["rollout.max_model_len=4096"]), 2)
+    write_model(model, model_type="mistral", max_position_embeddings=8192, sliding_window=None)
+    check_config(load_config(runnable), 2)
 
 
 def test_parallel_sizes_must_divide_the_ranks(runnable: Path) -> None:

@@ -29,7 +29,7 @@ def test_model_path(runnable: Path, tmp_path: Path) -> None:
     assert "holds no config.json" in cannot_run(runnable, f"model.path={tmp_path}/void")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_known_families(tmp_path: Path, family: str) -> None:
     shape = check_model_folder(write_model(tmp_path, model_type=family))
     assert (shape.model_type, shape.num_key_value_heads) == (family, 2)
@@ -93,19 +93,38 @@ def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     assert "write engine.lora.sync=merged" in cannot_run(runnable, *lora, "engine.lora.sync=adapter")
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt2", None, 3])
+@pytest.mark.parametrize(
+    ("family", "feature"),
+    [
+        ("deepseek_v3", "multi-latent attention"),
+        ("glm4_moe", "partial rotary embedding"),
+        ("gemma3_text", "sliding-window attention"),
+        ("qwen2_5_vl", "vision layers"),
+        ("mimo", "multi-token prediction"),
+    ],
+)
+def test_what_mbridge_knows_and_the_engine_does_not_is_refused_by_its_feature(tmp_path: Path, family: str, feature: str) -> None:
+    message = model_refused(write_model(tmp_path, model_type=family))
+    assert f"model_type = {family!r}: the engine has no {feature}" in message
+    assert "choices: llama, mistral, qwen2" in message
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt2", None, 3, ["llama"]])
 def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) -> None:
     message = model_refused(write_model(tmp_path, model_type=family))
     assert f"model_type = {family!r}" in message
-    assert "llama, qwen2, qwen3" in message
+    assert "llama, mistral, qwen2, qwen3" in message
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "'llama3'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "'yarn'"),
-        ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "'llama3' without a number low_freq"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "'yarn' without a number factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embedding (partial_rotary_factor = 0.5)"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"attention_bias": True}, "attention_bias"),
@@ -129,6 +148,8 @@ def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
         write_model(tmp_path, rope_scaling=None, sliding_window=None, layer_types=["full_attention"] * 4)
     )
     check_model_folder(write_model(tmp_path, rope_scaling={"rope_type": "default"}, rope_parameters=None))
+    check_model_folder(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_parameters=None))
+    assert check_model_folder(write_model(tmp_path, model_type="mistral", sliding_window=64)).sliding_window == 64
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "", "\x00"])

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import LLAMA3, write_tiny_model
 
 CASES: list[dict[str, Any]] = [{"wrap": wrap, "tensor": tensor} for wrap in ("ddp", "megatron_fsdp") for tensor in (1, 2)]
 NUM_LAYERS = 2
@@ -30,12 +30,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def tied(root: Path) -> str:
-    return str(write_tiny_model(root / "tied", "qwen3", tied=True, num_hidden_layers=NUM_LAYERS))
+    return str(write_tiny_model(root / "tied", "qwen3", tied=True, num_hidden_layers=NUM_LAYERS, vocab_size=131))
 
 
 @pytest.fixture(scope="module")
 def untied(root: Path) -> str:
-    return str(write_tiny_model(root / "untied", "qwen3", tied=False, num_hidden_layers=NUM_LAYERS))
+    sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 131, "rope_parameters": LLAMA3}
+    return str(write_tiny_model(root / "untied", "llama", tied=False, **sizes))
 
 
 def follow(path: str, cases: list[dict[str, Any]], transport: str, *, num_steps: int, has_head: bool) -> None:

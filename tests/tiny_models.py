@@ -15,6 +15,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -30,7 +34,17 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 
 
@@ -67,6 +81,8 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     if family == "qwen3_moe":
         fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
         fields["norm_topk_prob"] = True
+    if family == "mixtral":
+        fields |= {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
     fields |= config
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, sliding_window
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
@@ -37,6 +38,7 @@ class ModelShape:
     num_experts_per_tok: int = 0
     max_position_embeddings: int = 0  # 0: no limit is given
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    sliding_window: int = 0  # 0: none
 
     @property
     def split_size(self) -> str:
@@ -44,7 +46,7 @@ class ModelShape:
         return "moe_intermediate_size" if self.num_experts else "intermediate_size"
 
 
-OPTIONAL_SIZES = ("max_position_embeddings", "head_dim")
+OPTIONAL_SIZES = ("max_position_embeddings", "head_dim", "sliding_window")
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -83,6 +85,9 @@ def _read_model_config(path: Path) -> dict[str, Any]:
 
 def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     family = fields.get("model_type")
+    if feature := REFUSED_FAMILIES.get(str(family)):
+        message = f"{path}: model_type = {family!r}: the engine has no {feature}"
+        raise ConfigError(message, choices=", ".join(FAMILIES), remedy="set model.path to a model of one of these")
     if family not in FAMILIES:
         raise ConfigError(
             f"{path}: model_type = {family!r}: the engine does not know this architecture",
@@ -91,7 +96,10 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
             remedy="set model.path to a model of one of these",
         )
     defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
+    if family == "mixtral":
+        defaults["moe_intermediate_size"] = "intermediate_size"
     fields = {name: fields.get(other) for name, other in defaults.items()} | fields
+    fields["sliding_window"] = sliding_window(family, fields) or None
     unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
     sizes: dict[str, int] = {}
@@ -108,11 +116,9 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
 
 def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None:
     """What the engine's layers would compute wrongly is refused."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     windowed = fields.get("use_sliding_window") or "sliding_attention" in (fields.get("layer_types") or ())
     refused = {
-        f"rope scaling of type {rope_type!r}": rope_type not in ("default", "none"),
+        **refused_rope(fields),
         "sliding-window attention (use_sliding_window, layer_types)": bool(windowed),
         f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family != "qwen2",
         f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
@@ -126,6 +132,7 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
             f"layers without experts (decoder_sparse_step = {step!r}, 1 is)": step != 1,
             "a shared expert (shared_expert_intermediate_size)": bool(shared),
             "a load-balancing loss (output_router_logits = true)": bool(fields.get("output_router_logits")),
+            "noise on the router's inputs (router_jitter_noise)": bool(fields.get("router_jitter_noise")),
         }
     for feature, present in refused.items():
         if present:

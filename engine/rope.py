@@ -1,0 +1,49 @@
+"""Rotary frequencies of models whose config.json scales them (`rope_type`), as transformers computes them.
+
+megatron-core 0.16.1 knows the scaling of Llama 3 with the constants of 3.1 alone (rotary_pos_embedding.py:_apply_scaling), and
+YaRN as an embedding of its own. Both only change the frequencies of the plain one, which the fused tables (fused.py) are made of,
+too; YaRN also multiplies cosine and sine, and so the attention's logits by the square of that.
+Leaves out types whose frequencies depend on the length of the sequence (dynamic, longrope): see ROPE_TYPES in config.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from engine.config import ROPE_TYPES
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def _scaled(hf_config: Any) -> tuple[torch.Tensor, float] | None:
+    """Frequencies, float32 [head_dim / 2], and what cosine and sine are multiplied by; None where nothing is scaled."""
+    rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type = {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if rope_type == "default":
+        return None
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+    return frequencies, factor
+
+
+def config_arguments(hf_config: Any) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig, for mbridge's set_extra_args.
+
+    Raises:
+        ValueError: for a `rope_type` out of ROPE_TYPES; megasync/config/model_folder.py says the same before anything starts.
+    """
+    scaled = _scaled(hf_config)
+    if scaled is None or scaled[1] == 1.0:
+        return {}
+    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(2 * len(scaled[0]))}
+
+
+def set_frequencies(model: Any, hf_config: Any) -> None:
+    """Of a GPTModel that has not yet run."""
+    if (scaled := _scaled(hf_config)) is not None:
+        embedding = model.rotary_pos_emb
+        embedding.inv_freq = scaled[0].to(embedding.inv_freq)
+        embedding.seq_len_interpolation_factor = None  # mbridge's way of linear scaling (llama.py:_get_gptmodel_args)

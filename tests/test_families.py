@@ -1,0 +1,93 @@
+"""Families and types of rotary embedding against transformers and their own folders, with a vocabulary that two does not divide.
+
+Mixtures of experts in more layouts: test_experts.py; on their way to vLLM: test_sync_trainer.py.
+
+    python -m pytest tests/test_families.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.ranks import run_ranks
+from tests.tiny_models import LLAMA3, write_tiny_model
+
+ODD = 131  # tokens; two ranks pad it to 256
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "llama": ("llama", True, {"rope_parameters": LLAMA3}),
+    "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "mistral": ("mistral", False, {"sliding_window": None}),
+    "mistral, tied": ("mistral", True, {"sliding_window": 64}),
+    "mixtral": ("mixtral", False, {"head_dim": None}),
+    "mixtral, tied": ("mixtral", True, {"num_local_experts": 8}),
+    "qwen2": ("qwen2", False, {}),
+    "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
+}
+TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "llama": {"wrap": "megatron_fsdp", "tensor": 2},
+    "llama, linear": {"tensor": 2, "sequence": True, "fusions": "all"},
+    "mistral": {"pipeline": 2},
+    "mistral, tied": {"tensor": 2, "fusions": "all"},
+    "mixtral": {"tensor": 2, "sequence": True},
+    "mixtral, tied": {"wrap": "megatron_fsdp", "expert": 2},
+    "qwen2": {"tensor": 2},
+    "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
+}
+LORA = {"llama, linear": {"rank": 4}}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("families")
+    return {
+        name: str(write_tiny_model(root / name, family, tied, vocab_size=ODD, **{"num_hidden_layers": 2, **fields}))
+        for name, (family, tied, fields) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """On one rank, with fusions where two have none."""
+    fusions = {name: "none" if "fusions" in TENSOR[name] else "all" for name in paths}
+    cases = [{"path": path, "lora": LORA.get(name, {}), "fusions": fusions[name]} for name, path in paths.items()]
+    return dict(zip(paths, run_ranks(1, "tests.family_cases:against_folder", {"cases": cases})[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def shared(paths: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """On two, each."""
+    cases = [{"path": path, "lora": LORA.get(name, {}), **TENSOR[name]} for name, path in paths.items()]
+    ranks = run_ranks(2, "tests.family_cases:against_folder", {"cases": cases})
+    return dict(zip(paths, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_is_that_of_transformers(
+    alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    """Log-probs to 1e-4, the export bit for bit; losses, gradient norms and entropies of two ranks are those of one."""
+    one, two = alone[name], shared[name]
+    assert max(one["worst"], *(rank["worst"] for rank in two)) < 1e-4
+    for ranks in ([one], two):
+        assert sorted(name for rank in ranks for name in rank["names"]) == one["disk"], "each tensor once"
+        assert not any(rank["differing"] or rank["reshaped"] for rank in ranks)
+    for mine, other in zip(two[0]["history"], one["history"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def test_padding_of_the_vocabulary_stays_zero(alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]) -> None:
+    """Also after training with weight decay; there is none on one rank and under pipeline parallelism."""
+    assert [rank["padding"] for rank in shared["qwen2"]] == [(0, 0.0), (256 - ODD, 0.0)]
+    assert [rank["padding"] for rank in shared["mistral, tied"]] == [(0, 0.0), (256 - ODD, 0.0)]
+    assert all(result["padding"] == (0, 0.0) for result in [*alone.values(), *shared["mistral"]])
+
+
+def test_a_run_with_a_padded_vocabulary_resumes(paths: dict[str, str], tmp_path: Path) -> None:
+    """Bit for bit, and the checkpoint is a folder that transformers loads."""
+    arguments = {"path": paths["qwen2"], "root": str(tmp_path), "cases": [{"tensor": 2, "wrap": "ddp"}], "steps": 3, "stop": 1}
+    ((result,), _) = run_ranks(2, "tests.engine_cases:resumed_losses", arguments)
+    assert result["resumed"] == result["whole"]
+    assert result["worst"] < 1e-4
