@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeF
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
-MOE_FAMILIES = ("mixtral", "qwen3_moe")  # mixtures of experts
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json that the engine trains
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
 

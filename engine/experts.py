@@ -222,7 +222,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 
 def _shared_expert(hf_config: Any) -> dict[str, Any]:
-    """What every token goes through beside its experts: qwen2_moe's, with a gate, or that of deepseek_v3 and glm4_moe, without."""
+    """What every token goes through beside its experts: with a gate as in qwen2_moe, or without as in deepseek_v3."""
     gated = getattr(hf_config, "shared_expert_intermediate_size", None) or 0
     size = gated or (getattr(hf_config, "n_shared_experts", None) or 0) * getattr(hf_config, "moe_intermediate_size", 0)
     if not size:

@@ -120,7 +120,6 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
             bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
         )
     for chunk in chunks:
-        vocabulary.hide_padding(gpt_model(chunk), bridge.hf_config.vocab_size)
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
     if path is None:
         return chunks

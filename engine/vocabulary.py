@@ -1,19 +1,20 @@
 """A vocabulary that tensor parallelism does not divide: embedding and output layer get rows of zeros, which no result depends on.
 
 mbridge adds the rows where weights are loaded and cuts them off where they are exported (bridge.py:_weight_to_mcore_format,
-:_weight_to_hf_format). Their logits become HIDDEN_LOGIT where the output layer makes them, so that softmax gives them the
-probability 0, and they get gradients of 0: they stay zeros, and norms are those of the model without them.
+:_weight_to_hf_format). Before logits are read, those of the rows become HIDDEN_LOGIT: softmax gives them the probability 0, and
+they get gradients of 0, so that they stay zeros, and norms are those of the model without them.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 ROWS_PER_RANK = 128  # each rank has a multiple of it, as Megatron-LM's --make-vocab-size-divisible-by, for fast matrix products
 HIDDEN_LOGIT = -1e30  # finite in bfloat16, so that 0 * HIDDEN_LOGIT is 0 in an entropy; exp underflows at any temperature
+Result = TypeVar("Result")
 
 
 def padding_multiple(vocab_size: int, tensor_size: int) -> int | None:
@@ -21,18 +22,18 @@ def padding_multiple(vocab_size: int, tensor_size: int) -> int | None:
     return ROWS_PER_RANK * tensor_size if vocab_size % tensor_size else None
 
 
-def hide_padding(model: Any, vocab_size: int) -> None:
-    """Let a GPTModel's output layer, where this pipeline stage has one, give HIDDEN_LOGIT for all tokens from `vocab_size` on."""
-    layer = getattr(model, "output_layer", None)
-    if layer is None:
-        return
-    width = layer.output_size // layer.tp_group.size()
-    num_own = min(max(vocab_size - layer.tp_group.rank() * width, 0), width)
-    if num_own < width:
-        layer.register_forward_hook(partial(_hide, num_own))
-
-
 @torch.no_grad()
-def _hide(num_own: int, _layer: Any, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
-    """In place: no other tensor of the logits' size is made; their softmax's gradient is 0 there by itself."""
-    output[0][..., num_own:] = HIDDEN_LOGIT
+def hide_padding(logits: torch.Tensor, hf_bridge: Any) -> torch.Tensor:
+    """Set the padding's logits to HIDDEN_LOGIT, in place: the gradient of what is read is 0 there by itself.
+
+    `logits`: [..., padded vocabulary / tensor size], this rank's shard; returned. `hf_bridge`: what has built the model.
+    """
+    if hf_bridge.padded_vocab_size > hf_bridge.vocab_size:
+        first = hf_bridge.mpu.tp_rank * logits.shape[-1]
+        logits[..., max(0, hf_bridge.vocab_size - first) :] = HIDDEN_LOGIT
+    return logits
+
+
+def hiding(function: Callable[[Any, torch.Tensor], Result], hf_bridge: Any) -> Callable[[Any, torch.Tensor], Result]:
+    """A function of a micro-batch and its logits, that does not see the padding's."""
+    return lambda micro, logits: function(micro, hide_padding(logits, hf_bridge))

@@ -7,10 +7,15 @@ Mixtures of experts in more layouts: test_experts.py; on their way to vLLM: test
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+
+from bridge.receive import vllm_experts
 from tests.ranks import run_ranks
 from tests.tiny_models import LLAMA3, write_tiny_model
 
@@ -24,6 +29,8 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "mixtral": ("mixtral", False, {"head_dim": None}),
     "mixtral, tied": ("mixtral", True, {"num_local_experts": 8}),
     "qwen2": ("qwen2", False, {}),
+    "qwen2_moe": ("qwen2_moe", False, {}),
+    "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
     "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
 }
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
@@ -34,6 +41,8 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "mixtral": {"tensor": 2, "sequence": True},
     "mixtral, tied": {"wrap": "megatron_fsdp", "expert": 2},
     "qwen2": {"tensor": 2},
+    "qwen2_moe": {"tensor": 2, "sequence": True},
+    "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
 LORA = {"llama, linear": {"rank": 4}}
@@ -91,3 +100,10 @@ def test_a_run_with_a_padded_vocabulary_resumes(paths: dict[str, str], tmp_path:
     ((result,), _) = run_ranks(2, "tests.engine_cases:resumed_losses", arguments)
     assert result["resumed"] == result["whole"]
     assert result["worst"] < 1e-4
+
+
+def test_vllms_experts_of_mixtral_are_read_back_by_their_names(paths: dict[str, str]) -> None:
+    layer, path = SimpleNamespace(local_num_experts=4), "model.layers.1.block_sparse_moe.experts"
+    names = [vllm_experts.hf_names(f"{path}.routed_experts", layer, name) for name in vllm_experts.PARTS]
+    disk = load_file(Path(paths["mixtral"]) / "model.safetensors")
+    assert sorted(chain.from_iterable(names)) == sorted(name for name in disk if name.startswith(path))

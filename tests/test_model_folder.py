@@ -51,6 +51,11 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
     assert (shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size) == (8, 2, 96)
     del sizes["num_experts"]
     assert check_model_folder(write_model(tmp_path, **sizes, num_local_experts=8)) == shape
+    shape = check_model_folder(write_model(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2))
+    assert (shape.num_experts, shape.moe_intermediate_size) == (8, 256)
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}
+    shape = check_model_folder(write_model(tmp_path, **EXPERTS | shared))
+    assert shape.shared_expert_intermediate_size == 64
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,10 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 9}, "more than num_experts = 8"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ({"shared_expert_intermediate_size": 64}, "shared expert"),
+        ({"shared_expert_intermediate_size": 64}, "a shared expert on qwen3_moe"),
+        ({"model_type": "qwen2_moe"}, "qwen2_moe without a shared expert"),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "qkv_bias": False}, "qkv_bias = false"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({"output_router_logits": True}, "load-balancing loss"),
     ],
 )
@@ -109,7 +117,7 @@ def test_what_mbridge_knows_and_the_engine_does_not_is_refused_by_its_feature(tm
     assert "choices: llama, mistral, qwen2" in message
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt2", None, 3, ["llama"]])
+@pytest.mark.parametrize("family", ["qwen4_moe", "gpt2", None, 3, ["llama"]])
 def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) -> None:
     message = model_refused(write_model(tmp_path, model_type=family))
     assert f"model_type = {family!r}" in message

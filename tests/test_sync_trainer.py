@@ -84,7 +84,7 @@ def test_replica_with_a_head_of_its_own_follows_the_trainer_bit_for_bit(untied: 
 
 def test_ranks_send_to_the_workers_on_their_devices(root: Path) -> None:
     """Through memory that is shared on a device, a rank for each of two workers."""
-    path = str(write_tiny_model(root / "shared", "qwen3", tied=True, num_hidden_layers=NUM_LAYERS))
+    path = str(write_tiny_model(root / "shared", "mistral", tied=True, num_hidden_layers=NUM_LAYERS))
     cases = [{"wrap": "ddp", "tensor": 2}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "lora": {"rank": 4, "alpha": 8.0}}]
     arguments = {"path": path, "cases": cases, "num_steps": 2, "transport": "ipc", "tensor_parallel": 2}
     first, second = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from tests.ranks import run_ranks
@@ -131,3 +133,23 @@ def test_transformers_still_keeps_rope_theta_elsewhere(tmp_path: Path) -> None:
     """engine/upstream.py:rope_theta"""
     config = AutoConfig.from_pretrained(write_tiny_model(tmp_path, "qwen3"))
     assert not hasattr(config, "rope_theta") and "rope_theta" in config.rope_parameters
+
+
+def test_mbridge_still_computes_with_a_head_size_of_null() -> None:
+    """engine/upstream.py:head_dim"""
+    from mbridge.models.qwen2 import Qwen2Bridge
+
+    bridge = object.__new__(Qwen2Bridge)
+    bridge.hf_config = SimpleNamespace(num_key_value_heads=1, num_attention_heads=1, hidden_size=4, head_dim=None)
+    with pytest.raises(TypeError):
+        bridge._weight_to_hf_format("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(12, 4))
+
+
+def test_megatron_core_still_scales_as_llama_3_1_alone_and_mbridge_knows_no_mistral() -> None:
+    """engine/rope.py, engine/families.py"""
+    from mbridge.core.bridge import _MODEL_REGISTRY
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    assert "rope_scaling_factor" in inspect.signature(RotaryEmbedding).parameters
+    assert "low_freq_factor" not in inspect.signature(RotaryEmbedding).parameters
+    assert "mistral" not in _MODEL_REGISTRY

@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -36,6 +38,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
@@ -76,11 +79,13 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
-    if family == "qwen2":
+    if family in ("qwen2", "qwen2_moe"):
         del fields["head_dim"]
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_moe"):
         fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-        fields["norm_topk_prob"] = True
+        fields["norm_topk_prob"] = family == "qwen3_moe"
+    if family == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = 96
     if family == "mixtral":
         fields |= {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
     fields |= config

@@ -55,7 +55,7 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     parallel = config.engine.parallel
-    split_by_tensor = ("num_attention_heads", "num_key_value_heads", shape.split_size)
+    split_by_tensor = ("num_attention_heads", "num_key_value_heads", shape.split_size, "shared_expert_intermediate_size")
     _check_divides(config, "engine.parallel.tensor", parallel.tensor, shape, split_by_tensor)
     _check_divides(config, "engine.parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
     _check_experts(config, shape)
@@ -157,10 +157,11 @@ def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
     good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
-    good = [divisor for divisor in good if shape.moe_intermediate_size % divisor == 0]
+    of_experts = {name: getattr(shape, name) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
+    good = [divisor for divisor in good if all(number % divisor == 0 for number in of_experts.values())]
     if size not in good:
         problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"
-        problem += f" and moe_intermediate_size = {shape.moe_intermediate_size}" if shape.num_experts else ""
+        problem += "".join(f" and {name} = {number}" for name, number in of_experts.items() if number)
         raise _wrong_size(config, "rollout.tensor_parallel", size, problem, good)
 
 

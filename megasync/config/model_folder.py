@@ -39,6 +39,7 @@ class ModelShape:
     max_position_embeddings: int = 0  # 0: no limit is given
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     sliding_window: int = 0  # 0: none
+    shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through
 
     @property
     def split_size(self) -> str:
@@ -46,7 +47,7 @@ class ModelShape:
         return "moe_intermediate_size" if self.num_experts else "intermediate_size"
 
 
-OPTIONAL_SIZES = ("max_position_embeddings", "head_dim", "sliding_window")
+OPTIONAL_SIZES = ("max_position_embeddings", "head_dim", "sliding_window", "shared_expert_intermediate_size")
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -130,7 +131,9 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         refused |= {
             "layers without experts (mlp_only_layers)": bool(fields.get("mlp_only_layers")),
             f"layers without experts (decoder_sparse_step = {step!r}, 1 is)": step != 1,
-            "a shared expert (shared_expert_intermediate_size)": bool(shared),
+            f"a shared expert on {family} (shared_expert_intermediate_size)": bool(shared) and family != "qwen2_moe",
+            f"{family} without a shared expert (shared_expert_intermediate_size)": not shared and family == "qwen2_moe",
+            "attention without biases (qkv_bias = false)": family == "qwen2_moe" and not fields.get("qkv_bias", True),
             "a load-balancing loss (output_router_logits = true)": bool(fields.get("output_router_logits")),
             "noise on the router's inputs (router_jitter_noise)": bool(fields.get("router_jitter_noise")),
         }
