@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 
 from bridge.receive import vllm_experts
 from tests.ranks import run_ranks
-from tests.tiny_models import LLAMA3, write_tiny_model
+from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
     "llama": ("llama", True, {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
@@ -107,3 +106,16 @@ def test_vllms_experts_of_mixtral_are_read_back_by_their_names(paths: dict[str, 
     names = [vllm_experts.hf_names(f"{path}.routed_experts", layer, name) for name in vllm_experts.PARTS]
     disk = load_file(Path(paths["mixtral"]) / "model.safetensors")
     assert sorted(chain.from_iterable(names)) == sorted(name for name in disk if name.startswith(path))
+
+
+@pytest.mark.gpu(2)
+def test_padding_over_gpus_trains_as_on_one(paths: dict[str, str]) -> None:
+    """bf16 with compiled kernels: losses of some steps, and the vocabulary over two GPUs against one that has it whole."""
+    common = {"path": paths["llama"], "name": "sft", "dtype": "bfloat16"}
+    (alone,) = run_ranks(1, "tests.engine_cases:losses", {"cases": [common], "num_steps": 4})[0]
+    cases = [{**common, "tensor": 2, "wrap": wrap} for wrap in ("ddp", "megatron_fsdp")]
+    for case, history in zip(cases, run_ranks(2, "tests.engine_cases:losses", {"cases": cases, "num_steps": 4})[0], strict=True):
+        print(case, history, alone)
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, alone, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=5e-3)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)

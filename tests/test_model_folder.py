@@ -82,16 +82,20 @@ def test_unsupported_mixtures_of_experts(tmp_path: Path, changes: dict[str, obje
 def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path / "experts")
     model = f"model.path={write_model(tmp_path / 'experts', **EXPERTS)}"
-    split = (model, "engine.parallel.tensor=2")
-    message = cannot_run(runnable, *split)
+    tensor = (model, "engine.parallel.tensor=2")
+    message = cannot_run(runnable, *tensor)
     assert "engine.parallel.sequence = false" in message
     assert "write engine.parallel.sequence=true" in message
-    check_config(load_config(runnable, [*split, "engine.parallel.sequence=true"]), 2)
+    check_config(load_config(runnable, [*tensor, "engine.parallel.sequence=true"]), 2)
     check_config(load_config(runnable, [model, "engine.parallel.expert=2"]), 2)
     odd = f"model.path={write_model(tmp_path / 'odd', **{**EXPERTS, 'moe_intermediate_size': 97})}"
     message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
     assert "moe_intermediate_size = 97" in message
     assert "moe_intermediate_size = 97" in cannot_run(runnable, odd, "rollout.tensor_parallel=2")
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 97}
+    odd = f"model.path={write_model(tmp_path / 'odd', **{**EXPERTS, **shared})}"
+    for split in (("engine.parallel.tensor=2", "engine.parallel.sequence=true"), ("rollout.tensor_parallel=2",)):
+        assert "shared_expert_intermediate_size = 97" in cannot_run(runnable, odd, *split)
     lora = (model, "engine.lora.rank=8")
     message = cannot_run(runnable, *lora)
     assert "linear_fc1 is in the experts of qwen3_moe" in message
@@ -130,6 +134,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "'llama3' without a number low_freq"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "'yarn' without a number factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "attention_factor": 1.0}}, "'yarn' with attention_factor"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embedding (partial_rotary_factor = 0.5)"),

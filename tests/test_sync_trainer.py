@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.tiny_models import LLAMA3, write_tiny_model
+from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 
 CASES: list[dict[str, Any]] = [{"wrap": wrap, "tensor": tensor} for wrap in ("ddp", "megatron_fsdp") for tensor in (1, 2)]
 NUM_LAYERS = 2
@@ -30,7 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def tied(root: Path) -> str:
-    return str(write_tiny_model(root / "tied", "qwen3", tied=True, num_hidden_layers=NUM_LAYERS, vocab_size=131))
+    sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 131, "rope_parameters": YARN}
+    return str(write_tiny_model(root / "tied", "qwen3", tied=True, **sizes))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_ranks_send_to_the_workers_on_their_devices(root: Path) -> None:
 
 def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
     """CPUs pack experts after loading: they take vLLM's own loader, which has to pack them again at each sync."""
-    path = str(write_tiny_model(root / "experts", "qwen3_moe"))
+    path = str(write_tiny_model(root / "experts", "qwen2_moe", vocab_size=131))
     cases = [{"wrap": "ddp", "tensor": 2, "sequence": True}, {"wrap": "megatron_fsdp"}]
     cases += [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
     arguments = {"path": path, "cases": cases, "num_steps": 3, "verify": "readback"}
@@ -109,7 +110,7 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
         assert result["gap"] < 1e-4
         reasons = {name.rpartition(".")[2]: reason for name, reason in result["fallback"].items()}
         assert reasons.pop("routed_experts") == "the CPU backend packs its experts after loading"
-        assert reasons.keys() == {"qkv_proj", "o_proj", "gate", "lm_head"}
+        assert reasons.keys() == {"qkv_proj", "o_proj", "gate", "lm_head", "shared_expert_gate", "gate_up_proj", "down_proj"}
         assert all(verified for _, _, verified in result["versions"])
 
 

@@ -49,6 +49,7 @@ LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -26,6 +26,7 @@ ROPE_NUMBERS = {  # what a type of rope scaling needs, and has no default
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+YARN_REFUSED = ("attention_factor", "mscale", "mscale_all_dim")  # transformers and versions of vLLM read them differently
 MISTRAL_WINDOW = 4096  # transformers 5.19, MistralConfig.sliding_window, where config.json says nothing
 
 
@@ -43,8 +44,9 @@ def refused_rope(fields: dict[str, Any]) -> dict[str, bool]:
     absent = [name for name in ROPE_NUMBERS.get(kind, ()) if type(rope.get(name)) not in (int, float)]
     return {
         "rotary embeddings by layer type (rope_parameters)": any(isinstance(value, dict) for value in rope.values()),
-        f"rope scaling of type {kind!r}": kind not in (*ROPE_TYPES, "none"),
+        f"rope scaling of type {kind!r}": kind not in ROPE_TYPES,
         f"rope scaling of type {kind!r} without a number {absent[0] if absent else ''}": bool(absent),
+        **{f"rope scaling of type 'yarn' with {name}": kind == "yarn" and rope.get(name) is not None for name in YARN_REFUSED},
         f"partial rotary embedding (partial_rotary_factor = {partial})": partial not in (None, 1, 1.0),
     }
 
