@@ -233,7 +233,7 @@ class Engine:
         forward_only: bool,
     ) -> list[Any]:
         """megatron-core's schedule over the micro-batches; what `loss_function` reports, on the last stage, else []."""
-        options, read = {}, vocabulary.hiding(loss_function, self.hf_bridge)
+        options = {}
         if self.use_fused and self.hf_bridge.dtype is not torch.float32:
             options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
 
@@ -244,7 +244,7 @@ class Engine:
                     gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q
                 )
             logits = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
-            return logits, partial(read, micro)
+            return logits, vocabulary.hiding(partial(loss_function, micro), self.hf_bridge)
 
         iterators = [iter(microbatches) for _ in chunks]
         outputs: list[Any] = get_forward_backward_func()(

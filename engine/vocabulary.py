@@ -8,12 +8,13 @@ they get gradients of 0, so that they stay zeros, and norms are those of the mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 ROWS_PER_RANK = 128  # each rank has a multiple of it, as Megatron-LM's --make-vocab-size-divisible-by, for fast matrix products
 HIDDEN_LOGIT = -1e30  # finite in bfloat16, so that 0 * HIDDEN_LOGIT is 0 in an entropy; exp underflows at any temperature
+Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
 
@@ -34,6 +35,12 @@ def hide_padding(logits: torch.Tensor, hf_bridge: Any) -> torch.Tensor:
     return logits
 
 
-def hiding(function: Callable[[Any, torch.Tensor], Result], hf_bridge: Any) -> Callable[[Any, torch.Tensor], Result]:
-    """A function of a micro-batch and its logits, that does not see the padding's."""
-    return lambda micro, logits: function(micro, hide_padding(logits, hf_bridge))
+def hiding(
+    function: Callable[Concatenate[torch.Tensor, Rest], Result], hf_bridge: Any
+) -> Callable[Concatenate[torch.Tensor, Rest], Result]:
+    """A function of logits, its first argument, that does not see the padding's."""
+
+    def of_tokens(logits: torch.Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        return function(hide_padding(logits, hf_bridge), *args, **kwargs)
+
+    return of_tokens
