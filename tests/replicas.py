@@ -109,7 +109,7 @@ class StampedReplica(OpenReplica):
         return taken
 
     async def set_on_update(self, mode: OnUpdate, recompute: bool) -> None:
-        self._generator._on_update = mode
+        self._generator.on_update = mode
         self.config = dataclasses.replace(self.config, on_update=mode, recomputes_cache=recompute)
 
 
