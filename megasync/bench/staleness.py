@@ -50,7 +50,8 @@ class StalenessBench(BenchRank):
     def run(self) -> Measured:
         assert self.pool is not None
         cores = pin(self.pool)
-        self._run_row(1, "continue", 2)  # warms up
+        self.say("warming up")
+        self._run_row(1, "continue", 2)
         rows = []
         for number in range(self.config.bench.rounds):
             for staleness, on_update in ROWS[:: -1 if number % 2 else 1]:
