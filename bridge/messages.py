@@ -15,7 +15,7 @@ leaves, by a pause. A replica whose vLLM died, or that gives no answer, is FAILE
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -267,7 +267,7 @@ class Replicas(Protocol):
 
     def loader_fallback(self) -> dict[str, str]: ...
 
-    def read_digests(self, timeout: float) -> dict[int, dict[str, int]]: ...
+    def read_digests(self, timeout: float, replicas: Sequence[int] | None = None) -> dict[int, dict[str, int]]: ...
 
     def resume(self) -> None: ...
 

@@ -167,6 +167,10 @@ class Engine:
         """
         return [bool(values.all()) for values in self._response_values(samples, self._greedy_values)]
 
+    def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
+        return self._response_values(samples, partial(self._log_prob_values, temperature=1.0))
+
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
         return self.wrapped.whole_parameters()
@@ -260,8 +264,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def _log_prob_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
+    def _log_prob_values(
+        self, micro: MicroBatch, logits: torch.Tensor, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = loss.token_log_probs(logits, micro.labels, temperature or self.temperature, self.use_fused)
         return values.new_zeros(()), values
 
     def _greedy_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from bridge.export.source import whole_tensors
 from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
+from megasync.canary import build_canary
 from megasync.config.schema import Config
 from megasync.distribute import TokenScatter
 from megasync.files import CHECKPOINTS, set_aside
@@ -106,6 +107,7 @@ class Session:
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
         self.weights.start_replicas()
+        self.weights.canary = build_canary(self.config, self._data_of_rank, self.log)
         pool = self.weights.pool
         if pool is not None:
             rewards = RewardPool(self.config.rollout)

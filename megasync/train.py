@@ -46,6 +46,7 @@ def run(config: Config, data: RunData | None) -> int:
     from bridge.messages import SyncError
     from engine import parallel
     from engine.metrics import NonFiniteError
+    from megasync.canary import CanaryError
     from megasync.loop import train_grpo, train_sft
     from megasync.rank_zero import RankZeroError
     from megasync.session import Session
@@ -58,7 +59,7 @@ def run(config: Config, data: RunData | None) -> int:
             session = Session(config, data)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         session.finish()
-    except (NonFiniteError, SyncError, RankZeroError) as error:
+    except (NonFiniteError, SyncError, RankZeroError, CanaryError) as error:
         if rank == 0:
             last = session.last_checkpoint if session is not None else None
             at = f"step {session.step}: " if session is not None else ""

@@ -20,6 +20,7 @@ from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
 from engine import checkpoint, parallel
 from engine.engine import Engine
+from megasync.canary import Canary
 from megasync.config.schema import Config
 from megasync.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
@@ -40,6 +41,7 @@ class Weights:
         self.sync_exporter = build_exporter(engine, on_all_ranks=True) if transport(config) == "ipc" else self.exporter
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
+        self.canary: Canary | None = None
         self.syncs: list[dict[str, float]] = []
         self.devices = DeviceSharing(config, engine, log.timeline)
         self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
@@ -61,10 +63,15 @@ class Weights:
 
         Raises:
             SyncError: the sync was refused, or failed SYNC_ATTEMPTS times.
+            CanaryError: a replica computes otherwise than the trainer.
             RankZeroError: fewer than `rollout.min_replicas` replicas run, even after `rollout.restart_timeout_seconds`.
         """
+        canary = self.canary
         with self.devices.sync():
+            if canary is not None:
+                canary.score_by_trainer(self.engine)
             report = self._publish(version)
+            found = canary.compare(version, self.pool, self.publisher) if canary is not None else {}
         for stage in report.stages:
             self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
         metrics = {
@@ -73,6 +80,7 @@ class Weights:
             "sync/gb_per_second": report.gb_per_second,
             "sync/pause_seconds": report.pause_seconds,
             "sync/verified": float(report.verified),
+            **found,
         }
         if self.config.engine.lora.rank and not self.sends_adapters:
             metrics["lora/merge_error"] = self._merge_error()

@@ -12,6 +12,7 @@ from bridge.config import SyncConfig
 from bridge.messages import GenerationRequest, SyncError
 from bridge.send.publish import Publisher
 from engine.sample import Sample
+from megasync.canary import Canary, probe_sequences
 from megasync.weights import build_adapter_source
 from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.replicas import OpenPool
@@ -52,6 +53,10 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
                 result["gaps"].append({way: score_gap(pool, samples, mine) for way, pool in pools.items()})
         if is_rank_zero():
             result["held"] = held_adapter(pools["adapter"], folder)
+        canary = Canary(probe_sequences([range(5, 40)], 2, 12), 1e-3, 60.0, print)
+        canary.score_by_trainer(built)
+        result["canary"] = canary.compare(num_steps, pools.get("adapter"), publishers["adapter"])["sync/canary_gap"]
+        result["differing"] = publishers["adapter"].differing(0)
         result["refused"] = [
             refused(Publisher(sources["adapter"], pools.get("merged"), sync, adapter=spec)),
             refused(Publisher(sources["merged"], pools.get("adapter"), sync)),
@@ -102,6 +107,6 @@ def peft_greedy(path: str, folder: str, samples: list[Sample]) -> list[tuple[int
 
 
 def score_gap(pool: OpenPool, samples: list[Sample], mine: list[torch.Tensor]) -> float:
-    scores = pool.score([[*s.prompt_ids, *s.response_ids] for s in samples])
+    scores = pool.score_all([[*s.prompt_ids, *s.response_ids] for s in samples])
     theirs = [torch.tensor(score[len(s.prompt_ids) - 1 :]) for s, score in zip(samples, scores, strict=True)]
     return worst_difference(theirs, mine)

@@ -10,7 +10,6 @@ import torch
 
 from bridge.config import OnUpdate, ReplicaConfig
 from bridge.messages import Completion
-from bridge.receive import vllm_adapter
 from bridge.replicas import vllm_api
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
@@ -24,26 +23,6 @@ def numbers(completion: Completion) -> tuple[tuple[int, ...], tuple[float, ...],
 
 
 class OpenReplica(Replica):
-    async def score(self, token_id_lists: list[tuple[int, ...]]) -> list[list[float]]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(
-            temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-
-        async def submit(queues: list[Any]) -> None:
-            for ids in token_id_lists:
-                prompt, lora = {"prompt_token_ids": list(ids)}, vllm_adapter.request(self._has_adapter)
-                queues.append(await self._engine.add_request(self._generator.new_id(), prompt, parameters, lora_request=lora))
-
-        scores = []
-        for output in await self._generator.run(submit):
-            entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-            scores.append([entry[token].logprob for token, entry in entries])
-        return scores
-
     async def serves(self) -> int | None:
         self._notice_death()
         return self.version
@@ -55,6 +34,9 @@ class OpenReplica(Replica):
             "enable_prefix_caching": config.cache_config.enable_prefix_caching,
         }
 
+    async def damage(self, name: str) -> None:
+        await self._engine.collective_rpc("tests_damage", args=(name,))
+
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         answers = await self._engine.collective_rpc("tests_read_shards", args=(names,))
         return assemble(shard for answer in answers for shard in answer)
@@ -62,23 +44,28 @@ class OpenReplica(Replica):
 
 class OpenPool(ReplicaPool):
     replica_class = OpenReplica
+    damaged = ""
 
     @classmethod
     def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
         arguments = {"worker_extension_cls": "tests.worker.OpenWorkerExtension", **config.engine_arguments}
         return super().start(dataclasses.replace(config, engine_arguments=arguments), num_replicas)
 
-    def score(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Natural log-probs (temperature 1) of the tokens of each list, from its second token on."""
-        lists = [tuple(map(int, ids)) for ids in token_id_lists]
-        num_shares = min(self.num_replicas, len(lists))
-        shares = [lists[i :: self.num_replicas] for i in range(num_shares)]
-        refs = []
-        for actor, share in zip(self._chosen(), shares, strict=False):
-            refs.append(actor.handle.score.remote(share))
-            actor.num_sent += 1
-        parts = self.gather(refs)
-        return [parts[i % num_shares][i // num_shares] for i in range(len(lists))]
+    def score_all(self, token_id_lists: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Natural log-probs (temperature 1) of the tokens of each list, from its second token on; dealt out in turns."""
+        found: list[list[float]] = [[] for _ in token_id_lists]
+        for place, replica in enumerate(self.members):
+            own = range(place, len(token_id_lists), len(self.members))
+            scores = self.score(replica, [token_id_lists[index] for index in own], 60.0) if own else []
+            for index, values in zip(own, scores, strict=True):
+                found[index] = values.tolist()
+        return found
+
+    def resume(self, replicas: Sequence[int] | None = None) -> None:
+        """Of `damaged`, a worker's parameter, what was received is no more there then."""
+        super().resume(replicas)
+        if self.damaged:
+            self._call(lambda actor: actor.damage.remote(self.damaged), 60.0, replicas)
 
     def settings(self) -> dict[str, Any]:
         """Some of what vLLM of the first replica was started with, by names of EngineArgs."""
@@ -122,7 +109,7 @@ class StampedReplica(OpenReplica):
         return taken
 
     async def set_on_update(self, mode: OnUpdate, recompute: bool) -> None:
-        self._generator._on_update = mode
+        self._generator.on_update = mode
         self.config = dataclasses.replace(self.config, on_update=mode, recomputes_cache=recompute)
 
 

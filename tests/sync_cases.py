@@ -17,7 +17,11 @@ from bridge.messages import SyncError
 from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
+from megasync.canary import Canary, CanaryError, probe_sequences
+from megasync.config.schema import Config
 from megasync.launch.ray_cluster import start_ray
+from megasync.reporting.log import RunLog
+from megasync.weights import Weights, build_publisher
 from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.replicas import OpenPool
 
@@ -95,7 +99,7 @@ def follow(
         held = pool.read_back()
         differing |= set(held) ^ set(exported)
         differing |= {name for name in exported if name in held and not torch.equal(held[name], exported[name])}
-        scores = pool.score([[*s.prompt_ids, *s.response_ids] for s in samples])
+        scores = pool.score_all([[*s.prompt_ids, *s.response_ids] for s in samples])
         for sample, ours, theirs in zip(samples, mine, scores, strict=True):
             answer = torch.tensor(theirs[len(sample.prompt_ids) - 1 :])
             worst = max(worst, float((ours - answer).abs().max()))
@@ -105,6 +109,41 @@ def follow(
     writer = publisher._connection.sender.writer if publisher._connection is not None else None
     return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "fallback": fallback,
             "num_pickled": num_pickled.count, "readers": getattr(writer, "own", None)}
+
+
+def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], damaged: str) -> tuple[list[dict[str, float]], str]:
+    """Each case publishes twice as a run does; after the last one's, `damaged` changes in the replica. Metrics, and the error."""
+    found: list[dict[str, float]] = []
+    for number, case in enumerate(cases):
+        with engine(path, **case) as built:
+            sections = {"run": {"dir": folder}, "model": {"path": path}, "sync": {"bucket_bytes": BUCKET_BYTES}}
+            config = Config.model_validate(sections).model_copy(update={"engine": built.config})
+            weights = Weights(config, built, RunLog(config, first_step=0, write=False))
+            weights.pool = replica(path) if is_rank_zero() else None
+            weights.publisher = build_publisher(weights.sync_exporter, weights.pool, config)
+            weights.canary = Canary(probe_sequences([range(5, 40)], 3, 12), 1e-3, 60.0, print)
+            for version in range(2):
+                built.update(built.prepare(random_samples(16, seed=version)))
+                found.append(weights.publish(version))
+            if number == len(cases) - 1:
+                return found, publish_and_damage(weights, damaged)
+            weights.publisher.close()
+    raise AssertionError
+
+
+def publish_and_damage(weights: Weights, damaged: str) -> str:
+    """What the error says."""
+    pool = weights.pool
+    if isinstance(pool, OpenPool):
+        pool.damaged = damaged
+    try:
+        weights.publish(2)
+    except CanaryError as error:
+        return str(error)
+    finally:
+        if isinstance(pool, OpenPool):
+            pool.damaged = ""
+    return ""
 
 
 class CallCounter:

@@ -10,23 +10,28 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bridge.layout.manifest import read_folder_manifest
 from megasync.bench.cli import main
 from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
 from megasync.model_shapes import SHAPES
+from megasync.bench.lengths import long_tail
 from megasync.bench.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
 from megasync.bench.model import write_shapes
 from megasync.bench.picture import check_picture, draw_sync
-from megasync.bench.summary import summarise_rollout, summarise_sync
-from megasync.bench.tables import show_rollout, show_sync
+from megasync.bench.staleness import ROWS
+from megasync.bench.summary import summarise_rollout, summarise_staleness, summarise_sync
+from megasync.bench.tables import show_rollout, show_staleness, show_sync
 from megasync.config.load import load_config
 from megasync.config.model_folder import check_model_folder
 from tests.ranks import run_ranks
@@ -134,6 +139,44 @@ def test_rollout_compares_both_ways_to_serve_lora(tmp_path: Path) -> None:
     assert [measured["tokens"] for measured in results["rounds"]] == [6 * 32] * 2
     speeds = [results["summary"][way]["tokens_per_second_median"] for way in ("adapter", "merged")]
     assert results["adapter_times_merged"] == speeds[0] / speeds[1]
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 400))
+def test_lengths_have_their_median_and_a_long_tail(number: int, median: int, more: int) -> None:
+    longest = median + more
+    lengths = long_tail(number, median, longest, 0)
+    assert len(lengths) == number and min(lengths) >= 1 and max(lengths) == (longest if number > 1 else median)
+    assert abs(statistics.median(lengths) - median) <= 1 or number % 2 == 0
+    assert sorted(lengths) == sorted(long_tail(number, median, longest, 1))
+
+
+def test_a_replica_beside_vllm_is_compared_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"replica": (2.0, 8.0, 5.0), "vllm": (2.2, 8.0, 4.0)}
+    spent = {"asks": 1.0, "computes": 2.0}
+    rounds = [
+        {"round": number, "way": way, "seconds": taken[number], "tokens": 100, "cpu_seconds": spent}
+        for number in range(3)
+        for way, taken in seconds.items()
+    ]
+    results = {"rounds": rounds, "same_tokens": 1.0, "config": BenchRoot().model_dump()}
+    results |= summarise_rollout(results)
+    assert results["targets"]["replica_times_vllm"] == {"is": 1.0, "at_least": 0.95}
+    show_rollout(results)
+    assert "at 1.000 times the speed of vLLM's" in capsys.readouterr().out
+
+
+def test_staleness_is_compared_with_none(capsys: pytest.CaptureFixture[str]) -> None:
+    others = {"wait_seconds": 1.0, "pause_seconds": 0.5, "staleness_mean": 0.4, "staleness_max": 4}
+    rounds = [
+        {"round": 0, "max_staleness": staleness, "on_update": on_update, "seconds": 10.0 - staleness, **others}
+        for staleness, on_update in ROWS
+    ]
+    lengths = {"median": 24.0, "mean": 33.0, "most": 192}
+    results = {"rounds": rounds, "cores": {"trainer": [1]}, "lengths": lengths, "config": BenchRoot().model_dump()}
+    results |= summarise_staleness(results)
+    assert results["targets"]["staleness_4_continue"] == {"is": 0.6, "at_most": 0.75}
+    show_staleness(results)
+    assert "4 with continue takes 0.60 of the time of 0" in capsys.readouterr().out
 
 
 def test_rounds_before_a_kill_are_kept(tmp_path: Path) -> None:
@@ -266,17 +309,20 @@ def test_a_wrong_config_starts_nothing(override: str, words: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("bench.shapes=tiny-moe", "measure bench sync"),
-        ("bench.lora_rank=0", "1 to 64"),
-        ("bench.prompt_tokens=33", "rollout.max_model_len=65"),
+        ("rollout bench.shapes=tiny-moe", "write bench.lora_rank=0"),
+        ("rollout bench.median_tokens=8", "bench.lora_rank = 0, at most rollout"),
+        ("rollout bench.median_tokens=33 bench.lora_rank=0", "at most rollout.max_new_tokens = 32"),
+        ("rollout bench.prompt_tokens=33", "rollout.max_model_len=65"),
+        ("staleness bench.lora_rank=0", "bench staleness trains by grpo"),
     ],
 )
 def test_a_rollout_that_cannot_be_starts_nothing(
     override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, *overrides = small(tmp_path)
+    verb, *others = override.split()
     with pytest.raises(SystemExit) as stop:
-        main(["rollout", "--config", config, *overrides, override])
+        main([verb, "--config", config, *overrides, *others])
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
 

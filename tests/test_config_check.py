@@ -185,6 +185,7 @@ def test_placements_that_cannot_be(runnable: Path) -> None:
         ("async_scheduling=1", "bool or null is expected"),
         ("stream_interval=true", "int is expected"),
         ("_api_process_count=2", "no field of vLLM's EngineArgs"),
+        ("kv_sharing_fast_prefill=true", "which sync.canary_tolerance needs\n  remedy: take "),
     ],
 )
 def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megasync.config.load import load_config
@@ -71,6 +72,14 @@ def test_turns_go_as_they_are_and_bring_their_own_system_prompt(runnable: Path, 
 def test_special_tokens_of_a_plain_prompt_are_the_tokenizers(runnable: Path) -> None:
     data = load_data(load_config(runnable))
     assert [data.prompts.prompt_text(example) for example in data.train] == ["1+1=", "1+2="]
+
+
+def test_texts_of_many_responses_are_those_of_each(runnable: Path) -> None:
+    prompts = load_data(load_config(runnable)).prompts
+    size = len(prompts.tokenizer)
+    responses = [np.arange(begin, size, dtype=np.int32) for begin in range(3)] + [np.zeros(0, np.int32)]
+    assert prompts.texts(responses) == [prompts.text(ids) for ids in responses]
+    assert "1" in prompts.texts(responses)[0] and prompts.texts([]) == []
 
 
 def test_messages_need_the_template(runnable: Path, tmp_path: Path) -> None:

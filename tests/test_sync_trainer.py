@@ -59,6 +59,18 @@ def test_replica_follows_the_trainer_bit_for_bit(tied: str) -> None:
     follow(tied, CASES, "shm", num_steps=20, has_head=False)
 
 
+def test_a_canary_agrees_until_a_replica_holds_other_weights(root: Path, tied: str) -> None:
+    """Of trainers that are cut up in any way; where it does not, the run ends with the name of the first layer that differs."""
+    cases: list[dict[str, Any]] = [{"wrap": "ddp", "tensor": 2}, {"wrap": "ddp", "pipeline": 2}, {"wrap": "megatron_fsdp"}]
+    cases = [{"name": "sft", **case} for case in [*cases, {"wrap": "ddp", "lora": {"rank": 4, "alpha": 8.0}}, cases[0]]]
+    damaged = "model.layers.1.post_attention_layernorm.weight"
+    arguments = {"path": tied, "folder": str(root), "cases": cases, "damaged": damaged}
+    (found, said), (_, heard) = run_ranks(2, "tests.sync_cases:publish_with_canary", arguments)
+    assert len(found) == 2 * len(cases) and all(metrics["sync/canary_gap"] < 1e-4 for metrics in found)
+    assert f"the first layer whose read-back differs is model.layers.1, in {damaged}; tensors that differ: 1" in said
+    assert said == heard
+
+
 def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Path, tied: str) -> None:
     """fp32: after each of 10 steps both replicas' greedy tokens are PEFT's; neither takes what the other is sent."""
     case = {"name": "sft", "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}, "wrap": "megatron_fsdp"}
@@ -71,6 +83,7 @@ def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Pat
     adapter_elements = NUM_LAYERS * 4 * (128 + 256 + 128 + 128 + 128 + 512 + 256 + 128)  # q, k, v and gate, up share an A
     assert result["bytes"]["adapter"] == 4 * adapter_elements
     assert result["bytes"]["merged"] == sum(t.nbytes for t in load_file(Path(tied) / "model.safetensors").values())
+    assert result["canary"] < 1e-4 and result["differing"] == ([], "")
     adapter_to_merged, merged_to_adapter = result["refused"]
     assert "True" in adapter_to_merged and "started without adapters" in adapter_to_merged
     assert "True" in merged_to_adapter and "takes no others" in merged_to_adapter

@@ -163,7 +163,7 @@ def test_tokens_equal_a_fresh_load(tied_pool, fresh_pool, tied_folders, tied_sou
 
 def test_log_probs_are_those_of_the_weights(tied_pool, tied_folders) -> None:
     lists = [(5, 6, 7, 8, 9, 100, 3), (9, 8), (1, 2, 3)]
-    for ids, scores in zip(lists, tied_pool.score(lists), strict=True):
+    for ids, scores in zip(lists, tied_pool.score_all(lists), strict=True):
         torch.testing.assert_close(torch.tensor(scores), reference_scores(tied_folders[1], ids), atol=1e-4, rtol=0)
     (completion,) = tied_pool.generate([GenerationRequest((5, 6), max_new_tokens=6, seed=3)]).result()[0]
     expected = reference_scores(tied_folders[1], (5, 6, *completion.token_ids.tolist()))[1:]
@@ -322,7 +322,7 @@ def test_two_workers_hold_what_was_sent(split_pool, split_folders) -> None:
             assert differing(split_pool.read_back(), source.tensors) == []
         publisher.close()
     ids = (5, 6, 7, 8, 9, 100, 3)
-    (scores,) = split_pool.score([ids])
+    (scores,) = split_pool.score_all([ids])
     torch.testing.assert_close(torch.tensor(scores), reference_scores(split_folders[1], ids), atol=1e-4, rtol=0)
     assert split_pool.read_back(["model.norm.weight"]).keys() == {"model.norm.weight"}
 

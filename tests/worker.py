@@ -16,3 +16,8 @@ class OpenWorkerExtension(WorkerExtension):
 
         wanted = None if names is None else frozenset(names)
         return [pack(*each) for each in self.weight_transfer_engine.held_slices(wanted) if wanted is None or each[0] in wanted]
+
+    def tests_damage(self, name: str) -> None:
+        """Write other values into a parameter, as a stray kernel would."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        parameters[name].data.mul_(1.5)

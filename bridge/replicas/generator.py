@@ -23,6 +23,7 @@ from bridge.replicas import vllm_api
 
 PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
 PING_SECONDS = 1.0
+ANSWER_SECONDS = 0.01  # from one answer of `collect` to the next: each takes a millisecond or two from the engine's outputs
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Generator:
         self.lock = asyncio.Lock()
         self.num_calls = 0  # of generate and run, all
         self.is_busy = False  # with weights
-        self._engine, self._index, self._on_update = engine, index, on_update
+        self._engine, self._index, self.on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
         self._ids = itertools.count()
         self._num_running = 0  # requests in the engine
@@ -61,7 +62,7 @@ class Generator:
         self._has_news, self._is_open = asyncio.Event(), asyncio.Event()
         self._is_open.set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asked = self._answered = time.monotonic()
+        self._asked = self._answered = self._next_answer = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ one call, one answer
 
@@ -105,6 +106,9 @@ class Generator:
         """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), seconds)
+        if self._live:  # others may end meanwhile
+            await asyncio.sleep(max(0.0, self._next_answer - time.monotonic()))
+        self._next_answer = time.monotonic() + ANSWER_SECONDS
         self._has_news.clear()
         if self._problem is not None:
             raise self._problem
@@ -124,7 +128,7 @@ class Generator:
     async def pause(self, *, drain: bool = False) -> None:
         """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held."""
         self._is_open.clear()
-        mode = PAUSE_MODES["drain" if drain else self._on_update]
+        mode = PAUSE_MODES["drain" if drain else self.on_update]
         await self._unless_dead(vllm_api.pause(self._engine, mode))
         if mode != "keep":
             return

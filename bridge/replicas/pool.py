@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import ray
 
 from bridge.messages import BeginSync, Completion, GenerationRequest, GroupRequest, ReplicaState, StageSpan
@@ -60,6 +62,17 @@ class ReplicaPool(ReplicaActors):
         """A Ray reference to Collected: what the replica has finished since the last call, after `seconds` at the latest."""
         (actor,) = self._chosen([replica])
         return actor.handle.collect.remote(seconds)
+
+    def score(self, replica: int, sequences: Sequence[Sequence[int]], timeout: float) -> list[npt.NDArray[np.float32]]:
+        """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on.
+
+        Raises:
+            RuntimeError: the replica died or gives no answer in time.
+        """
+        (actor,) = self._chosen([replica])
+        ref = actor.handle.score.remote([tuple(map(int, ids)) for ids in sequences])
+        actor.num_sent += 1
+        return [scores.copy() for scores in self.gather([ref], timeout)[0]]
 
     # The steps of a sync (messages.py), driven by Publisher.
 
@@ -162,6 +175,7 @@ class ReplicaPool(ReplicaActors):
         """What the last sync's time went to, replica by replica."""
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
-    def read_digests(self, timeout: float) -> dict[int, dict[str, int]]:
-        """Of each replica: digest.digest_value by HF name of what it holds."""
-        return dict(zip(self.members, self._call(lambda actor: actor.read_digests.remote(), timeout), strict=True))
+    def read_digests(self, timeout: float, replicas: Sequence[int] | None = None) -> dict[int, dict[str, int]]:
+        """Of each of these replicas, None: of all: digest.digest_value by HF name of what it holds."""
+        chosen = self.members if replicas is None else replicas
+        return dict(zip(chosen, self._call(lambda actor: actor.read_digests.remote(), timeout, chosen), strict=True))

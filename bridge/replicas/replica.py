@@ -10,6 +10,9 @@ import asyncio
 import os
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from bridge.config import ReplicaConfig
 from bridge.messages import (
     FOLDER_VERSION,
@@ -79,6 +82,17 @@ class Replica:
         if self._state is ReplicaState.FAILED:
             raise self._out_of_service()
         return await self._generator.collect(seconds)
+
+    async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
+        """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
+
+        async def submit(queues: list[Any]) -> None:
+            version, with_adapter = self._serving()
+            for ids in sequences:
+                name = self._generator.new_id()
+                queues.append(await vllm_api.submit_probe(self._engine, ids, name, version=version, with_adapter=with_adapter))
+
+        return [vllm_api.prompt_log_probs(output) for output in await self._generator.run(submit)]
 
     async def pause(self, num_calls: int) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.

@@ -3,7 +3,7 @@
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
 build_engine, stop_engine, pause, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
-submit, to_completion    requests and outputs
+submit, to_completion, submit_probe, prompt_log_probs    requests and outputs
 
 Leaves out loading weights (vllm_reload.py), reading them back (vllm_readback.py) and adapters (vllm_adapter.py). vLLM is
 imported inside the functions: the trainer imports this file too.
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bridge.config import ReplicaConfig
 from bridge.layout.splitmix import GAMMA, mix64
@@ -209,10 +210,17 @@ async def submit(
 
     Prefixes are shared with requests of the same `version` only: those of held requests outlast an update.
     """
+    parameters = sampling_parameters(request, sample)
+    prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(version)}
+    return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
+
+
+def sampling_parameters(request: GenerationRequest, sample: int) -> Any:
+    """vLLM's SamplingParams of one sample of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    parameters = SamplingParams(
+    return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -227,8 +235,23 @@ async def submit(
         detokenize=bool(request.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(version)}
+
+
+async def submit_probe(engine: Any, ids: Sequence[int], request_id: str, *, version: int, with_adapter: bool) -> Any:
+    """As `submit`: a sequence whose own tokens get log-probs, of which vLLM reads none from its prefix cache."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
+    prompt = {"prompt_token_ids": list(ids), "cache_salt": str(version)}
     return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
+
+
+def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
+    """Of a finished `submit_probe`; the first token has none."""
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return np.array([entry[token].logprob for token, entry in pairs], np.float32)
 
 
 def num_output_tokens(engine: Any, request_id: str) -> int | None:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from bridge.config import SyncConfig, Verify
 from bridge.export.adapter import AdapterSpec
-from bridge.export.source import WeightSource
+from bridge.export.source import WeightSource, whole_tensors
+from bridge.layout.digest import digest_value
 from bridge.layout.manifest import TIED_HEAD
 from bridge.messages import BeginSync, Replicas, Spans, SyncError, SyncReport
 from bridge.send.collectives import Ranks
@@ -103,6 +104,23 @@ class Publisher:
             loader_fallback=connection.loader_fallback,
         )
 
+    def differing(self, replica: int) -> tuple[list[str], str]:
+        """Names, in order, of the tensors that `replica` holds otherwise than the source has them now, and what kept it from
+        telling, if anything. Collective, after a publish; the same on every rank.
+        """
+        assert self._connection is not None
+        digests = [digest_value(tensor) for _, tensor in whole_tensors(self._source)]
+        shared = self._share_digests(self._connection, digests if self._source.is_sender else [])
+        names = [spec.name for spec in self._connection.plan.manifest.tensors]
+        found, problem = list[str](), ""
+        if self._pool is not None:
+            try:
+                found = self._differences(dict(zip(names, shared, strict=True)), [replica])[replica]
+            except RuntimeError as error:
+                problem = str(error)
+        told: tuple[list[str], str] = self._ranks.gather((found, problem))[0]
+        return told
+
     def close(self) -> None:
         """Give the buffers back."""
         if self._connection is not None:
@@ -179,18 +197,21 @@ class Publisher:
 
     def _compare(self, expected: dict[str, int]) -> None:
         """Raises RuntimeError that names the tensors which a replica holds otherwise than they were sent."""
+        wrong = {replica: names for replica, names in self._differences(expected).items() if names}
+        if wrong:
+            texts = [f"replica {replica} holds other values than were sent in {', '.join(wrong[replica])}" for replica in wrong]
+            raise RuntimeError("; ".join(texts))
+
+    def _differences(self, expected: dict[str, int], replicas: list[int] | None = None) -> dict[int, list[str]]:
+        """For each of these replicas the names of tensors that it holds otherwise than their digests say, in order."""
         assert self._pool is not None
-        answers = self._pool.read_digests(self._config.timeout_seconds)
-        problems = []
-        for replica, held in answers.items():
+        found = {}
+        for replica, held in self._pool.read_digests(self._config.timeout_seconds, replicas).items():
             wanted = {name: digest for name, digest in expected.items() if name in held or name != TIED_HEAD}
             if TIED_HEAD in held and TIED_HEAD not in expected:
                 wanted[TIED_HEAD] = expected[EMBEDDING]
-            wrong = [name for name, digest in wanted.items() if held.get(name) != digest]
-            if wrong:
-                problems.append(f"replica {replica} holds other values than were sent in {', '.join(wrong)}")
-        if problems:
-            raise RuntimeError("; ".join(problems))
+            found[replica] = [name for name, digest in wanted.items() if held.get(name) != digest]
+        return found
 
     # Waiting and agreeing.
 

@@ -29,6 +29,13 @@ grpo() { # CASE GPUS RANKS [key=value ...]
   cp "/tmp/runs/$case/timeline.json" "$out/$case.timeline.json"
 }
 
+rollout() { # CASE GPUS [key=value ...]
+  local case=$1 gpus=${GPUS:-$2}; shift 2
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m megasync.bench rollout --config "$here/configs/bench_gpu.yaml" \
+    run.name="$case" run.dir=/tmp/runs bench.lora_rank=0 "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
+  end "$case" $? "│|CPU seconds|aimed at|tokens/s"
+}
+
 train() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m megasync.bench train --config "$here/configs/bench_train.yaml" \
@@ -61,6 +68,10 @@ for case in "$@"; do
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
+    3b-rollout)
+      rollout 3b-rollout 0 bench.num_prompts=256 bench.prompt_tokens=64 bench.median_tokens=430 bench.rounds=5 \
+        rollout.max_new_tokens=2048 rollout.max_model_len=2560 rollout.max_num_seqs=256 rollout.kv_cache_bytes=24GiB \
+        rollout.enforce_eager=false rollout.gpu_memory_utilization=0.4 ;;
     train) train train 0,1 ;;
     moe6) train moe6 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp]' ;;
     moe6-ep2) train moe6-ep2 0,1 "${moe6[@]}" engine.parallel.expert=2 'bench_train.variants=[ddp,megatron_fsdp]' ;;

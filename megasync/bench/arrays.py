@@ -1,8 +1,8 @@
 """`python -m megasync.bench arrays`: a large batch from the replicas' messages to packed micro-batches, generation stood in for.
 
-Two processes over gloo: rank 0 takes the groups in one by one, rewards them and hands each data-parallel rank its share; the
-other process is each of the other ranks in turn. Measured are the seconds of each stage and the most memory above what the
-process had before. Leaves out generation, the decoding of responses and training.
+Two processes over gloo: rank 0 runs the stream of groups with its scheduler and rewards, and hands each data-parallel rank its
+share; the other process is each of the other ranks in turn. Measured are the seconds of each stage and the most memory above
+what the process had before. Leaves out generation, the decoding of responses and training.
 
     python -m megasync.bench arrays --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,29 +22,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bridge.messages import Completion
+from bridge.messages import GenerationRequest
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.parallel import Layout
 from engine.sample import Sample
 from megasync.bench.config import ArraysBenchConfig, BenchRoot
 from megasync.bench.machine import describe_machine
 from megasync.bench.memory import give_back_free_memory, status_bytes
+from megasync.bench.stand_in import VERSION, StandInPool, message
 from megasync.bench.tables import print_table
 from megasync.config.load import load_config, save_config
 from megasync.distribute import TokenScatter
 from megasync.files import write_atomically
 from megasync.launch.processes import run_to_end, torchrun
 from megasync.launch.scope import listen_on_loopback
-from megasync.rollouts.rewards.functions import RewardInput, token_count
-from megasync.rollouts.rollout import batch_metrics
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.rewards.functions import RewardInput
+from megasync.rollouts.rewards.pool import RewardPool, Scored
+from megasync.rollouts.rollout import batch_metrics, samples_of
+from megasync.rollouts.stream import RolloutStream
 
 MIB = 2**20
-VERSION = 3
-VOCABULARY_SIZE = 150_000
 OTHER_RANK = 1
 STAGES = {
-    "receive": "messages become arrays, copied out of Ray's memory",
-    "reward": "token_count of each response, samples",
+    "stream": "groups handed out, messages become arrays, token_count in its process, batch chosen",
+    "samples": "groups become samples",
     "table": "sizes and rewards of all samples, metrics",
     "plan": "who packs what",
     "scatter": "each rank's share, sent one after another",
@@ -76,31 +77,32 @@ class Stages:
         return {**total, "stage_seconds": self.seconds, "stage_peak_bytes": self.peak_bytes}
 
 
-def message(config: BenchRoot, group: int) -> bytes:
-    """What a replica would send of a group: every response as long as it may be."""
-    sizes, generator = config.bench_arrays, np.random.default_rng(group)
-    shape = (sizes.group_size, sizes.response_tokens)
-    tokens = generator.integers(0, VOCABULARY_SIZE, shape, dtype=np.int32)
-    log_probs = -generator.random(shape, dtype=np.float32)
-    versions = np.full(shape[1], VERSION, np.int32)
-    completions = [Completion(ids, probs, versions.copy(), "length") for ids, probs in zip(tokens, log_probs, strict=True)]
-    return pickle.dumps(completions, protocol=5)
-
-
 def take_batch(config: BenchRoot, stages: Stages) -> list[Sample]:
-    """All groups, message by message."""
-    sizes = config.bench_arrays
-    samples = []
-    for group in range(sizes.num_prompts):
-        sent = message(config, group)
-        with stages.measure("receive"):
-            completions = [completion.copy() for completion in pickle.loads(sent)]  # noqa: S301 # ours
-        with stages.measure("reward"):
-            prompt_ids = np.zeros(sizes.prompt_tokens, np.int32)
-            for done in completions:
-                value = token_count(RewardInput("", "", "", len(done.token_ids), sizes.response_tokens))
-                samples.append(Sample(prompt_ids, done.token_ids, done.log_probs, done.weight_versions, value, group))
-    return samples
+    """The first batch of a stream whose replicas have every answer ready."""
+    sizes, rollout = config.bench_arrays, config.rollout.model_copy(update={"reward": "token_count"})
+    prompt_ids = np.zeros(sizes.prompt_tokens, np.int32)
+    request = GenerationRequest(tuple(prompt_ids.tolist()), sizes.group_size, sizes.response_tokens)
+    most = sizes.response_tokens
+
+    async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
+        done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
+        return await rewards.score_group([RewardInput("", "", "", len(one.token_ids), most) for one in done])
+
+    staleness, steps = rollout.max_staleness, VERSION + rollout.max_staleness + 2
+    slots = rollout.max_num_seqs + sizes.group_size if staleness else None
+    settings = StreamSettings(staleness, sizes.num_prompts, steps, slots, most / 2, 600.0)
+    with RewardPool(rollout) as rewards:
+        pool: Any = StandInPool(sizes)
+        stream = RolloutStream(pool, settings, lambda ordinal: Group(ordinal, request), score, print)
+        stream.run(rewards.score(RewardInput("", "", "", 1, most)))  # its process has started
+        with stages.measure("stream"):
+            stream.serve(VERSION)
+            stream.admit(VERSION)
+            groups = stream.take(VERSION)
+        stream.close()
+    assert groups is not None
+    with stages.measure("samples"):
+        return [sample for place, group in enumerate(groups) for sample in samples_of(group, place)]
 
 
 def run_rank(config: BenchRoot) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks: list[Any] = [None, None]
     dist.all_gather_object(ranks, run_rank(config))
     if dist.get_rank() == 0:
-        write_atomically(Path(results_path), json.dumps({"ranks": ranks, "message_bytes": len(message(config, 0))}))
+        write_atomically(Path(results_path), json.dumps({"ranks": ranks, "message_bytes": len(message(config.bench_arrays, 0))}))
     dist.destroy_process_group()
     return 0
 

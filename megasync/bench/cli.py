@@ -1,10 +1,11 @@
-"""Measures weight sync against the two usual ways, generation from LoRA's two ways, training, and a batch's way to the ranks.
+"""Measures weight sync against the two usual ways, generation, training, and a batch's way to the ranks.
 
-Starts the trainer ranks itself (sync.py, rollout.py, train_rank.py and arrays.py say what is measured and how), then
-prints tables and, with --json, writes every round down.
+Starts the trainer ranks itself (sync.py, rollout.py, throughput.py, staleness.py, train_rank.py and arrays.py say what is
+measured and how), then prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE] [--picture FILE.svg]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench staleness --config configs/bench_staleness.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
     python -m megasync.bench arrays --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
 """
@@ -26,8 +27,8 @@ from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
 from megasync.bench.machine import describe_machine
 from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
-from megasync.bench.summary import summarise_rollout, summarise_sync
-from megasync.bench.tables import show_rollout, show_sync
+from megasync.bench.summary import summarise_rollout, summarise_staleness, summarise_sync
+from megasync.bench.tables import show_rollout, show_staleness, show_sync
 from megasync.config.check import check_config
 from megasync.config.check_sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, main_errors, refuse_if
@@ -42,6 +43,7 @@ Results = dict[str, Any]
 VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]] = {
     "sync": (summarise_sync, show_sync),
     "rollout": (summarise_rollout, show_rollout),
+    "staleness": (summarise_staleness, show_staleness),
 }
 
 
@@ -65,7 +67,19 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     check_config(config, sizes.num_ranks, needs_data=False)
     _check_ways(config)
     _check_lora(config, verb)
+    if verb == "staleness":
+        _check_staleness(config)
     return config
+
+
+def _check_staleness(config: BenchRoot) -> None:
+    algorithm, num_ranks = config.algorithm.name, config.bench.num_ranks
+    message = f"algorithm.name = {algorithm}: bench staleness trains by grpo"
+    refuse_if(algorithm != "grpo", message, remedy="take configs/bench_staleness.yaml")
+    message = f"bench.num_ranks = {num_ranks}: bench staleness has one trainer rank"
+    refuse_if(num_ranks > 1, message, remedy="write bench.num_ranks=1")
+    message = f"bench.lora_rank = {config.bench.lora_rank}: bench staleness trains all weights"
+    refuse_if(config.bench.lora_rank, message, remedy="write bench.lora_rank=0")
 
 
 def _check_ways(config: BenchRoot) -> None:
@@ -85,16 +99,16 @@ def _check_lora(config: BenchRoot, verb: str) -> None:
     remedy = f"write bench.lora_rank={rank}, without engine.lora"
     refuse_if(rank, f"engine.lora.rank = {rank}: the bench has a rank of its own", remedy=remedy)
     shape = check_model_folder(config.model.path)
-    message = f"bench rollout: compares LoRA's ways to vLLM, of which {shape.model_type} has one"
-    remedy = "measure bench sync, or take a model without experts"
-    refuse_if(shape.num_experts and verb == "rollout", message, remedy=remedy)
     most = 0 if shape.num_experts else min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
-    least = 1 if verb == "rollout" else 0
     message = f"bench.lora_rank = {sizes.lora_rank}: not possible for bench {verb} with this model"
-    remedy = f"write bench.lora_rank={min(32, most)}"
-    refuse_if(not least <= sizes.lora_rank <= most, message, allowed=f"{least} to {most}", remedy=remedy)
-    length = sizes.prompt_tokens + rollout.max_new_tokens
-    is_too_long = verb == "rollout" and rollout.max_model_len is not None and length > rollout.max_model_len
+    refuse_if(sizes.lora_rank > most, message, allowed=f"0 to {most}", remedy=f"write bench.lora_rank={min(32, most)}")
+    length, generates = sizes.prompt_tokens + rollout.max_new_tokens, verb in ("rollout", "staleness")
+    median, longest = sizes.median_tokens, rollout.max_new_tokens
+    is_off = median is not None and generates and (sizes.lora_rank or median > longest)
+    needs = f"bench.lora_rank = 0, at most rollout.max_new_tokens = {longest}"
+    message = f"bench.median_tokens = {median}: not possible for this bench {verb}"
+    refuse_if(is_off, message, needs=needs, remedy="take bench.median_tokens out, or set what it needs")
+    is_too_long = generates and rollout.max_model_len is not None and length > rollout.max_model_len
     message = f"bench.prompt_tokens = {sizes.prompt_tokens}: with rollout.max_new_tokens too long for a sequence"
     remedy = f"write rollout.max_model_len={length}"
     refuse_if(is_too_long, message, allowed=f"together at most {rollout.max_model_len}", remedy=remedy)
@@ -108,7 +122,11 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
     results_path.unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     listen_on_loopback()
-    code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, str(config_path), str(results_path)))
+    if verb == "rollout" and not config.bench.lora_rank:
+        command = [sys.executable, "-m", "megasync.bench.throughput", str(config_path), str(results_path)]
+    else:
+        command = torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, str(config_path), str(results_path))
+    code = run_to_end(command)
     if not results_path.exists():
         return code or 1, None
     results: Results = json.loads(results_path.read_text(encoding="utf-8"))
@@ -122,7 +140,7 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring, rounds before that count."""
     parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
-    about = "sync: ours, message by message, over the disk, LoRA's two ways; rollout: tokens/s with those; train; arrays"
+    about = "sync: ours, message by message, over the disk, LoRA's two ways; rollout: tokens/s, also beside vLLM's; the others"
     parser.add_argument("verb", choices=[*VERBS, "train", "arrays"], help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")

@@ -39,11 +39,17 @@ class BenchConfig(Section):
     head_dim: PositiveInt = 64
     vocabulary_size: PositiveInt = 32768
     lora_rank: NonNegativeInt = 32
-    """Of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them."""
+    """Of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them, and then rollout compares
+    a replica with vLLM's own offline generation."""
     num_prompts: PositiveInt = 16
     """rollout: one completion each, of rollout.max_new_tokens."""
     prompt_tokens: PositiveInt = 16
     """rollout: of each prompt."""
+    median_tokens: PositiveInt | None = None
+    """rollout without LoRA, staleness: lengths of responses are lognormal around it, up to rollout.max_new_tokens; null: all have
+    those, in staleness an eighth of them."""
+    num_batches: PositiveInt = 20
+    """staleness: of data.batch_size prompts each."""
 
 
 class Variant(NamedTuple):

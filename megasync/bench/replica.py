@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
+from bridge.config import OnUpdate
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from megasync.bench.memory import give_back_free_memory
@@ -36,6 +38,11 @@ class BenchReplica(Replica):
         await self.workers("bench_reload", folder)
         await self._engine.update_weight_version(str(version))
         await self._engine.reset_prefix_cache()
+
+    async def set_on_update(self, mode: OnUpdate) -> None:
+        """From now on, while nothing runs."""
+        self.config = replace(self.config, on_update=mode)
+        self._generator.on_update = mode
 
     async def give_back_free_memory(self) -> None:
         give_back_free_memory()

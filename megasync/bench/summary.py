@@ -53,7 +53,9 @@ def _sync_targets(results: dict[str, Any], summary: dict[str, Any]) -> dict[str,
 
 
 def summarise_rollout(results: dict[str, Any]) -> dict[str, Any]:
-    """Medians of seconds and tokens a second by way, and how the adapter's speed compares with merged weights'."""
+    """Medians of seconds and tokens a second by way, and how the adapter's speed compares with merged weights', or ours with
+    vLLM's own in the same round.
+    """
     summary = {
         way: {
             **_spread(rounds),
@@ -63,7 +65,30 @@ def summarise_rollout(results: dict[str, Any]) -> dict[str, Any]:
         for way, rounds in _by_way(results["rounds"]).items()
     }
     speeds = {way: figures["tokens_per_second_median"] for way, figures in summary.items()}
+    if "vllm" in summary:
+        ours, offline = (_by_way(results["rounds"])[way] for way in ("replica", "vllm"))
+        ratios = [other["seconds"] / own["seconds"] for own, other in zip(ours, offline, strict=True)]
+        spent = {
+            way: {name: statistics.median(m["cpu_seconds"][name] for m in rounds) for name in rounds[0]["cpu_seconds"]}
+            for way, rounds in _by_way(results["rounds"]).items()
+        }
+        target = {"replica_times_vllm": {"is": statistics.median(ratios), "at_least": 0.95}}
+        return {"summary": summary, "cpu_seconds_median": spent, "targets": target}
     return {"summary": summary, "adapter_times_merged": speeds["adapter"] / speeds["merged"]}
+
+
+def summarise_staleness(results: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds, by max_staleness and on_update, each also as a share of the first row's seconds."""
+    by_row: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for measured in results["rounds"]:
+        by_row[f"{measured['max_staleness']} {measured['on_update']}"].append(measured)
+    names = ("seconds", "wait_seconds", "pause_seconds", "staleness_mean", "staleness_max")
+    summary = {row: {name: statistics.median(m[name] for m in rounds) for name in names} for row, rounds in by_row.items()}
+    base = summary["0 drain"]["seconds"]
+    for figures in summary.values():
+        figures["times_synchronous"] = figures["seconds"] / base
+    target = {"staleness_4_continue": {"is": summary["4 continue"]["times_synchronous"], "at_most": 0.75}}
+    return {"summary": summary, "targets": target}
 
 
 def _by_way(rounds: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -76,12 +76,10 @@ def show_sync(results: dict[str, Any]) -> None:
 
 def show_rollout(results: dict[str, Any]) -> None:
     """`bench rollout`."""
-    sizes, summary = results["config"]["bench"], results["summary"]
-    print(
-        f"{sizes['num_prompts']} prompts of {sizes['prompt_tokens']} tokens, "
-        f"{results['config']['rollout']['max_new_tokens']} new tokens each, greedy; LoRA rank {sizes['lora_rank']}; "
-        f"{sizes['rounds']} rounds"
-    )
+    sizes, summary, longest = results["config"]["bench"], results["summary"], results["config"]["rollout"]["max_new_tokens"]
+    is_lora = "adapter" in summary
+    how = f"{longest} new tokens each, greedy; LoRA rank {sizes['lora_rank']}" if is_lora else f"at most {longest} new tokens"
+    print(f"{sizes['num_prompts']} prompts of {sizes['prompt_tokens']} tokens, {how}; {sizes['rounds']} rounds")
     titles = ("way", "tokens/s", "seconds", "least", "most", "tokens")
     rows = [
         [
@@ -93,9 +91,46 @@ def show_rollout(results: dict[str, Any]) -> None:
         for way, s in summary.items()
     ]
     print_table("generation, medians", titles, rows)
+    if not is_lora:
+        _print_beside_vllm(results)
+        return
     print(
         f"the adapter generates at {results['adapter_times_merged']:.2f} times the speed of merged weights; "
         f"{results['same_tokens']:.0%} of the completions are the same from both"
+    )
+
+
+def show_staleness(results: dict[str, Any]) -> None:
+    """`bench staleness`."""
+    config, lengths = results["config"], results["lengths"]
+    data, rollout, sizes = config["data"], config["rollout"], config["bench"]
+    print(
+        f"{sizes['num_batches']} batches of {data['batch_size']} prompts x {rollout['group_size']} samples, of "
+        f"{lengths['median']:g} tokens in the median, {lengths['mean']:.1f} on average, {lengths['most']} at most; "
+        f"{rollout['replicas']} replicas"
+    )
+    print("; ".join(f"{who}: core {', '.join(map(str, cores))}" for who, cores in results["cores"].items()))
+    titles = ("max_staleness, on_update", "seconds", "x 0", "trainer waits", "pauses", "staleness", "most")
+    rows = [
+        [
+            row,
+            *(f"{s[name]:.2f}" for name in ("seconds", "times_synchronous", "wait_seconds", "pause_seconds", "staleness_mean")),
+            f"{s['staleness_max']:.0f}",
+        ]
+        for row, s in results["summary"].items()
+    ]
+    print_table("seconds of all batches", titles, rows)
+    target = results["targets"]["staleness_4_continue"]
+    print(f"4 with continue takes {target['is']:.2f} of the time of 0; aimed at: at most {target['at_most']:g}")
+
+
+def _print_beside_vllm(results: dict[str, Any]) -> None:
+    for way, spent in results["cpu_seconds_median"].items():
+        print(f"{way:<8}{spent['asks']:.2f} CPU seconds in the process that asks, {spent['computes']:.2f} in the engine's")
+    ratio = results["targets"]["replica_times_vllm"]
+    print(
+        f"a replica generates at {ratio['is']:.3f} times the speed of vLLM's LLM.generate; aimed at: at least "
+        f"{ratio['at_least']:g}; {results['same_tokens']:.0%} of the completions are the same from both"
     )
 
 

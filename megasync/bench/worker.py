@@ -1,6 +1,6 @@
 """One trainer rank of `python -m megasync.bench`, which starts it: runs a bench and writes what it measured as JSON.
 
-Leaves out the benches (sync.py, rollout.py).
+Leaves out the benches (sync.py, rollout.py, staleness.py).
 
     python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.bench.worker sync runs/bench/config.yaml OUT.json
 """
@@ -16,11 +16,12 @@ from engine import parallel
 from megasync.bench.config import BenchRoot
 from megasync.bench.rank import BenchRank
 from megasync.bench.rollout import RolloutBench
+from megasync.bench.staleness import StalenessBench
 from megasync.bench.sync import SyncBench
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
 
-BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBench}
+BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBench, "staleness": StalenessBench}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -48,6 +48,10 @@ def check_engine_arguments(config: Config) -> None:
         if reason := vllm_arguments.refusal(name, value):
             key = f"rollout.engine_arguments.{name}"
             raise ConfigError(f"{key} = {value!r:.80}: {reason}", **_way_out(name, key))
+    name = "kv_sharing_fast_prefill"
+    message = f"rollout.engine_arguments.{name} = true: vLLM's log-probs of prompts are wrong, which sync.canary_tolerance needs"
+    is_wrong = config.rollout.engine_arguments.get(name) and config.sync.canary_tolerance
+    refuse_if(is_wrong, message, remedy=f"take rollout.engine_arguments.{name} out, or write sync.canary_tolerance=0")
 
 
 def _way_out(name: str, key: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Dispatcher:
         note: Callable[[str], None],
     ) -> None:
         """`start` runs a coroutine as a task; `on_sample` gets the group of each sample that ended, `on_error` what ends the run,
-        `on_change` is called after either and when a replica is lost, `note` says something to the user.
+        `on_change` is called when all samples of a group have ended or a replica is lost, `note` says something to the user.
         """
         self.pool, self.settings, self.start = pool, settings, start
         self.on_sample, self.on_error, self.on_change, self.note = on_sample, on_error, on_change, note
@@ -148,8 +148,8 @@ class Dispatcher:
         if not group.missing:
             del self._handed_out[group.key]
             group.ended_seconds = time.time()
+            self.on_change()
         self.on_sample(group)
-        self.on_change()
 
     def _lose(self, replica: int, lane: _Lane, reason: str) -> None:
         """Another replica takes its groups over; a new one is started in its place."""

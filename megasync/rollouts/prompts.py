@@ -49,6 +49,14 @@ class Prompts:
         text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
         return text
 
+    def texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
+        """`text` of each, while Python's other threads run: of the tokenizers package `decode` holds them up, this does not."""
+        if self.tokenizer.clean_up_tokenization_spaces:
+            return [self.text(token_ids) for token_ids in responses]
+        ids = [token_ids.tolist() for token_ids in responses]
+        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
+        return texts
+
     def prompt_text(self, example: Example) -> str:
         """What the model gets, its special tokens included."""
         text: str = self.tokenizer.decode(list(self.prompt_ids(example)))

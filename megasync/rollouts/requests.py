@@ -5,6 +5,7 @@ Leaves out who asks and when (rollout.py, evaluation.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,16 +69,19 @@ def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: i
     )
 
 
-def reward_input(prompts: Prompts, example: Example, completion: Completion, max_tokens: int) -> RewardInput:
-    return RewardInput(
-        prompt=example.prompt,
-        response=prompts.text(completion.token_ids),
-        answer=example.answer,
-        num_tokens=len(completion.token_ids),
-        max_tokens=max_tokens,
-        extra=example.extra,
-        line=example.line,
-    )
+def reward_inputs(prompts: Prompts, example: Example, completions: Sequence[Completion], max_tokens: int) -> list[RewardInput]:
+    return [
+        RewardInput(
+            prompt=example.prompt,
+            response=text,
+            answer=example.answer,
+            num_tokens=len(completion.token_ids),
+            max_tokens=max_tokens,
+            extra=example.extra,
+            line=example.line,
+        )
+        for completion, text in zip(completions, prompts.texts([one.token_ids for one in completions]), strict=True)
+    ]
 
 
 def sample_line(prompts: Prompts, example: Example, completion: Completion, reward: float, of: str = TRAIN) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megasync.rollouts.data import Example, PromptOrder
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
-from megasync.rollouts.requests import reward_input, sample_line, training_request
+from megasync.rollouts.requests import reward_inputs, sample_line, training_request
 from megasync.rollouts.rewards.functions import RewardInput
 from megasync.rollouts.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.stream import RolloutStream
@@ -72,7 +72,7 @@ class Rollouts:
         self.timeline.add("rollout", "rollout", begun, ended, {"step": step})
         if done - waited_from > 1e-3:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step})
-        samples = [sample for place, group in enumerate(groups) for sample in self._samples(group, place)]
+        samples = [sample for place, group in enumerate(groups) for sample in samples_of(group, place)]
         seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
@@ -88,7 +88,7 @@ class Rollouts:
             return None
         limit = evaluation.sampling.max_new_tokens
         answered = [
-            [reward_input(self.prompts, example, completion, limit) for completion in of_prompt]
+            reward_inputs(self.prompts, example, of_prompt, limit)
             for example, of_prompt in zip(evaluation.examples, completions, strict=True)
         ]
         rewards = self.stream.run(self._score_all(answered))
@@ -107,7 +107,8 @@ class Rollouts:
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
         example, limit = self._example(group.key), self.config.rollout.max_new_tokens
         done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
-        return await self.rewards.score_group([reward_input(self.prompts, example, completion, limit) for completion in done])
+        inputs = await asyncio.to_thread(reward_inputs, self.prompts, example, done, limit)
+        return await self.rewards.score_group(inputs)
 
     async def _score_all(self, groups: list[list[RewardInput]]) -> list[list[float]]:
         scored = await asyncio.gather(*map(self.rewards.score_group, groups))
@@ -122,21 +123,23 @@ class Rollouts:
             if done and reward is not None
         ]
 
-    def _samples(self, group: Group, place: int) -> list[Sample]:
-        prompt_ids = np.array(group.request.prompt_ids, np.int32)
-        return [
-            Sample(
-                prompt_ids=prompt_ids,
-                response_ids=completion.token_ids,
-                rollout_log_probs=completion.log_probs,
-                weight_versions=completion.weight_versions,
-                reward=reward,
-                group=place,
-                finish_reason=completion.finish_reason,
-            )
-            for completion, reward in zip(group.completions, group.rewards, strict=True)
-            if completion is not None and reward is not None
-        ]
+
+def samples_of(group: Group, place: int) -> list[Sample]:
+    """What the trainer gets of a group that is done; `place` is its place in the batch."""
+    prompt_ids = np.array(group.request.prompt_ids, np.int32)
+    return [
+        Sample(
+            prompt_ids=prompt_ids,
+            response_ids=completion.token_ids,
+            rollout_log_probs=completion.log_probs,
+            weight_versions=completion.weight_versions,
+            reward=reward,
+            group=place,
+            finish_reason=completion.finish_reason,
+        )
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if completion is not None and reward is not None
+    ]
 
 
 def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:

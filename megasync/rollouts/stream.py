@@ -206,7 +206,8 @@ class RolloutStream:
         rewards = [reward for reward in group.rewards if reward is not None]
         if group.is_done and self.settings.filters_groups and not is_group_worth_training(rewards):
             await self._replace_equal(group)
-        self._changed.set()
+        if group.is_done:
+            self._changed.set()
 
     async def _replace_equal(self, group: Group) -> None:
         """Nothing is learnt from equal rewards: another group takes the place of this one, while there may be more."""

@@ -1,0 +1,85 @@
+"""Quickstart's accuracy without staleness and with 4, after as many steps: docs/bench/staleness_accuracy.py FOLDER [--json FILE].
+
+For each seed one warm-up and two runs from its weights, with evaluations on the way. Prints the accuracy after all steps, the
+difference to the synchronous run, and when each run first reached what the synchronous one ended with. Takes about six minutes
+a seed on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+RUNS = {
+    "0": ["rollout.max_staleness=0"],
+    "4 continue": ["rollout.max_staleness=4", "rollout.on_update=continue"],
+}
+
+
+def run_seed(folder: Path, seed: int, steps: int, every: int) -> dict[str, dict[str, Any]]:
+    """Both runs of a seed; one that is there whole is not repeated."""
+    own = [f"run.seed={seed}", f"run.dir={folder}", f"run.steps={steps}", f"rollout.evaluate_every_steps={every}"]
+    own += ["run.progress=plain"]
+    assets = folder / "assets"
+    paths = [f"model.path={folder / 'sft' / 'hf'}", f"data.train={assets / 'train.jsonl'}"]
+    paths += [f"data.eval={assets / 'held_out.jsonl'}"]
+    found = {}
+    for name, overrides in RUNS.items():
+        run = folder / ("rl" if name == "0" else name.replace(" ", "_"))
+        command = [sys.executable, "-m", "megasync.quickstart", *own, *overrides]
+        if name != "0":
+            launcher = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", "megasync.train"]
+            command = [*launcher, str(CONFIG), *own, *paths, f"run.name={run.name}", *overrides]
+        if not (run / "summary.json").exists():
+            subprocess.run(command, check=True)
+        found[name] = figures_of(run)
+    return found
+
+
+def figures_of(run: Path) -> dict[str, Any]:
+    """Accuracies by the number of steps before them, and the seconds until then, evaluations left out."""
+    steps, evaluations = (_lines(run / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    accuracy = {line["step"]: line["eval/accuracy"] for line in evaluations}
+    seconds = {line["step"] + 1: line["step/seconds"] for line in steps}
+    at = {step: sum(taken for number, taken in seconds.items() if number <= step) for step in accuracy}
+    return {"accuracy": accuracy, "seconds": at, "last": accuracy[max(accuracy)], "seconds_total": at[max(at)]}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
+    """Until the run first had this accuracy."""
+    return next((run["seconds"][step] for step in sorted(run["accuracy"]) if run["accuracy"][step] >= accuracy), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=10, help="steps from one evaluation to the next")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    found = {seed: run_seed(given.folder / f"seed{seed}", seed, given.steps, given.every) for seed in range(given.seeds)}
+    for seed, runs in found.items():
+        aim = runs["0"]["last"]
+        for name, run in runs.items():
+            reached = seconds_to(run, aim)
+            when = "not reached" if reached is None else f"{reached:.1f} s"
+            print(f"seed {seed}  {name:<11}{run['last']:.3f}  {run['seconds_total']:.1f} s in all; {aim:.3f}: {when}")
+    difference = statistics.fmean(runs["4 continue"]["last"] - runs["0"]["last"] for runs in found.values())
+    print(f"accuracy with 4 minus without, mean of {len(found)} seeds: {difference:+.3f}; aimed at: within 0.05")
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
