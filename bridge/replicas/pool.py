@@ -75,6 +75,8 @@ class ReplicaPool(ReplicaActors):
     def pause(self) -> None:
         """No new requests; running ones are waited for, held, or ended to begin anew (`ReplicaConfig.on_update`).
 
+        They take as long as they take, for as long as vLLM gives signs of life.
+
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
@@ -86,11 +88,15 @@ class ReplicaPool(ReplicaActors):
 
     def _after_sent(self, method: str, **options: Any) -> None:
         """Call what comes after all generation that was sent."""
-        self.gather([getattr(actor.handle, method).remote(actor.num_sent, **options) for actor in self._chosen()])
+        members = list(self.members)
+        actors = dict(zip(members, self._chosen(members), strict=True))
+        calls = {replica: getattr(actor.handle, method).remote(actor.num_sent, **options) for replica, actor in actors.items()}
+        self._wait_while_alive(calls, method)
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
-        refusals = self.gather([actor.handle.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
+        calls = [actor.handle.begin.remote(own) for actor, own in self._own(message)]
+        refusals = self.gather(calls, CONTROL_SECONDS, self.members, f"begin of version {message.version}")
         for actor, refused in zip(self._chosen(), refusals, strict=True):
             actor.manifest_digest = "" if refused else message.manifest_digest
         if all(refused == refusals[0] for refused in refusals):
@@ -122,25 +128,25 @@ class ReplicaPool(ReplicaActors):
                 ),
             )
 
-    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool:
-        """Whether all references are done within `seconds`; raises the first error among those that are."""
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> list[int]:
+        """The members whose reference is not done within `seconds`; raises the first error among those that are."""
         finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
         if finished:
             self.gather(finished)
-        return not waiting
+        return [replica for replica, ref in zip(self.members, refs, strict=True) if ref in waiting]
 
     def commit(self, version: int, timeout: float) -> None:
-        self._call(lambda actor: actor.commit.remote(version), timeout)
+        self._call(lambda actor: actor.commit.remote(version), timeout, what=f"commit of version {version}")
 
     def resume(self, replicas: Sequence[int] | None = None) -> None:
-        self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas)
+        self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas, "resume")
 
     def abort(self, timeout: float = CONTROL_SECONDS) -> tuple[list[int], list[int]]:
         """Leave the sync everywhere, all at once; the replicas that are out of service now, and those that wait for another sync.
 
         Who gives no answer within `timeout` seconds is out of service, too.
         """
-        there = {replica: actor for replica, actor in self._actors.items() if replica in self.members}
+        there = {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
         refs = {replica: actor.handle.abort.remote() for replica, actor in there.items()}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
@@ -155,7 +161,7 @@ class ReplicaPool(ReplicaActors):
 
     def loader_fallback(self) -> dict[str, str]:
         """See SyncReport."""
-        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1])
+        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1], "loader_fallback")
         return dict(layers)
 
     def sync_spans(self) -> list[list[StageSpan]]:
@@ -164,4 +170,5 @@ class ReplicaPool(ReplicaActors):
 
     def read_digests(self, timeout: float) -> dict[int, dict[str, int]]:
         """Of each replica: digest.digest_value by HF name of what it holds."""
-        return dict(zip(self.members, self._call(lambda actor: actor.read_digests.remote(), timeout), strict=True))
+        digests = self._call(lambda actor: actor.read_digests.remote(), timeout, what="read_digests")
+        return dict(zip(self.members, digests, strict=True))

@@ -80,6 +80,10 @@ class Replica:
             raise self._out_of_service()
         return await self._generator.collect(seconds)
 
+    async def silent_seconds(self) -> float:
+        """How long vLLM's engine core has owed an answer; also where another call waits for it."""
+        return self._generator.silent_seconds
+
     async def pause(self, num_calls: int) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 
