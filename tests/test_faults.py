@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.replicas.actors import no_answer
+from bridge.config import ReplicaConfig
+from bridge.replicas.actors import ReplicaActor, ReplicaActors, TooFewReplicasError, no_answer
 from megasync.bench.config import BenchRoot
 from megasync.bench.faults import judge
 from megasync.bench.faults.cases import PHASES, SIGNALS, UNDISTURBED, Case, all_cases, chosen_cases
@@ -23,7 +25,9 @@ from megasync.bench.faults.run import prepare, run_one
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.heartbeat import LastSeen, watched_ranks
+from megasync.rollouts.progress import load_progress
 from tests.ranks import ROOT, run_ranks
+from tests.train_cases import write_config
 
 CONFIG = ROOT / "configs" / "bench_faults.yaml"
 EXPECTED = judge.Expected(num_steps=2, batch_size=2, max_staleness=1, num_replicas=2)
@@ -150,6 +154,78 @@ def test_each_rank_is_watched_by_others(world_size) -> None:
 def test_messages_name_who_is_waited_for() -> None:
     assert no_answer([1], "pause", 6.0) == "replica 1 gave no answer for 6 s to pause"
     assert no_answer([0, 2], "commit of version 3", 0.5) == "replicas 0, 2 gave no answer for 0.5 s to commit of version 3"
+
+
+# Replicas that do not come back.
+
+
+class Unstartable(ReplicaActors):
+    """Of which no start works before the one of that number."""
+
+    def __init__(self, works_at: int) -> None:
+        super().__init__(ReplicaConfig("nowhere"), 2)
+        self.works_at, self.num_launches = works_at, 0
+        self._actors = {0: ReplicaActor(None), 1: ReplicaActor(None)}
+
+    def _launch(self, replicas, *, serves_folder: bool) -> dict[int, ReplicaActor]:
+        self.num_launches += 1
+        if self.num_launches < self.works_at:
+            raise RuntimeError(f"no memory at start {self.num_launches}")
+        return {replica: ReplicaActor(None) for replica in replicas}
+
+    def _end(self, actors, seconds: float = 0.0) -> None:
+        """There is no Ray."""
+
+
+def test_a_start_that_fails_is_tried_again_and_told() -> None:
+    actors = Unstartable(works_at=3)
+    actors.replace(1)
+    assert actors.rejoin(2, 30.0) and actors.members == [0, 1]
+    told = actors.take_start_problems()
+    assert [text.partition(";")[0] for text in told] == [f"replica 1 did not start, attempt {n} of 3" for n in (1, 2)]
+    assert told[0].endswith("it is tried again: no memory at start 1") and actors.take_start_problems() == []
+
+
+def test_a_replica_that_never_starts_is_given_up() -> None:
+    actors = Unstartable(works_at=99)
+    actors.replace(1)
+    with pytest.raises(TooFewReplicasError, match="1 of 2 replicas run, 2 are needed; replica 1: no memory at start 3"):
+        actors.rejoin(2, 30.0)
+    assert actors.num_launches == 3 and "the run goes on without it" in actors.take_start_problems()[-1]
+    assert actors.rejoin(1, 0.0) and actors.members == [0]
+
+
+def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
+    """A session whose replicas are all gone after its first step: what it raises, its last checkpoint, the lines of its log."""
+    from bridge.replicas.pool import ReplicaPool
+    from megasync import weights
+    from megasync.files import METRICS_FILE
+    from megasync.rank_zero import TooFewReplicasError
+    from megasync.session import Session
+
+    config = load_config(path)
+    session = Session(config, None)
+    try:
+        pool = session.weights.pool = ReplicaPool(weights.replica_config(config), 1)
+        session.weights.publisher = weights.build_publisher(session.weights.sync_exporter, pool, config)
+        next(iter(session.steps()))
+        try:
+            session.publish(version=1, trained={"reward/mean": 0.5})
+        except TooFewReplicasError as error:
+            lines = (config.run.folder / METRICS_FILE).read_text().splitlines()
+            return str(error), str(session.last_checkpoint), lines
+        return "", "", []
+    finally:
+        session.close()
+
+
+def test_without_replicas_a_run_writes_what_it_has_and_stops(tmp_path: Path) -> None:
+    path = write_config(tmp_path, engine={"wrap": "ddp"}, rollout={"restart_timeout_seconds": 0.1}, checkpoint={"every_steps": 0})
+    ((problem, checkpoint, lines),) = run_ranks(1, "tests.test_faults:publish_to_nobody", {"path": str(path)}, alone=True)
+    assert problem.startswith("0 of 1 replicas run, 1 are needed") and Path(checkpoint).name == "step_00000001"
+    saved = load_progress(Path(checkpoint))
+    assert saved is not None and saved.num_trained == 8
+    assert [json.loads(line)["reward/mean"] for line in lines] == [0.5]
 
 
 # A rank that is stopped.

@@ -116,11 +116,11 @@ class ReplicaActors:
     def _start_again(self, replica: int) -> None:
         """START_ATTEMPTS times at most."""
         for attempt in range(1, START_ATTEMPTS + 1):
+            if self._is_closed:
+                return
             try:
                 self._fresh |= self._launch([replica], serves_folder=False)
             except Exception as error:  # noqa: BLE001 # said by who misses it
-                if self._is_closed:
-                    return
                 self._start_problems[replica] = str(error)
                 then = "it is tried again" if attempt < START_ATTEMPTS else "the run goes on without it"
                 self._untold.append(f"replica {replica} did not start, attempt {attempt} of {START_ATTEMPTS}; {then}: {error}")
@@ -142,8 +142,10 @@ class ReplicaActors:
         for thread in self._restarts.values() if self.config.shares_devices else ():
             thread.join(CLOSE_SECONDS)
         self._start_deferred()
-        while len(self._actors) + len(self._fresh) < at_least:
-            is_hopeless = not any(thread.is_alive() for thread in self._restarts.values())
+        while True:
+            is_hopeless = not any(thread.is_alive() for thread in self._restarts.values())  # before the count, which they raise
+            if len(self._actors) + len(self._fresh) >= at_least:
+                break
             if is_hopeless or time.monotonic() > deadline:
                 problems = [f"replica {replica}: {text}" for replica, text in self._start_problems.items()]
                 there = f"{len(self._actors) + len(self._fresh)} of {self.num_replicas} replicas run, {at_least} are needed"
