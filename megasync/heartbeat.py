@@ -39,24 +39,24 @@ LEFT = "left"  # the phase of a rank that has come to its end
 
 
 class LastSeen:
-    """When each rank's count last changed, in the looker's own seconds."""
+    """When each rank's count last changed, in the looker's own seconds; of a rank that was never seen nothing is known."""
 
     def __init__(self, ranks: Iterable[int], limit_seconds: float, now: float) -> None:
         self.limit_seconds, self._looked = limit_seconds, now
         self._counts: dict[int, float] = {}
-        self._changed = dict.fromkeys(ranks, now)
+        self._changed: dict[int, float | None] = dict.fromkeys(ranks)
 
     def look(self, counts: Mapping[int, float], now: float) -> list[int]:
-        """The ranks that have been silent for too long, given what is to be seen now; a rank with no count was not there yet.
+        """The ranks that have been silent for too long, given what is to be seen now.
 
         Nobody where the looker itself was held up: then it does not know whether the others were, too.
         """
         was_held_up, self._looked = now - self._looked > self.limit_seconds / 2, now
-        for rank in self._changed:
-            if was_held_up or counts.get(rank) != self._counts.get(rank):
+        for rank, changed in self._changed.items():
+            if (was_held_up and changed is not None) or counts.get(rank) != self._counts.get(rank):
                 self._changed[rank] = now
         self._counts |= counts
-        return [rank for rank, changed in self._changed.items() if now - changed > self.limit_seconds]
+        return [rank for rank, changed in self._changed.items() if changed is not None and now - changed > self.limit_seconds]
 
     def forget(self, rank: int) -> None:
         """It has left."""
@@ -87,8 +87,13 @@ class Heartbeat:
         self._prefix = f"{PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._phases: dict[int, dict[str, Any]] = {}
 
+    @staticmethod
+    def of_process(limit_seconds: float) -> Heartbeat:
+        """Of the rank that the launcher says this process is."""
+        return Heartbeat(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), limit_seconds)
+
     def start(self) -> None:
-        if self.world_size > 1:
+        if self.world_size > 1 and "MASTER_ADDR" in os.environ:
             self._thread.start()
             self._guard.start()
 
@@ -149,7 +154,7 @@ class Heartbeat:
         return bool(silent)
 
     def _describe(self, silent: list[int]) -> str:
-        who = [f"rank {rank} ({self._phases.get(rank, {}).get('phase', 'not there yet')})" for rank in silent]
+        who = [f"rank {rank} ({self._phases[rank]['phase']})" for rank in silent]
         limit = f"{self.limit_seconds:g} s (run.hung_rank_timeout_seconds)"
         return f"{', '.join(who)}: no sign of life for {limit}, seen from rank {self.rank} ({self.phase}); the run ends"
 
@@ -162,9 +167,9 @@ class Heartbeat:
 
     def _kill(self, silent: list[int]) -> None:
         for rank in silent:
-            fields = self._phases.get(rank, {})
+            fields = self._phases[rank]
             with suppress(psutil.Error, ProcessLookupError, PermissionError):
-                if fields and fields["process"] == process_identity(fields["pid"]):
+                if fields["process"] == process_identity(fields["pid"]):
                     os.kill(fields["pid"], signal.SIGKILL)
 
     def _end(self) -> None:

@@ -38,10 +38,10 @@ class Session:
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
         self.begin_seconds = time.time()
+        self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
+        self.heartbeat.start()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
-        self.heartbeat = Heartbeat(self.layout.rank, self.layout.world_size, config.run.hung_rank_timeout_seconds)
-        self.heartbeat.start()
         self.checkpoints = config.run.folder / CHECKPOINTS
         resume = config.checkpoint.resume == "auto"
         self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)

@@ -136,6 +136,8 @@ def test_silent_is_who_has_not_counted_up_for_the_limit(looks) -> None:
 
 def test_who_was_held_up_itself_blames_nobody() -> None:
     seen = LastSeen([1, 2], 10.0, 0.0)
+    assert seen.look({}, 4.0) == seen.look({}, 8.0) == seen.look({}, 12.0) == [], "they were never there"
+    assert seen.look({1: 5, 2: 5}, 13.0) == []
     assert seen.look({1: 5, 2: 5}, 60.0) == []
     assert seen.look({1: 6, 2: 5}, 64.0) == []
     assert seen.look({1: 7, 2: 5}, 68.0) == []
