@@ -263,6 +263,7 @@ def test_a_stopped_rank_is_named_and_ends_all() -> None:
 def test_a_replica_that_is_stopped_in_a_pause_costs_no_prompt(tmp_path: Path) -> None:
     """One case, with one rank; the table is for `python -m megasync.bench faults`."""
     overrides = [f"run.dir={tmp_path}", "run.steps=4", "rollout.answer_timeout_seconds=10", "sync.timeout_seconds=60"]
+    overrides += ["bench_faults.limit_seconds=600", "rollout.start_timeout_seconds=600"]  # on a busy machine
     config = prepare(load_config(CONFIG, overrides, BenchRoot))
     config = config.model_copy(update={"bench_faults": config.bench_faults.model_copy(update={"num_ranks": 1})})
     (case,) = [case for case in all_cases(1, 4, 2, 0) if case.name == "replica-pausing-core-SIGSTOP"]
