@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.config import ReplicaConfig
-from bridge.replicas.actors import ReplicaActor, ReplicaActors, TooFewReplicasError, no_answer
+from bridge.replicas.actors import ReplicaActor, ReplicaActors, TooFewReplicasError
+from bridge.replicas.answers import no_answer
 from megasync.bench.config import BenchRoot
 from megasync.bench.faults import judge
 from megasync.bench.faults.cases import PHASES, SIGNALS, UNDISTURBED, Case, all_cases, chosen_cases

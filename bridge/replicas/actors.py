@@ -1,13 +1,14 @@
 """The Ray actors behind a pool of replicas: started together, called, restarted, and ended with all their processes.
 
-Leaves out ray.init (the caller's), what is asked of them (pool.py) and what they do (replica.py).
+Leaves out ray.init (the caller's), what is asked of them (pool.py), waiting for answers (answers.py) and what they do
+(replica.py).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,27 +16,20 @@ from typing import Any, Self
 import psutil
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bridge.config import ReplicaConfig
-from bridge.messages import name_replicas
 from bridge.replicas import processes, vllm_api
+from bridge.replicas.answers import gather
 from bridge.replicas.replica import Replica
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 START_ATTEMPTS = 3  # of a replica that is started anew
-PING_SECONDS = 1.0
 
 
 class TooFewReplicasError(RuntimeError):
     """Fewer replicas run than are needed, and no more came in time."""
-
-
-def no_answer(replicas: Sequence[int], what: str, seconds: float) -> str:
-    """Who is waited for, with what."""
-    return f"{name_replicas(replicas)} gave no answer for {seconds:g} s to {what}"
 
 
 @dataclass
@@ -54,6 +48,7 @@ class ReplicaActors:
     """`num_replicas` actors, each an AsyncLLM of `tensor_parallel` workers. Use `start`."""
 
     replica_class: type[Replica] = Replica
+    gather = staticmethod(gather)
 
     def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
         self.config, self.num_replicas = config, num_replicas
@@ -175,61 +170,11 @@ class ReplicaActors:
         self._end(list(self._fresh.values()))
         self._actors, self._fresh = {}, {}
 
-    def gather(
-        self, refs: list[Any], timeout: float | None = None, replicas: Sequence[int] = (), what: str = "a call"
-    ) -> list[Any]:
-        """Wait for all, then ray.get with the actor's own error, without Ray's wrapping.
-
-        `replicas`, as many as `refs`, and `what` they were asked for are named in errors.
-
-        Raises:
-            RuntimeError: an actor raised, died, or did not answer in time.
-        """
-        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=timeout) if refs else ([], [])
-        try:
-            values = dict(zip(finished, ray.get(finished), strict=True))
-        except RayTaskError as error:
-            raise RuntimeError(str(error.cause)) from None
-        except RayActorError as error:
-            raise RuntimeError(f"a replica's actor died: {error}") from None
-        if waiting:
-            late = [replica for replica, ref in zip(replicas, refs, strict=False) if ref in waiting]
-            raise RuntimeError(no_answer(late, what, timeout or 0.0))
-        return [values[ref] for ref in refs]
-
     def _call(
         self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None, what: str = "a call"
     ) -> list[Any]:
         chosen = self.members if replicas is None else replicas
         return self.gather([method(actor.handle) for actor in self._chosen(chosen)], timeout, chosen, what)
-
-    def _wait_while_alive(self, calls: Mapping[int, Any], what: str) -> None:
-        """Until all references, by replica, are done, however long that takes, for as long as vLLM gives signs of life.
-
-        Raises:
-            RuntimeError: one gave none for `ReplicaConfig.answer_timeout_seconds`, or failed.
-        """
-        pings: dict[int, tuple[Any, float]] = {}
-        waiting = list(calls.values())
-        while waiting:
-            finished, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=PING_SECONDS)
-            self.gather(finished)
-            silent = [replica for replica, ref in calls.items() if ref in waiting and self._is_silent(replica, pings)]
-            if silent:
-                raise RuntimeError(no_answer(silent, what, self.config.answer_timeout_seconds))
-
-    def _is_silent(self, replica: int, pings: dict[int, tuple[Any, float]]) -> bool:
-        """For too long. `pings`: those on their way, each with when it was sent; each call looks at one or sends it."""
-        limit, now = self.config.answer_timeout_seconds, time.monotonic()
-        if replica not in pings:
-            (actor,) = self._chosen([replica])
-            pings[replica] = actor.handle.silent_seconds.remote(), now
-            return False
-        ref, sent = pings[replica]
-        if not ray.wait([ref], timeout=0)[0]:
-            return now - sent > limit
-        del pings[replica]
-        return bool(self.gather([ref])[0] > limit)
 
     def _chosen(self, replicas: Sequence[int] | None = None) -> list[ReplicaActor]:
         """The actors of these replicas, None: of all members. RuntimeError where one was not started again."""

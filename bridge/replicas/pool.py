@@ -17,6 +17,7 @@ import ray
 
 from bridge.messages import BeginSync, Completion, GenerationRequest, GroupRequest, ReplicaState, StageSpan
 from bridge.replicas.actors import ReplicaActor, ReplicaActors
+from bridge.replicas.answers import wait_while_alive
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 
@@ -91,7 +92,11 @@ class ReplicaPool(ReplicaActors):
         members = list(self.members)
         actors = dict(zip(members, self._chosen(members), strict=True))
         calls = {replica: getattr(actor.handle, method).remote(actor.num_sent, **options) for replica, actor in actors.items()}
-        self._wait_while_alive(calls, method)
+        wait_while_alive(calls, self._silent_seconds, self.config.answer_timeout_seconds, method)
+
+    def _silent_seconds(self, replica: int) -> Any:
+        (actor,) = self._chosen([replica])
+        return actor.handle.silent_seconds.remote()
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
