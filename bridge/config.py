@@ -67,6 +67,7 @@ class ReplicaConfig:
     enforce_eager: bool = False  # on CPUs always
     seed: int = 0
     start_timeout_seconds: float = 600.0
+    answer_timeout_seconds: float = 120.0  # with no sign of life for so long it counts as hung, where a call itself has no limit
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
     shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices

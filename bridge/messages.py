@@ -89,6 +89,13 @@ def next_state(state: ReplicaState, event: Event) -> ReplicaState:
     return TRANSITIONS[state, event]
 
 
+def name_replicas(replicas: Sequence[int]) -> str:
+    """For messages: `replica 1`, `replicas 0, 2`; `replicas` where it is not known which."""
+    if not replicas:
+        return "replicas"
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
+
+
 class SyncError(RuntimeError):
     """A sync that did not happen; the same text on every trainer rank. `version` is the one that was to be published.
 
@@ -149,7 +156,7 @@ class BeginSync:
     num_readers: int
     replica: int
     verify: bool
-    deadline: float  # wall clock, seconds since the epoch
+    timeout_seconds: float  # from when it is taken in: clocks of two hosts are not compared
     adapter: dict[str, Any] | None = None  # AdapterSpec's fields, where the tensors are an adapter and no weights
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,7 +268,7 @@ class Replicas(Protocol):
 
     def receive(self, message: BeginSync) -> list[Any]: ...
 
-    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool: ...
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> list[int]: ...
 
     def commit(self, version: int, timeout: float) -> None: ...
 

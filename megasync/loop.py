@@ -26,9 +26,9 @@ def train_grpo(session: Session) -> None:
         with session.span("log-probs"):
             batch = engine.prepare(rollout.samples)
         with session.span("train"):
-            metrics = engine.update(batch)
-        synced = session.publish(version=step + 1)
-        session.log_step({**rollout.metrics, **metrics, **synced})
+            metrics = {**rollout.metrics, **engine.update(batch)}
+        synced = session.publish(version=step + 1, trained=metrics)
+        session.log_step({**metrics, **synced})
         session.evaluate_if_due(step + 1)
         session.checkpoint_if_due(step + 1)
 

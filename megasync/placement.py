@@ -63,6 +63,13 @@ class DeviceSharing:
                 self.offload.reload()
             self.trainer_has_devices = True
 
+    def reclaim(self) -> None:
+        """Once the replicas have ended: all is the trainer's."""
+        if self.is_shared and not self.trainer_has_devices:
+            self.pool = None
+            self.offload.reload()
+            self.trainer_has_devices = True
+
     @contextmanager
     def training(self) -> Iterator[None]:
         """Within the block the trainer's state is on the device; replicas that were awake serve the same weights afterwards."""

@@ -17,6 +17,10 @@ class RankZeroError(RuntimeError):
     """Rank 0 failed at what it does for all; raised on every rank with its text."""
 
 
+class TooFewReplicasError(RankZeroError):
+    """Fewer than `rollout.min_replicas` replicas run, and no more came within `rollout.restart_timeout_seconds`."""
+
+
 EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
 
 

@@ -20,7 +20,8 @@ from megasync.canary import build_canary
 from megasync.config.schema import Config
 from megasync.distribute import TokenScatter
 from megasync.files import CHECKPOINTS, set_aside
-from megasync.rank_zero import on_rank_zero
+from megasync.heartbeat import Heartbeat
+from megasync.rank_zero import TooFewReplicasError, on_rank_zero
 from megasync.report import write_report
 from megasync.reporting.log import RunLog, read_evaluations
 from megasync.rollouts.data import PromptOrder
@@ -38,6 +39,8 @@ class Session:
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
         self.begin_seconds = time.time()
+        self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
+        self.heartbeat.start()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.checkpoints = config.run.folder / CHECKPOINTS
@@ -84,6 +87,7 @@ class Session:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time a part of the step for timeline.json. Not collective."""
+        self.heartbeat.phase = f"{name}, step {self.step}"
         with self.log.timeline.span(name, "trainer", step=self.step):
             yield
 
@@ -106,6 +110,7 @@ class Session:
 
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        self.heartbeat.phase = "start of the replicas"
         self.weights.start_replicas()
         self.weights.canary = build_canary(self.config, self._data_of_rank, self.log)
         pool = self.weights.pool
@@ -113,9 +118,23 @@ class Session:
             rewards = RewardPool(self.config.rollout)
             self.rollouts = Rollouts(self.config, pool, self._data, rewards, self.log, self.progress)
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync."""
-        metrics = self.weights.publish(version)
+    def publish(self, version: int, trained: dict[str, float] | None = None) -> dict[str, float]:
+        """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync.
+
+        `trained`: metrics of the step that made `version`. It is not lost where too few replicas are left: the weights after it
+        are written as a checkpoint.
+
+        Raises:
+            TooFewReplicasError: on every rank, with that checkpoint on the disk.
+        """
+        self.heartbeat.phase = f"publish, version {version}"
+        try:
+            metrics = self.weights.publish(version)
+        except TooFewReplicasError:
+            if trained is not None:
+                self.log_step(trained)
+            self._checkpoint_before_stop(version)
+            raise
         on_rank_zero(lambda: self._rollouts.stream.serve(version))
         return metrics
 
@@ -128,6 +147,7 @@ class Session:
 
         Then the trainer has the devices, where it shares them.
         """
+        self.heartbeat.phase = f"rollout, step {step}"
         batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
         with self.span("scatter"):
             samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
@@ -153,12 +173,23 @@ class Session:
         """Write a checkpoint after every `checkpoint.every_steps` steps, and after the last one."""
         every = self.config.checkpoint.every_steps
         if every and (step % every == 0 or step == self.config.run.steps):
-            model, keep = Path(self.config.model.path), self.config.checkpoint.keep
-            tensors = whole_tensors(self.weights.exporter)
-            with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
-                self.last_checkpoint = checkpoint.save(
-                    self.checkpoints, step, self.engine, tensors, model, keep, self._save_progress
-                )
+            self._checkpoint(step)
+
+    def _checkpoint_before_stop(self, step: int) -> None:
+        """After `step` whole steps, where there is none yet of a step that this process has done. The replicas end."""
+        is_there = self.last_checkpoint is not None and checkpoint.step_of(self.last_checkpoint) >= step
+        if step > self.first_step and not is_there:
+            self.weights.end_replicas()
+            self._checkpoint(step)
+
+    def _checkpoint(self, step: int) -> None:
+        self.heartbeat.phase = f"checkpoint after {step} steps"
+        model, keep = Path(self.config.model.path), self.config.checkpoint.keep
+        tensors = whole_tensors(self.weights.exporter)
+        with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
+            self.last_checkpoint = checkpoint.save(
+                self.checkpoints, step, self.engine, tensors, model, keep, self._save_progress
+            )
 
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
@@ -171,6 +202,7 @@ class Session:
         """Write down what evaluations find after `step` steps; the accuracy on data.eval where that is one file, else None."""
         if not self.config.data.eval:
             return None
+        self.heartbeat.phase = f"evaluation after {step} steps"
         if self.config.algorithm.name == "sft":
             samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
             found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
@@ -239,6 +271,7 @@ class Session:
 
     def close(self) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
+        self.heartbeat.close()
         if self.rollouts is not None:
             self.rollouts.close()
         self.weights.close()

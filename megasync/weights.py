@@ -15,6 +15,7 @@ from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.export.exporter import Exporter
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.messages import SyncError, SyncReport
+from bridge.replicas import actors as bridge_actors
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
@@ -25,7 +26,7 @@ from megasync.config.schema import Config
 from megasync.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.placement import DeviceSharing
-from megasync.rank_zero import control_group, on_rank_zero
+from megasync.rank_zero import TooFewReplicasError, control_group, on_rank_zero
 from megasync.reporting.log import RunLog
 
 MERGE_ERROR_NOTE = 0.5
@@ -64,7 +65,7 @@ class Weights:
         Raises:
             SyncError: the sync was refused, or failed SYNC_ATTEMPTS times.
             CanaryError: a replica computes otherwise than the trainer.
-            RankZeroError: fewer than `rollout.min_replicas` replicas run, even after `rollout.restart_timeout_seconds`.
+            TooFewReplicasError: on every rank; the weights are whole.
         """
         canary = self.canary
         with self.devices.sync():
@@ -105,10 +106,29 @@ class Weights:
     def _let_rejoin(self) -> None:
         """Replicas that were started anew take part from now on; waits for some where there are too few."""
         assert self.publisher is not None
-        rollout = self.config.rollout
-        least, seconds = rollout.min_replicas, rollout.restart_timeout_seconds
-        if on_rank_zero(lambda: self.pool is not None and self.pool.rejoin(least, seconds)):
+        is_changed, too_few = on_rank_zero(self._rejoin)
+        if too_few:
+            raise TooFewReplicasError(too_few)
+        if is_changed:
             self.publisher.close()  # the next sync connects to the members that there are then
+
+    def _rejoin(self) -> tuple[bool, str]:
+        """On rank 0: whether the members changed, and why there are too few. Says which replicas did not start anew."""
+        assert self.pool is not None
+        rollout = self.config.rollout
+        try:
+            return self.pool.rejoin(rollout.min_replicas, rollout.restart_timeout_seconds), ""
+        except bridge_actors.TooFewReplicasError as error:
+            return False, str(error)
+        finally:
+            for problem in self.pool.take_start_problems():
+                self.log.note(problem)
+
+    def end_replicas(self) -> None:
+        """Where trainer and replicas share devices, these are the trainer's from now on."""
+        if self.devices.is_shared:
+            on_rank_zero(lambda: self.pool.close() if self.pool is not None else None)
+            self.devices.reclaim()
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder: whole, under a temporary name first."""
@@ -169,6 +189,8 @@ def replica_config(config: Config) -> ReplicaConfig:
         on_update=rollout.on_update,
         recomputes_cache=rollout.cache_on_update == "recompute",
         seed=config.run.seed,
+        start_timeout_seconds=rollout.start_timeout_seconds,
+        answer_timeout_seconds=rollout.answer_timeout_seconds,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.is_colocated,
         devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),

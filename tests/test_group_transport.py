@@ -40,7 +40,7 @@ class Group:
     def receive(self, seconds: float = 20.0) -> list[Future[list[torch.Tensor]]]:
         def run(reader: GroupReader) -> list[torch.Tensor]:
             try:
-                stream = reader.buckets(STAGE, 0, time.time() + seconds, verify=True)
+                stream = reader.buckets(STAGE, 0, time.monotonic() + seconds, verify=True)
                 return [data.clone() for _, data in stream]
             except RuntimeError as error:
                 reader.abort(f"a reader: {error}")
@@ -49,7 +49,7 @@ class Group:
         return [self.threads.submit(run, reader) for reader in self.readers]
 
     def send(self, seconds: float = 20.0, damage: int = -1, stop_at: int = -1) -> list[torch.Tensor]:
-        sent, deadline = [], time.time() + seconds
+        sent, deadline = [], time.monotonic() + seconds
         self.writer.start(deadline, lambda: None)
         for index, size in enumerate(SIZES):
             if index == stop_at:
@@ -141,7 +141,7 @@ def test_a_reader_names_the_bucket_that_is_late(group) -> None:
 def test_nobody_listens() -> None:
     reader = GroupReader(("tcp://127.0.0.1:9",), 0, 1, CPU)
     with pytest.raises((TransportError, RuntimeError), match=r"cannot reach the sender|timed out|refused"):
-        next(reader.buckets(stage_of([1], 64), 0, time.time() + 1, verify=False))
+        next(reader.buckets(stage_of([1], 64), 0, time.monotonic() + 1, verify=False))
 
 
 @pytest.mark.gpu(2)
@@ -155,12 +155,12 @@ def test_buckets_arrive_between_two_gpus() -> None:
 
     def receive() -> None:
         torch.cuda.set_device(1)
-        got.extend(data.clone() for _, data in reader.buckets(stage, 0, time.time() + 60, verify=True))
+        got.extend(data.clone() for _, data in reader.buckets(stage, 0, time.monotonic() + 60, verify=True))
 
     thread = threading.Thread(target=receive)
     thread.start()
     torch.cuda.set_device(0)
-    sent, deadline = [], time.time() + 60
+    sent, deadline = [], time.monotonic() + 60
     writer.start(deadline, lambda: None)
     for _ in range(3):
         data = writer.acquire(deadline, lambda: None)

@@ -67,7 +67,7 @@ BUCKET_BYTES = 256
 
 def send(writer: ShmWriter, stage: StagePlan, values: list[torch.Tensor]) -> None:
     for bucket in stage.buckets:
-        buffer = writer.acquire(time.time() + 10, lambda: None)
+        buffer = writer.acquire(time.monotonic() + 10, lambda: None)
         for piece in bucket.pieces:
             raw = values[stage.first_tensor + piece.tensor].view(torch.uint8)
             part = raw[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
@@ -96,7 +96,7 @@ def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> N
         values = [torch.rand(size) for size in SIZES]
         sync = BeginSync(
             version=index, manifest_digest="", manifest_json=None, stage_sizes=(2, 4), bucket_bytes=BUCKET_BYTES, endpoints=((),),
-            sync_index=index, first_reader=0, num_readers=1, replica=0, verify=True, deadline=time.time() + 10,
+            sync_index=index, first_reader=0, num_readers=1, replica=0, verify=True, timeout_seconds=10,
         )  # fmt: skip
         senders = [threading.Thread(target=send, args=(w, s, values)) for w, s in zip(writers, stages, strict=True)]
         for sender in senders:

@@ -5,6 +5,7 @@ Leaves out what happens to the tensors (receiver.py) and how buckets arrive (tra
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -34,9 +35,9 @@ class Unpacker:
 
     def tensors(self, sync: BeginSync, reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
         """One pass over all stages, to be iterated to the end: scatters what is planned, gives the other tensors."""
-        self.num_arrived = 0
+        self.num_arrived, deadline = 0, time.monotonic() + sync.timeout_seconds
         for stage in self.plan.stages:
-            for bucket, data in reader.buckets(stage, sync.sync_index, sync.deadline, verify=sync.verify):
+            for bucket, data in reader.buckets(stage, sync.sync_index, deadline, verify=sync.verify):
                 if self.load_plan is not None:
                     self.scatter(stage, bucket, data, reader.digests(stage.index) if sync.verify else None)
                 if self.load_plan is None or not self.load_plan.is_whole:

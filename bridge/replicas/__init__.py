@@ -7,5 +7,6 @@ generator.py       the requests that it works on
 output.py          what its processes write
 processes.py       ends vLLM's processes with their replica, cleans /dev/shm
 actors.py          those actors: started, called, ended
+answers.py         waiting for what they answer
 pool.py            ReplicaPool: the replicas as rank 0 of the trainer sees them
 """

@@ -1,6 +1,7 @@
 """The Ray actors behind a pool of replicas: started together, called, restarted, and ended with all their processes.
 
-Leaves out ray.init (the caller's), what is asked of them (pool.py) and what they do (replica.py).
+Leaves out ray.init (the caller's), what is asked of them (pool.py), waiting for answers (answers.py) and what they do
+(replica.py).
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from typing import Any, Self
 import psutil
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bridge.config import ReplicaConfig
 from bridge.replicas import processes, vllm_api
+from bridge.replicas.answers import gather
 from bridge.replicas.replica import Replica
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
+START_ATTEMPTS = 3  # of a replica that is started anew
+
+
+class TooFewReplicasError(RuntimeError):
+    """Fewer replicas run than are needed, and no more came in time."""
 
 
 @dataclass
@@ -42,6 +48,7 @@ class ReplicaActors:
     """`num_replicas` actors, each an AsyncLLM of `tensor_parallel` workers. Use `start`."""
 
     replica_class: type[Replica] = Replica
+    gather = staticmethod(gather)
 
     def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
         self.config, self.num_replicas = config, num_replicas
@@ -51,7 +58,8 @@ class ReplicaActors:
         self._starting: dict[int, ReplicaActor] = {}
         self._restarts: dict[int, threading.Thread] = {}
         self._deferred: list[int] = []  # to be started by `rejoin`
-        self._start_problems: dict[int, str] = {}
+        self._start_problems: dict[int, str] = {}  # the last one of each
+        self._untold: list[str] = []
         self._is_closed = False
 
     @classmethod
@@ -93,35 +101,65 @@ class ReplicaActors:
     def _replace(self, replica: int, former: ReplicaActor) -> None:
         try:
             self._end([former], seconds=UNSTARTED_CLOSE_SECONDS)  # it may be hung
-            if self.config.shares_devices:
-                self._deferred.append(replica)
-            else:
+        except Exception as error:  # noqa: BLE001 # Ray may be gone: starting tells
+            self._untold.append(f"replica {replica} could not be ended: {error}")
+        if self.config.shares_devices:
+            self._deferred.append(replica)
+        else:
+            self._start_again(replica)
+
+    def _start_again(self, replica: int) -> None:
+        """START_ATTEMPTS times at most."""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            if self._is_closed:
+                return
+            try:
                 self._fresh |= self._launch([replica], serves_folder=False)
-        except Exception as error:  # noqa: BLE001 # said by who misses it
-            self._start_problems[replica] = str(error)
+            except Exception as error:  # noqa: BLE001 # said by who misses it
+                self._start_problems[replica] = str(error)
+                then = "it is tried again" if attempt < START_ATTEMPTS else "the run goes on without it"
+                self._untold.append(f"replica {replica} did not start, attempt {attempt} of {START_ATTEMPTS}; {then}: {error}")
+            else:
+                return
+
+    def take_start_problems(self) -> list[str]:
+        """What was not told yet of replicas that did not start anew."""
+        told, self._untold = self._untold, []
+        return told
 
     def rejoin(self, at_least: int, seconds: float) -> bool:
         """Let those that were started anew be members, once there are `at_least` so many in all; whether the members changed.
 
         Raises:
-            RuntimeError: there were not within `seconds`; with the errors of those that did not start.
+            TooFewReplicasError: there were not within `seconds`; with the errors of those that did not start.
         """
         deadline = time.monotonic() + seconds
         for thread in self._restarts.values() if self.config.shares_devices else ():
             thread.join(CLOSE_SECONDS)
-        if self._deferred:
-            self._fresh |= self._launch([self._deferred.pop() for _ in list(self._deferred)], serves_folder=False)
-        while len(self._actors) + len(self._fresh) < at_least:
-            is_hopeless = not any(thread.is_alive() for thread in self._restarts.values())
+        self._start_deferred()
+        while True:
+            is_hopeless = not any(thread.is_alive() for thread in self._restarts.values())  # before the count, which they raise
+            if len(self._actors) + len(self._fresh) >= at_least:
+                break
             if is_hopeless or time.monotonic() > deadline:
                 problems = [f"replica {replica}: {text}" for replica, text in self._start_problems.items()]
                 there = f"{len(self._actors) + len(self._fresh)} of {self.num_replicas} replicas run, {at_least} are needed"
-                raise RuntimeError("; ".join([there, *(problems or [f"the others did not start within {seconds:g} s"])]))
+                late = f"the others did not start within {seconds:g} s (rollout.restart_timeout_seconds)"
+                raise TooFewReplicasError("; ".join([there, *(problems or [late])]))
             time.sleep(0.1)
         for replica in list(self._fresh):
             self._actors[replica] = self._fresh.pop(replica)
         former, self.members = self.members, sorted(self._actors)
         return former != self.members
+
+    def _start_deferred(self) -> None:
+        """All at once, since the trainer has given the devices up."""
+        deferred = [self._deferred.pop() for _ in list(self._deferred)]
+        threads = [threading.Thread(target=self._start_again, args=(replica,), daemon=True) for replica in deferred]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def close(self) -> None:
         """Stop everything, the engines' processes too. Safe to repeat."""
@@ -132,25 +170,11 @@ class ReplicaActors:
         self._end(list(self._fresh.values()))
         self._actors, self._fresh = {}, {}
 
-    def gather(self, refs: list[Any], timeout: float | None = None) -> list[Any]:
-        """Wait for all, then ray.get with the actor's own error, without Ray's wrapping.
-
-        Raises:
-            RuntimeError: an actor raised, died, or did not answer in time.
-        """
-        finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=timeout) if refs else ([], [])
-        try:
-            values = dict(zip(finished, ray.get(finished), strict=True))
-        except RayTaskError as error:
-            raise RuntimeError(str(error.cause)) from None
-        except RayActorError as error:
-            raise RuntimeError(f"a replica's actor died: {error}") from None
-        if waiting:
-            raise RuntimeError(f"{len(waiting)} replicas gave no answer within {timeout:g} seconds")
-        return [values[ref] for ref in refs]
-
-    def _call(self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None) -> list[Any]:
-        return self.gather([method(actor.handle) for actor in self._chosen(replicas)], timeout)
+    def _call(
+        self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None, what: str = "a call"
+    ) -> list[Any]:
+        chosen = self.members if replicas is None else replicas
+        return self.gather([method(actor.handle) for actor in self._chosen(chosen)], timeout, chosen, what)
 
     def _chosen(self, replicas: Sequence[int] | None = None) -> list[ReplicaActor]:
         """The actors of these replicas, None: of all members. RuntimeError where one was not started again."""
@@ -192,7 +216,7 @@ class ReplicaActors:
         if waiting:
             raise RuntimeError(
                 f"{len(waiting)} of {len(refs)} replicas did not start within {self.config.start_timeout_seconds:g} "
-                "seconds (ReplicaConfig.start_timeout_seconds)"
+                "seconds (rollout.start_timeout_seconds)"
             )
         return self.gather(refs)
 

@@ -113,7 +113,7 @@ class Generator:
         if self._problem is not None:
             raise self._problem
         finished, self._finished = self._finished, []
-        return Collected(tuple(finished), self._silent_seconds)
+        return Collected(tuple(finished), self.silent_seconds)
 
     async def _finish(self, key: int, sample: int, live: Live) -> None:
         try:
@@ -150,7 +150,7 @@ class Generator:
 
     async def watch(self) -> None:
         """Ask the engine core for a word every second, for as long as it lives."""
-        with suppress(Exception):  # no answer comes any more, which `_silent_seconds` tells
+        with suppress(Exception):  # no answer comes any more, which `silent_seconds` tells
             while not self._engine.errored:
                 self._asked = time.monotonic()
                 await self._engine.engine_core.is_sleeping_async()
@@ -158,7 +158,7 @@ class Generator:
                 await asyncio.sleep(PING_SECONDS)
 
     @property
-    def _silent_seconds(self) -> float:
+    def silent_seconds(self) -> float:
         """How long the engine core has owed an answer; none is due while it loads weights."""
         return 0.0 if self._answered >= self._asked or self.is_busy else time.monotonic() - self._asked
 

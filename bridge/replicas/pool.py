@@ -19,6 +19,7 @@ import ray
 
 from bridge.messages import BeginSync, Completion, GenerationRequest, GroupRequest, ReplicaState, StageSpan
 from bridge.replicas.actors import ReplicaActor, ReplicaActors
+from bridge.replicas.answers import wait_while_alive
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 
@@ -72,7 +73,7 @@ class ReplicaPool(ReplicaActors):
         (actor,) = self._chosen([replica])
         ref = actor.handle.score.remote([tuple(map(int, ids)) for ids in sequences])
         actor.num_sent += 1
-        return [scores.copy() for scores in self.gather([ref], timeout)[0]]
+        return [scores.copy() for scores in self.gather([ref], timeout, [replica], "score")[0]]
 
     # The steps of a sync (messages.py), driven by Publisher.
 
@@ -88,6 +89,8 @@ class ReplicaPool(ReplicaActors):
     def pause(self) -> None:
         """No new requests; running ones are waited for, held, or ended to begin anew (`ReplicaConfig.on_update`).
 
+        They take as long as they take, for as long as vLLM gives signs of life.
+
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
@@ -99,11 +102,19 @@ class ReplicaPool(ReplicaActors):
 
     def _after_sent(self, method: str, **options: Any) -> None:
         """Call what comes after all generation that was sent."""
-        self.gather([getattr(actor.handle, method).remote(actor.num_sent, **options) for actor in self._chosen()])
+        members = list(self.members)
+        actors = dict(zip(members, self._chosen(members), strict=True))
+        calls = {replica: getattr(actor.handle, method).remote(actor.num_sent, **options) for replica, actor in actors.items()}
+        wait_while_alive(calls, self._silent_seconds, self.config.answer_timeout_seconds, method)
+
+    def _silent_seconds(self, replica: int) -> Any:
+        (actor,) = self._chosen([replica])
+        return actor.handle.silent_seconds.remote()
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
-        refusals = self.gather([actor.handle.begin.remote(own) for actor, own in self._own(message)], CONTROL_SECONDS)
+        calls = [actor.handle.begin.remote(own) for actor, own in self._own(message)]
+        refusals = self.gather(calls, CONTROL_SECONDS, self.members, f"begin of version {message.version}")
         for actor, refused in zip(self._chosen(), refusals, strict=True):
             actor.manifest_digest = "" if refused else message.manifest_digest
         if all(refused == refusals[0] for refused in refusals):
@@ -135,25 +146,25 @@ class ReplicaPool(ReplicaActors):
                 ),
             )
 
-    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> bool:
-        """Whether all references are done within `seconds`; raises the first error among those that are."""
+    def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> list[int]:
+        """The members whose reference is not done within `seconds`; raises the first error among those that are."""
         finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
         if finished:
             self.gather(finished)
-        return not waiting
+        return [replica for replica, ref in zip(self.members, refs, strict=True) if ref in waiting]
 
     def commit(self, version: int, timeout: float) -> None:
-        self._call(lambda actor: actor.commit.remote(version), timeout)
+        self._call(lambda actor: actor.commit.remote(version), timeout, what=f"commit of version {version}")
 
     def resume(self, replicas: Sequence[int] | None = None) -> None:
-        self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas)
+        self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas, "resume")
 
     def abort(self, timeout: float = CONTROL_SECONDS) -> tuple[list[int], list[int]]:
         """Leave the sync everywhere, all at once; the replicas that are out of service now, and those that wait for another sync.
 
         Who gives no answer within `timeout` seconds is out of service, too.
         """
-        there = {replica: actor for replica, actor in self._actors.items() if replica in self.members}
+        there = {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
         refs = {replica: actor.handle.abort.remote() for replica, actor in there.items()}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
@@ -168,7 +179,7 @@ class ReplicaPool(ReplicaActors):
 
     def loader_fallback(self) -> dict[str, str]:
         """See SyncReport."""
-        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1])
+        (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1], "loader_fallback")
         return dict(layers)
 
     def sync_spans(self) -> list[list[StageSpan]]:
@@ -178,4 +189,5 @@ class ReplicaPool(ReplicaActors):
     def read_digests(self, timeout: float, replicas: Sequence[int] | None = None) -> dict[int, dict[str, int]]:
         """Of each of these replicas, None: of all: digest.digest_value by HF name of what it holds."""
         chosen = self.members if replicas is None else replicas
-        return dict(zip(chosen, self._call(lambda actor: actor.read_digests.remote(), timeout, chosen), strict=True))
+        digests = self._call(lambda actor: actor.read_digests.remote(), timeout, chosen, "read_digests")
+        return dict(zip(chosen, digests, strict=True))

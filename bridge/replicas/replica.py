@@ -94,6 +94,10 @@ class Replica:
 
         return [vllm_api.prompt_log_probs(output) for output in await self._generator.run(submit)]
 
+    async def silent_seconds(self) -> float:
+        """How long vLLM's engine core has owed an answer; also where another call waits for it."""
+        return self._generator.silent_seconds
+
     async def pause(self, num_calls: int) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 

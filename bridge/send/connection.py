@@ -14,7 +14,7 @@ from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
 from bridge.send.collectives import Ranks
 from bridge.send.sender import StageSender
-from bridge.transport.open import abort_endpoint, open_writer, resolve_transport
+from bridge.transport.open import abort_endpoints, open_writer, resolve_transport
 from bridge.transport.protocol import Writer
 
 
@@ -32,9 +32,8 @@ class Connection:
         writer = self.sender.writer
         if writer is not None:
             writer.abort(reason)
-        for endpoint in {endpoint for route in self.routes for endpoint in route}:
-            if writer is None or endpoint != writer.endpoint:
-                abort_endpoint(endpoint, reason)
+        own = {writer.endpoint} if writer is not None else set()
+        abort_endpoints({endpoint for route in self.routes for endpoint in route} - own, reason)
 
     def close(self) -> None:
         if self.sender.writer is not None:

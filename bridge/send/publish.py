@@ -10,6 +10,7 @@ Leaves out the pass over the source (sender.py), states and messages (messages.p
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,13 +24,14 @@ from bridge.export.adapter import AdapterSpec
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.layout.manifest import TIED_HEAD
-from bridge.messages import BeginSync, Replicas, Spans, SyncError, SyncReport
+from bridge.messages import BeginSync, Replicas, Spans, SyncError, SyncReport, name_replicas
 from bridge.send.collectives import Ranks
 from bridge.send.connection import Connection, connect
 from bridge.send.sender import PassResult
 from bridge.transport.open import resolve_transport
 
 POLL_SECONDS = 0.01
+MIN_SECONDS = 1.0  # of a call that comes late
 ABORT_SECONDS = 10.0  # how long a failing sync waits for replicas to say that they stopped
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -83,12 +85,12 @@ class Publisher:
         with self._spans.measure("pause"):
             self._phase(version, self._pause)
         start = time.time()
-        deadline = start + self._config.timeout_seconds
-        message = self._message(connection, version, deadline, verify)
+        deadline = time.monotonic() + self._config.timeout_seconds
+        message = self._message(connection, version, verify)
         if connection.num_syncs == 0:  # later the replicas have accepted the manifest
             with self._spans.measure("begin"):
                 self._phase(version, lambda: self._begin(message))
-        digests = self._stream(connection, message, verify)
+        digests = self._stream(connection, message, deadline, verify)
         self._phase(version, lambda: self._commit(connection, version, deadline, digests))
         connection.num_syncs += 1
         spans = self._spans.taken
@@ -144,7 +146,7 @@ class Publisher:
         if self._pool is not None and (reasons := self._pool.begin(message)):
             raise ManifestRefusedError(reasons)
 
-    def _message(self, connection: Connection, version: int, deadline: float, verify: str) -> BeginSync:
+    def _message(self, connection: Connection, version: int, verify: str) -> BeginSync:
         """To all replicas; the pool makes each one's own of it."""
         plan = connection.plan
         return BeginSync(
@@ -159,21 +161,22 @@ class Publisher:
             num_readers=len(connection.routes),
             replica=0,
             verify=verify != "none",
-            deadline=deadline,
+            timeout_seconds=self._config.timeout_seconds,
             adapter=self._adapter,
         )
 
-    def _stream(self, connection: Connection, message: BeginSync, verify: str) -> list[int]:
+    def _stream(self, connection: Connection, message: BeginSync, deadline: float, verify: str) -> list[int]:
         """Send and let the replicas load; digests of all tensors when they are to be read back."""
+        message = dataclasses.replace(message, timeout_seconds=max(MIN_SECONDS, deadline - time.monotonic()))
         refs: list[Any] = self._pool.receive(message) if self._pool is not None else []
         result = PassResult()
 
         def stream() -> None:
             nonlocal result
-            result = connection.sender.run(message.deadline, self._watch(refs), verify)
+            result = connection.sender.run(deadline, self._watch(refs), verify)
             self._spans.taken += result.spans
             with self._spans.measure("load"):
-                problem = result.problem or self._wait_for_replicas(refs, message.deadline)
+                problem = result.problem or self._wait_for_replicas(refs, deadline)
             if problem is not None:
                 connection.abort(problem)  # other senders and the replicas may be waiting
                 raise RuntimeError(problem)
@@ -185,7 +188,7 @@ class Publisher:
         if self._pool is None:
             return
         with self._spans.measure("commit"):
-            self._pool.commit(version, max(1.0, deadline - time.time()))
+            self._pool.commit(version, max(MIN_SECONDS, deadline - time.monotonic()))
         if connection.num_syncs == 0:
             connection.loader_fallback = self._pool.loader_fallback()
         if digests:
@@ -232,9 +235,9 @@ class Publisher:
         if self._pool is None:
             return None
         try:
-            while not self._pool.raise_if_failed(refs, POLL_SECONDS):
-                if time.time() > deadline:
-                    return f"deadline of {self._config.timeout_seconds:g} s passed: replicas still load"
+            while waiting := self._pool.raise_if_failed(refs, POLL_SECONDS):
+                if time.monotonic() > deadline:
+                    return f"deadline passed (sync.timeout_seconds): the last buckets are not loaded by {name_replicas(waiting)}"
         except RuntimeError as error:
             return str(error)
         return None

@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -57,7 +58,7 @@ class Channel:
     def connect(endpoint: str, rank: int, size: int, device: torch.device, deadline: float) -> Channel:
         """A reader's side. Raises TransportError when nobody listens there."""
         host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
-        left = min(STORE_TIMEOUT, timedelta(seconds=max(1.0, deadline - time.time())))
+        left = min(STORE_TIMEOUT, timedelta(seconds=max(1.0, deadline - time.monotonic())))
         try:
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=left)
             store.set_timeout(STORE_TIMEOUT)
@@ -77,7 +78,7 @@ class Channel:
             with torch.cuda.device(self.device):
                 self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
         else:
-            left = timedelta(seconds=max(1.0, deadline - time.time()))
+            left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, left)
 
     def broadcast(self, data: torch.Tensor, deadline: float, after: Any = None) -> Any:
@@ -85,7 +86,7 @@ class Channel:
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        left = max(0.0, deadline - time.time()) + GLOO_MARGIN_SECONDS
+        left = max(0.0, deadline - time.monotonic()) + GLOO_MARGIN_SECONDS
         options.timeout = timedelta(seconds=left) if self.stream is None else GROUP_TIMEOUT
         with self.on_stream():
             if self.stream is not None and after is not None:
@@ -135,7 +136,7 @@ class Channel:
             if time.monotonic() > self._next_look:
                 self.raise_if_aborted()
                 self._next_look = time.monotonic() + STORE_SECONDS
-            if time.time() > deadline:
+            if time.monotonic() > deadline:
                 raise TransportError(f"deadline passed: waits for {what}")
             time.sleep(POLL_SECONDS)
 
@@ -169,6 +170,12 @@ def _leave(group: list[Any], under_way: list[Any]) -> None:
         time.sleep(STORE_SECONDS)
     under_way.clear()
     group.clear()
+
+
+def abort_all(endpoints: Collection[str], reason: str) -> None:
+    """`abort_at` all of them at once: each may take its time, where a sender was stopped."""
+    with ThreadPoolExecutor(max(1, len(endpoints)), thread_name_prefix="megasync-abort") as threads:
+        list(threads.map(lambda endpoint: abort_at(endpoint, reason), endpoints))
 
 
 def abort_at(endpoint: str, reason: str) -> None:

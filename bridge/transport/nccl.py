@@ -16,7 +16,7 @@ import torch
 
 from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests
-from bridge.transport.channel import Channel, abort_at
+from bridge.transport.channel import Channel, abort_all
 from bridge.transport.errors import DamagedError
 
 NUM_BUFFERS = 2
@@ -141,12 +141,11 @@ class GroupReader:
             self._buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
 
     def abort(self, reason: str) -> None:
-        for stage, endpoint in enumerate(self.endpoints):
-            channel = self._channels[stage]
+        for channel in self._channels:
             if channel is not None:
                 channel.abort(reason)
-            else:
-                abort_at(endpoint, reason)
+        pairs = zip(self.endpoints, self._channels, strict=True)
+        abort_all([endpoint for endpoint, channel in pairs if channel is None], reason)
 
     def close(self) -> None:
         for channel in self._channels:

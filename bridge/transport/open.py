@@ -5,7 +5,7 @@ The one place that knows which transports there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -56,9 +56,9 @@ def open_reader(endpoints: tuple[str, ...], reader: int, num_readers: int, devic
     return kind(endpoints, reader, device)
 
 
-def abort_endpoint(endpoint: str, reason: str) -> None:
-    """Wake up everyone who waits at another process's writer; nothing where that is gone."""
-    if endpoint.startswith(channel.SCHEME):
-        channel.abort_at(endpoint, reason)
-    else:
+def abort_endpoints(endpoints: Collection[str], reason: str) -> None:
+    """Wake up everyone who waits at other processes' writers, all at once; nothing where one is gone."""
+    groups = [endpoint for endpoint in endpoints if endpoint.startswith(channel.SCHEME)]
+    for endpoint in set(endpoints) - set(groups):
         abort_segment(shm.segment_path(endpoint), reason)
+    channel.abort_all(groups, reason)

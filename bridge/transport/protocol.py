@@ -17,7 +17,7 @@ from bridge.layout.digest import BucketDigests
 class Writer(Protocol):
     """The sending side of one stage. A pass is `start`, then `acquire` and `publish` for each bucket, then `finish`.
 
-    `check` is called while waiting and may raise. Deadlines are wall clock, seconds since the epoch.
+    `check` is called while waiting and may raise. Deadlines are time.monotonic() of this process.
     """
 
     endpoint: str  # where readers find it; its scheme says which transport it is

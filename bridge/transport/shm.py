@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,14 +42,24 @@ def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str
     """Poll until `ready`, with pauses that grow to the longest.
 
     Raises:
-        TransportError: the wall clock passed `deadline`; `describe` says who waits for whom.
+        TransportError: time.monotonic() passed `deadline`; `describe` says who waits for whom.
     """
     pause = POLL_SECONDS_FIRST
     while not ready():
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             raise TransportError(f"deadline passed: {describe()}")
         time.sleep(pause)
         pause = min(2 * pause, longest_pause)
+
+
+def describe_wait(stage: StagePlan, needed: int, late: Mapping[str, int]) -> str:
+    """Which readers hold the sender up, by how many buckets they have read since the segment was made, and at which bucket."""
+    read = [f"{name} has read {number}, next is {stage.describe(_next(stage, number))}" for name, number in late.items()]
+    return f"the sender of stage {stage.index} waits until {needed} buckets are read; {'; '.join(read)}"
+
+
+def _next(stage: StagePlan, num_read: int) -> Bucket:
+    return stage.buckets[num_read % len(stage.buckets)]
 
 
 class ShmWriter:
@@ -104,8 +114,8 @@ class ShmWriter:
 
     def _describe_wait(self, needed: int) -> str:
         consumed = self.segment.consumed
-        late = [f"{self._readers[reader]} has read {consumed[reader]}" for reader in self.own if consumed[reader] < needed]
-        return f"the sender of stage {self._stage.index} waits until {needed} buckets are read; {', '.join(late)}"
+        late = {self._readers[reader]: consumed[reader] for reader in self.own if consumed[reader] < needed}
+        return describe_wait(self._stage, needed, late)
 
 
 class ShmReader:

@@ -1,13 +1,14 @@
-"""Measures weight sync against the two usual ways, generation, training, and a batch's way to the ranks.
+"""Measures weight sync against the two usual ways, generation, training, a batch's way to the ranks, and faults.
 
-Starts the trainer ranks itself (sync.py, rollout.py, throughput.py, staleness.py, train_rank.py and arrays.py say what is
-measured and how), then prints tables and, with --json, writes every round down.
+Starts the trainer ranks itself (sync.py, rollout.py, throughput.py, staleness.py, train_rank.py, arrays.py and faults/ say what
+is measured and how), then prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE] [--picture FILE.svg]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench staleness --config configs/bench_staleness.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
     python -m megasync.bench arrays --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench faults --config configs/bench_faults.yaml [key=value ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from engine.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench import train
 from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
+from megasync.bench.faults import run as faults
 from megasync.bench.machine import describe_machine
 from megasync.bench.model import write_model
 from megasync.bench.picture import check_picture, draw_sync
@@ -45,6 +47,7 @@ VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]]
     "rollout": (summarise_rollout, show_rollout),
     "staleness": (summarise_staleness, show_staleness),
 }
+PREPARE: dict[str, Callable[[BenchRoot], BenchRoot]] = {"train": train.prepare, "faults": faults.prepare}
 
 
 def prepare(config: BenchRoot, verb: str) -> BenchRoot:
@@ -137,11 +140,20 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
     return code, results
 
 
+def _run_other(verb: str, config: BenchRoot, json_path: Path | None) -> int:
+    """The benches that need no ranks of one kind for all that they measure."""
+    if verb == "arrays":
+        from megasync.bench import arrays  # it needs torch
+
+        return arrays.run(config, json_path)
+    return (train.run if verb == "train" else faults.run)(config, json_path)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring, rounds before that count."""
     parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
     about = "sync: ours, message by message, over the disk, LoRA's two ways; rollout: tokens/s, also beside vLLM's; the others"
-    parser.add_argument("verb", choices=[*VERBS, "train", "arrays"], help=about)
+    parser.add_argument("verb", choices=[*VERBS, *PREPARE, "arrays"], help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
@@ -152,13 +164,9 @@ def main(arguments: Sequence[str]) -> int:
             check_picture(given.verb, given.picture)
         config = load_config(given.config, given.overrides, BenchRoot)
         if given.verb != "arrays":
-            config = prepare(config, given.verb) if given.verb in VERBS else train.prepare(config)
-    if given.verb == "arrays":
-        from megasync.bench import arrays  # it needs torch
-
-        return arrays.run(config, given.json)
-    if given.verb == "train":
-        return train.run(config, given.json)
+            config = prepare(config, given.verb) if given.verb in VERBS else PREPARE[given.verb](config)
+    if given.verb not in VERBS:
+        return _run_other(given.verb, config, given.json)
     code, results = measure(given.verb, config, given.json)
     if results is None:
         return 1

@@ -1,4 +1,4 @@
-"""The keys of `bench`, `bench_train` and `bench_arrays`, beside those of a run. No torch in here."""
+"""The keys of `bench`, `bench_train`, `bench_arrays` and `bench_faults`, beside those of a run. No torch in here."""
 
 from __future__ import annotations
 
@@ -116,9 +116,23 @@ class ArraysBenchConfig(Section):
     """Data-parallel ranks that share the batch."""
 
 
+class FaultsBenchConfig(Section):
+    """What `python -m megasync.bench faults` kills and stops."""
+
+    num_ranks: Annotated[int, Field(ge=2)] = 2
+    """Trainer ranks."""
+    cases: Annotated[tuple[str, ...], *OneOrMore] = ("all",)
+    """Names of cases, or parts of names such as pausing, rank0 or SIGSTOP; all: the whole table."""
+    rank_points: PositiveInt = 20
+    """Random points at which a rank is killed or stopped, half of them rank 0."""
+    limit_seconds: PositiveFloat = 180.0
+    """A run that takes longer counts as hung, and is ended."""
+
+
 class BenchRoot(Config):
     """A run's config with what the benches add."""
 
     bench: BenchConfig = BenchConfig()
     bench_train: TrainBenchConfig = TrainBenchConfig()
     bench_arrays: ArraysBenchConfig = ArraysBenchConfig()
+    bench_faults: FaultsBenchConfig = FaultsBenchConfig()

@@ -44,7 +44,7 @@ class BenchWorkerExtension(WorkerExtension):
     def bench_floor(self, first_reader: int, endpoint: str, num_readers: int, sizes: list[int]) -> None:
         """Take buckets of these sizes and do nothing with them: the other side of wire.Wire.floor."""
         if not hasattr(self, "bench_channel"):
-            engine, deadline = self.weight_transfer_engine, time.time() + SECONDS
+            engine, deadline = self.weight_transfer_engine, time.monotonic() + SECONDS
             reader = 1 + first_reader + engine.parallel_config.rank
             self.bench_channel = Channel.connect(endpoint, reader, 1 + num_readers, engine.device, deadline)
         broadcast_all(self.bench_channel, sizes)

@@ -26,7 +26,7 @@ SECONDS = 60.0
 
 def broadcast_all(channel: Channel, sizes: list[int]) -> float:
     """Broadcast buckets of these sizes from two buffers in turns; the seconds that it took, once all members were there."""
-    deadline = time.time() + SECONDS
+    deadline = time.monotonic() + SECONDS
     channel.meet(deadline)
     buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=channel.device) for _ in range(2)]
     channel.wait(channel.mark(), deadline, "the buffers")

@@ -104,6 +104,8 @@ class RunConfig(Section):
     """How the terminal shows progress."""
     stop_at_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """sft: stop once held-out accuracy is there; 0: run all steps."""
+    hung_rank_timeout_seconds: Annotated[float, Field(ge=1)] = 300.0
+    """A trainer rank that gives no sign of life for so long, because it was stopped or its machine is gone, ends the run."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
     log_samples: NonNegativeInt = 2
@@ -135,6 +137,8 @@ class RolloutConfig(Section):
     """With fewer left the run waits for replicas to be restarted; with more it goes on meanwhile."""
     answer_timeout_seconds: PositiveFloat = 120.0
     """A replica that gives no answer for so long is restarted, and others take its samples over."""
+    start_timeout_seconds: PositiveFloat = 600.0
+    """Of a replica's start; one that takes longer is ended, and at a restart tried again."""
     restart_timeout_seconds: PositiveFloat = 600.0
     """How long the run waits for replicas to be restarted before it stops."""
     group_size: PositiveInt = 8

@@ -153,8 +153,8 @@ def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank:
     """Run the program on all ranks; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank)
     try:
-        places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks])]
-        environments = rank_environments(places, *ray.get(ranks[0].open_store.remote()))
+        places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks], timeout=PLACEMENT_SECONDS)]
+        environments = rank_environments(places, *ray.get(ranks[0].open_store.remote(), timeout=PLACEMENT_SECONDS))
         running = {
             rank.run.remote(program, list(arguments), environment): index
             for index, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
