@@ -151,8 +151,10 @@ def restore(folder: Path, engine: Engine) -> None:
     Raises:
         ValueError: the checkpoint is of another layout or wrap, or holds objects other than tensors, numbers and text.
     """
-    saved = {"expert": 1, **json.loads((folder / "layout.json").read_text())}  # as before there was more
-    differing = {key: (value, saved.get(key)) for key, value in _layout(engine).items() if saved.get(key) != value}
+    own, num_stages = _layout(engine), engine.layout.pipeline_size
+    before = {"expert": 1, "layers": [sum(engine.stage_layers) // num_stages] * num_stages}  # when there was no other choice
+    saved = {**before, **json.loads((folder / "layout.json").read_text())}
+    differing = {key: (value, saved.get(key)) for key, value in own.items() if saved.get(key) != value}
     if differing:
         told = "; ".join(f"{key} is {now}, the checkpoint has {then}" for key, (now, then) in differing.items())
         raise ValueError(
@@ -191,6 +193,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
         "world_size": layout.world_size,
         "tensor": layout.tensor_size,
         "pipeline": layout.pipeline_size,
+        "layers": list(engine.stage_layers),
         "expert": layout.expert_size,
         "dtype": str(engine.hf_bridge.dtype),
         "lora_rank": engine.config.lora.rank,

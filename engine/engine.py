@@ -18,13 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, device, fused, lora, loss, metrics, parallel, peft
+from engine import advantages, device, fused, lora, loss, metrics, parallel, peft, stages
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
 from engine.entropy import token_entropy
 from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
-from engine.model import build_bridge, build_chunks, gpt_model
+from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
@@ -73,6 +73,10 @@ class Engine:
         self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
+        self.stage_layers = pipeline_layers(self.hf_bridge, engine.parallel)
+        if self.layout.pipeline_size > 1 and self.layout.rank == 0:
+            print(stages.describe(self.stage_layers, self.layout.pipeline_size), file=sys.stderr, flush=True)
+        self.balance = balance(engine, self.hf_bridge)
         chunks = self._start_chunks(weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
@@ -111,8 +115,8 @@ class Engine:
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
         """For each data-parallel rank the indices of the samples whose tokens `prepare` needs there."""
-        num_minibatches, size = self.algorithm.num_minibatches, self.layout.data_size
-        return needed_samples(samples.lengths, num_minibatches, size, self.config.tokens_per_microbatch)
+        sizes = self.algorithm.num_minibatches, self.layout.data_size, self.config.tokens_per_microbatch
+        return needed_samples(samples.lengths, *sizes, self.balance)
 
     def prepare(self, samples: Sequence[Sample] | SampleTable) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs.
@@ -178,7 +182,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _minibatch(self, table: SampleTable) -> MiniBatch:
-        bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch)
+        size, limit = self.layout.data_size, self.config.tokens_per_microbatch
+        bins = plan_microbatches(table.lengths, size, limit, self.balance)
         multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
         microbatches = [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]]
         counted = np.ones(len(table), bool)

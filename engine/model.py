@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import device, experts, fused, upstream
+from engine import costs, device, experts, fused, stages, upstream
 from engine.attention import CoreAttention, RMSNorm
-from engine.config import FAMILIES, EngineConfig, ModelConfig
+from engine.batch import Balance
+from engine.config import FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -84,9 +86,12 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     experts.check(hf_config, model, engine.parallel)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
     use_fused = fused.is_enabled(engine.fusions)
-    recompute: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if engine.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        chosen |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layers = pipeline_layers(bridge, engine.parallel)
+    if len(set(layers)) > 1:
+        chosen["pipeline_model_parallel_layout"] = stages.layout(layers)
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
@@ -98,13 +103,27 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         sequence_parallel=engine.parallel.sequence,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        batch_p2p_comm=True,
+        # chunks of two stages send both ways between them at once, which batches mix up (p2p_communication.py:_batched_p2p_ops)
+        batch_p2p_comm=engine.parallel.virtual_pipeline == 1,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
-        **recompute,
+        **chosen,
         **experts.config_arguments(hf_config),
     )
     return bridge
+
+
+def pipeline_layers(bridge: Bridge, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The number of layers of each chunk of the pipeline, in the model's order."""
+    cost = costs.output_cost(bridge.config, bridge.hf_config.vocab_size)
+    return stages.chunk_layers(parallel, bridge.config.num_layers, cost)
+
+
+def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
+    """Of micro-batches, which interleaved chunks take in groups of as many as there are stages (schedules.py:957)."""
+    parallel, by_cost = engine.parallel, engine.balance == "cost"
+    length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
+    return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length)
 
 
 def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Module]:
