@@ -86,7 +86,8 @@ def save(
         peft.save_stage(weights_folder, engine.layout.pipeline_rank, engine.adapter_tensors())
     else:
         save_weights(weights_folder, engine.layout.pipeline_rank, weights)
-    torch.save(_state(engine), partial / f"rank_{engine.layout.rank:05d}.pt")
+    with engine.state_on_device():
+        torch.save(_state(engine), partial / f"rank_{engine.layout.rank:05d}.pt")
     dist.barrier()
     if engine.layout.rank == 0:
         if has_adapters:
@@ -162,8 +163,9 @@ def restore(folder: Path, engine: Engine) -> None:
             f"run from its weights: {_from_weights(folder)}"
         )
     state = _read_state(folder, engine)
-    for optimizer, entries in zip(inner_optimizers(engine.optimizer), state["optimizers"], strict=True):
-        _restore_optimizer(optimizer, entries)
+    with engine.state_on_device():
+        for optimizer, entries in zip(inner_optimizers(engine.optimizer), state["optimizers"], strict=True):
+            _restore_optimizer(optimizer, entries)
     engine.schedule.load_state_dict(state["schedule"])
     set_random_state(state["random_state"])
 

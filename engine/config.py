@@ -79,6 +79,8 @@ class OptimizerConfig(Section):
     """What the learning rate does after the warm-up."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps until the rate is at its minimum; null: all of the run."""
+    offload: bool = False
+    """State and main weights lie in host memory but while the optimizer steps: room for activations, at a copy both ways."""
 
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

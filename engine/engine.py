@@ -9,6 +9,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,12 @@ from engine.correction import Sums
 from engine.entropy import token_entropy
 from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
 from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
+from engine.offload import HostState
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
-from engine.wrap import WrappedModel
+from engine.wrap import FrozenModel, WrappedModel
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
@@ -87,9 +89,12 @@ class Engine:
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
-        self.reference: list[torch.nn.Module] | None = None
-        if has_reference:
-            self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
+        self.reference: WrappedModel | FrozenModel | None = None
+        if has_reference and engine.lora.rank:
+            self.reference = self.wrapped
+        elif has_reference:
+            self.reference = FrozenModel(engine, self.model_config, build_chunks(self.hf_bridge, model.path))
+        self._host_state = HostState(self) if engine.optimizer.offload else None
         self._set_functions_of_the_schedule()
 
     def _set_functions_of_the_schedule(self) -> None:
@@ -135,8 +140,8 @@ class Engine:
             for micro, values_ in zip(microbatches, old, strict=True):
                 micro.old_log_probs = values_
         if self.reference is not None:
-            with lora.reference(self.reference):
-                reference = self._log_probs(microbatches, self.reference)
+            with lora.reference(self.reference.modules):
+                reference = self._log_probs(microbatches, self.reference.modules)
             for micro, values_ in zip(microbatches, reference, strict=True):
                 micro.reference_log_probs = values_
         return minibatches
@@ -171,6 +176,10 @@ class Engine:
         """
         return [bool(values.all()) for values in self._response_values(samples, self._greedy_values)]
 
+    def state_on_device(self) -> AbstractContextManager[None]:
+        """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
+        return nullcontext() if self._host_state is None else self._host_state.on_device()
+
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
         return self.wrapped.whole_parameters()
@@ -202,7 +211,8 @@ class Engine:
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
             self.schedule.step(increment=1)
-            apply_gradients(self.optimizer, norm)
+            with self.state_on_device():
+                apply_gradients(self.optimizer, norm)
         elif self.algorithm.non_finite == "stop":
             raise metrics.non_finite_error(sums["loss"], norm, self.wrapped.gradients(), self.device)
         else:

@@ -86,12 +86,9 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     experts.check(hf_config, model, engine.parallel)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
     use_fused = fused.is_enabled(engine.fusions)
-    chosen: dict[str, Any] = {}
+    recompute: dict[str, Any] = {}
     if engine.recompute == "full":
-        chosen |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    layers = pipeline_layers(bridge, engine.parallel)
-    if len(set(layers)) > 1:
-        chosen["pipeline_model_parallel_layout"] = stages.layout(layers)
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
@@ -103,14 +100,23 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         sequence_parallel=engine.parallel.sequence,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # chunks of two stages send both ways between them at once, which batches mix up (p2p_communication.py:_batched_p2p_ops)
-        batch_p2p_comm=engine.parallel.virtual_pipeline == 1,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
-        **chosen,
+        **recompute,
+        **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config),
     )
     return bridge
+
+
+def _pipeline_arguments(bridge: Bridge, parallel: ParallelConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig."""
+    layers = pipeline_layers(bridge, parallel)
+    return {
+        # chunks of two stages send both ways between them at once, which batches mix up (p2p_communication.py:_batched_p2p_ops)
+        "batch_p2p_comm": parallel.virtual_pipeline == 1,
+        "pipeline_model_parallel_layout": stages.layout(layers) if len(set(layers)) > 1 else None,
+    }
 
 
 def pipeline_layers(bridge: Bridge, parallel: ParallelConfig) -> tuple[int, ...]:

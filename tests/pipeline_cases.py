@@ -32,6 +32,7 @@ def stages(cases: list[dict[str, Any]], root: str, num_steps: int = 3) -> list[d
             sent = {name: tensor.clone() for name, tensor in whole_tensors(source)}
             values = log_probs(built, random_samples(6, seed=99))
             history, counts = _train(built, range(num_steps - 1))
+            history += _train(built, range(1), num_samples=1)[0]  # chunks get an empty micro-batch with it
             if resumes:
                 checkpoint.save(folder, num_steps - 1, built, whole_tensors(source), Path(path), keep=1)
             last, _ = _train(built, range(num_steps - 1, num_steps))
@@ -53,12 +54,12 @@ def stages(cases: list[dict[str, Any]], root: str, num_steps: int = 3) -> list[d
     return results
 
 
-def _train(built: Engine, seeds: range) -> tuple[list[float], list[int]]:
+def _train(built: Engine, seeds: range, num_samples: int = 16) -> tuple[list[float], list[int]]:
     """Loss and gradient norm of each step, and its number of micro-batches."""
     history: list[float] = []
     counts = []
     for seed in seeds:
-        minibatches = built.prepare(random_samples(16, seed=seed))
+        minibatches = built.prepare(random_samples(num_samples, seed=seed))
         counts += [len(minibatch.microbatches) for minibatch in minibatches]
         metrics = built.update(minibatches)
         history += [metrics["loss/sft"], metrics["grad_norm"]]
