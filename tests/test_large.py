@@ -20,7 +20,7 @@ ITEM_BYTES = 2  # bfloat16
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_tensor_of_more_than_two_to_the_31_elements(dim: int) -> None:
-    """Each byte of both shards goes to one place of one bucket, whichever dimension is sharded, also out of memory behind 2^31."""
+    """Each byte of both shards goes to one place of one bucket, whichever dimension is sharded, also from memory behind 2^31."""
     shape = [ROWS, COLUMNS]
     shape[dim] //= 2
     start = 2**31 + 64  # where the second shard lies in memory, after the first
