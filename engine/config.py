@@ -49,7 +49,7 @@ class ParallelConfig(Section):
     """Stages of consecutive layers."""
     virtual_pipeline: PositiveInt = 1
     """Chunks of layers that each stage has; more of them leave stages idle for less time, for more messages."""
-    pipeline_layers: Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_tuple)] | None = None
+    pipeline_layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] | None = None
     """Layers of each chunk in the model's order; null: the same of each, or by cost where they do not divide."""
     context: PositiveInt = 1
     """Ranks that share a sequence."""

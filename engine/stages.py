@@ -59,9 +59,11 @@ def problem(parallel: ParallelConfig, num_layers: int) -> tuple[str, str] | None
     if num_chunks > num_layers:
         remedy = f"write sizes whose product is at most {num_layers}"
         return f"engine.parallel.{sizes}: more stages than layers, {has}", remedy
-    if layers and len(layers) != num_chunks:
+    if layers is not None and len(layers) != num_chunks:
         remedy = f"write {num_chunks} numbers, or leave engine.parallel.pipeline_layers out"
         return f"engine.parallel.pipeline_layers = {list(layers)}: {len(layers)} numbers for {sizes}", remedy
+    if layers and min(layers) < 1:
+        return f"engine.parallel.pipeline_layers = {list(layers)}: each has at least 1 layer", "write numbers of at least 1"
     if layers and sum(layers) != num_layers:
         remedy = f"write numbers whose sum is {num_layers}, or leave engine.parallel.pipeline_layers out"
         return f"engine.parallel.pipeline_layers = {list(layers)}: {sum(layers)} layers, {has}", remedy

@@ -78,6 +78,8 @@ STAGES = [
     ("{virtual_pipeline: 2}", "engine.parallel.virtual_pipeline = 2: needs engine.parallel.pipeline above 1"),
     ("{pipeline: 2, pipeline_layers: [3, 2]}", "engine.parallel.pipeline_layers = [3, 2]: 5 layers, the model has"),
     ("{pipeline: 2, pipeline_layers: [4]}", "pipeline_layers = [4]: 1 numbers for pipeline x virtual_pipeline = 2 x 1"),
+    ("{pipeline: 2, pipeline_layers: [0, 4]}", "engine.parallel.pipeline_layers = [0, 4]: each has at least 1 layer"),
+    ("{pipeline: 2, pipeline_layers: []}", "engine.parallel.pipeline_layers = []: 0 numbers for"),
     ("{pipeline: 2, pipeline_layers: [1, 1, 2], virtual_pipeline: 2}", "[1, 1, 2]: 3 numbers for"),
 ]
 
