@@ -142,6 +142,8 @@ class Engine:
         if self.reference is not None:
             with lora.reference(self.reference.modules):
                 reference = self._log_probs(microbatches, self.reference.modules)
+            if isinstance(self.reference, FrozenModel):
+                self.reference.release()
             for micro, values_ in zip(microbatches, reference, strict=True):
                 micro.reference_log_probs = values_
         return minibatches

@@ -150,6 +150,13 @@ class FrozenModel:
             self._shards = [FsdpChunk(model_config, ddp_config(config), chunk) for chunk in chunks]
         self.modules: list[torch.nn.Module] = [shard.module for shard in self._shards] or chunks
 
+    def release(self) -> None:
+        """Free what a forward pass has left gathered: up to 500 M elements, which it prefetches (megatron_fsdp.py:444)."""
+        for fsdp in (shard.module.module for shard in self._shards):
+            for bucket, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+                if group.fsdp_unit_id is not None:
+                    fsdp.all_gather_pipeline.release_bucket(bucket, False)
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """As WrappedModel's."""
         if self._shards:

@@ -245,10 +245,7 @@ def test_the_kl_is_to_the_adapter_that_the_run_began_with(root: Path, model: str
 
 
 def test_optimizer_state_in_host_memory_changes_nothing_and_the_reference_is_sharded(tmp_path: Path) -> None:
-    """Everything that is logged, bit for bit, also after resuming; between steps nothing of the state is on the device.
-
-    Of the reference Megatron-FSDP leaves the first layers gathered, which the tied output layer prefetches.
-    """
+    """Everything that is logged, bit for bit, also after resuming; between steps nothing of the state is on the device."""
     narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 8}
     model = str(write_tiny_model(tmp_path / "model", "qwen3", True, **narrow))
     cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": "bfloat16"} for wrap in WRAPS]
@@ -261,4 +258,4 @@ def test_optimizer_state_in_host_memory_changes_nothing_and_the_reference_is_sha
         assert without == offloaded and without[2] == without[3]
         assert result["optimizer False"] > 0 and result["optimizer True"] == 0
     ddp, fsdp = (result["reference True"] for result in results[:2])
-    assert fsdp < 0.9 * ddp
+    assert fsdp < 0.6 * ddp
