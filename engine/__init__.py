@@ -4,6 +4,7 @@ config.py      what the YAML keys `model`, `engine` and `algorithm` mean
 device.py      the device that a rank computes on; stand_in.py lets megatron-core, megatron-fsdp and mbridge run without CUDA
 megatron.py    what is used of megatron-core, imported once that is in place
 parallel.py    process groups
+stages.py      which layers each stage of the pipeline has (pure functions); costs.py says what layers and attention cost
 model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge
 experts.py     mixtures of experts in that
 attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm

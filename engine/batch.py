@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -88,44 +89,70 @@ def balance(lengths: Lengths, num_bins: int) -> Bins:
     Every index is in exactly one bin; no bin is empty when there are at least as many items as bins; indices are sorted
     within a bin. Ties break on the index, so the result is a function of `lengths`.
     """
-    bins = _balance(np.asarray(lengths, np.int64), num_bins, None)
+    lengths = np.asarray(lengths, np.int64)
+    bins = _balance(lengths, lengths, num_bins, None)
     assert bins is not None
     return bins
 
 
-def _balance(lengths: npt.NDArray[np.int64], num_bins: int, limit: int | None) -> Bins | None:
-    """As `balance`; None where a bin of several items would be longer than `limit`, as soon as that is known."""
+def _balance(
+    lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], num_bins: int, limit: int | None
+) -> Bins | None:
+    """As `balance`, of `costs`; None where a bin of several items would be longer than `limit`, as soon as that is known."""
     heap = [(0, 0, number) for number in range(num_bins)]
     bins: Bins = [[] for _ in range(num_bins)]
-    order = np.argsort(-lengths, kind="stable")
-    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    in_bins = [0] * num_bins
+    order = np.argsort(-costs, kind="stable")
+    for index, length, cost in zip(order.tolist(), lengths[order].tolist(), costs[order].tolist(), strict=True):
         total, count, number = heap[0]
-        if limit is not None and count and total + length > limit:
+        in_bins[number] += length
+        if limit is not None and count and in_bins[number] > limit:
             return None
         bins[number].append(index)
-        heapq.heapreplace(heap, (total + length, count + 1, number))
+        heapq.heapreplace(heap, (total + cost, count + 1, number))
     return [sorted(members) for members in bins]
 
 
-def plan_microbatches(lengths: Lengths, data_size: int, tokens_per_microbatch: int) -> list[Bins]:
-    """For each data-parallel rank the same number of micro-batches, balanced in tokens.
+@dataclass(frozen=True)
+class Balance:
+    """What micro-batches have the same of, and of what their number is a multiple."""
+
+    multiple: int = 1
+    attention_length: float = math.inf  # of a sequence whose attention matrices cost as much as all else
+
+    def costs(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """What sequences of these lengths cost: their tokens or, with a finite `attention_length`, their FLOPs in some unit."""
+        return lengths if math.isinf(self.attention_length) else lengths * (round(self.attention_length) + lengths)
+
+
+BY_TOKENS = Balance()
+
+
+def plan_microbatches(
+    lengths: Lengths, data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
+) -> list[Bins]:
+    """For each data-parallel rank the same number of micro-batches, balanced as `wanted`.
 
     Every index lies in exactly one micro-batch. A micro-batch holds at most `tokens_per_microbatch` tokens unless it is one
-    sample that is longer by itself. With fewer samples than ranks some micro-batches are empty lists.
+    sample that is longer by itself. With fewer samples than micro-batches some are empty lists.
     """
     lengths = np.asarray(lengths, np.int64)
+    costs = wanted.costs(lengths)
     count = max(1, -(-int(lengths.sum()) // (data_size * tokens_per_microbatch)))
     most = max(1, -(-len(lengths) // data_size))
     num_alone = int((2 * lengths > tokens_per_microbatch).sum())  # no two of these share a micro-batch
     count = max(count, min(most, -(-num_alone // data_size)))
+    count += -count % wanted.multiple
     while True:
-        bins = _balance(lengths, data_size * count, tokens_per_microbatch if count < most else None)
+        bins = _balance(lengths, costs, data_size * count, tokens_per_microbatch if count < most else None)
         if bins is not None:
             return [bins[rank::data_size] for rank in range(data_size)]
-        count += 1
+        count += wanted.multiple
 
 
-def needed_samples(lengths: Lengths, num_minibatches: int, data_size: int, tokens_per_microbatch: int) -> list[list[int]]:
+def needed_samples(
+    lengths: Lengths, num_minibatches: int, data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
+) -> list[list[int]]:
     """For each data-parallel rank the sorted indices of the samples whose tokens it packs, over all mini-batches.
 
     Every index is in at least one list; the first of a mini-batch is also in those of ranks that stand in with it (`pack`).
@@ -133,7 +160,8 @@ def needed_samples(lengths: Lengths, num_minibatches: int, data_size: int, token
     lengths = np.asarray(lengths, np.int64)
     needed: list[list[int]] = [[] for _ in range(data_size)]
     for part in split_evenly(len(lengths), num_minibatches):
-        bins = plan_microbatches(lengths[part.start : part.stop], data_size, tokens_per_microbatch) if len(part) else []
+        own_lengths = lengths[part.start : part.stop]
+        bins = plan_microbatches(own_lengths, data_size, tokens_per_microbatch, wanted) if len(part) else []
         for own, of_rank in zip(needed, bins, strict=False):
             own += sorted({part.start + index for members in of_rank for index in members or [0]})
     return needed

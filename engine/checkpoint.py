@@ -86,7 +86,8 @@ def save(
         peft.save_stage(weights_folder, engine.layout.pipeline_rank, engine.adapter_tensors())
     else:
         save_weights(weights_folder, engine.layout.pipeline_rank, weights)
-    torch.save(_state(engine), partial / f"rank_{engine.layout.rank:05d}.pt")
+    with engine.state_on_device():
+        torch.save(_state(engine), partial / f"rank_{engine.layout.rank:05d}.pt")
     dist.barrier()
     if engine.layout.rank == 0:
         if has_adapters:
@@ -151,8 +152,10 @@ def restore(folder: Path, engine: Engine) -> None:
     Raises:
         ValueError: the checkpoint is of another layout or wrap, or holds objects other than tensors, numbers and text.
     """
-    saved = {"expert": 1, **json.loads((folder / "layout.json").read_text())}  # as before there was more
-    differing = {key: (value, saved.get(key)) for key, value in _layout(engine).items() if saved.get(key) != value}
+    own, num_stages = _layout(engine), engine.layout.pipeline_size
+    before = {"expert": 1, "layers": [sum(engine.stage_layers) // num_stages] * num_stages}  # when there was no other choice
+    saved = {**before, **json.loads((folder / "layout.json").read_text())}
+    differing = {key: (value, saved.get(key)) for key, value in own.items() if saved.get(key) != value}
     if differing:
         told = "; ".join(f"{key} is {now}, the checkpoint has {then}" for key, (now, then) in differing.items())
         raise ValueError(
@@ -160,8 +163,9 @@ def restore(folder: Path, engine: Engine) -> None:
             f"run from its weights: {_from_weights(folder)}"
         )
     state = _read_state(folder, engine)
-    for optimizer, entries in zip(inner_optimizers(engine.optimizer), state["optimizers"], strict=True):
-        _restore_optimizer(optimizer, entries)
+    with engine.state_on_device():
+        for optimizer, entries in zip(inner_optimizers(engine.optimizer), state["optimizers"], strict=True):
+            _restore_optimizer(optimizer, entries)
     engine.schedule.load_state_dict(state["schedule"])
     set_random_state(state["random_state"])
 
@@ -191,6 +195,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
         "world_size": layout.world_size,
         "tensor": layout.tensor_size,
         "pipeline": layout.pipeline_size,
+        "layers": list(engine.stage_layers),
         "expert": layout.expert_size,
         "dtype": str(engine.hf_bridge.dtype),
         "lora_rank": engine.config.lora.rank,

@@ -48,6 +48,10 @@ class ParallelConfig(Section):
     """Ranks that share every layer."""
     pipeline: PositiveInt = 1
     """Stages of consecutive layers."""
+    virtual_pipeline: PositiveInt = 1
+    """Chunks of layers that each stage has; more of them leave stages idle for less time, for more messages."""
+    pipeline_layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] | None = None
+    """Layers of each chunk in the model's order; null: the same of each, or by cost where they do not divide."""
     context: PositiveInt = 1
     """Ranks that share a sequence."""
     expert: PositiveInt = 1
@@ -76,6 +80,8 @@ class OptimizerConfig(Section):
     """What the learning rate does after the warm-up."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps until the rate is at its minimum; null: all of the run."""
+    offload: bool = False
+    """State and main weights lie in host memory but while the optimizer steps: room for activations, at a copy both ways."""
 
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -120,6 +126,8 @@ class EngineConfig(Section):
     """Fields of megatron-core's DistributedDataParallelConfig, by name."""
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens of one forward pass; a longer sample makes a micro-batch of its own."""
+    balance: Literal["tokens", "cost"] = "tokens"
+    """What micro-batches have alike: tokens, or FLOPs with those of attention, which grow with the square of a length."""
     recompute: Literal["none", "full"] = "none"
     """full: activations are computed again in the backward pass, for less memory."""
     fusions: Literal["auto", "all", "none"] = "auto"

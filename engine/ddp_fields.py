@@ -38,7 +38,7 @@ _NCCL_BUFFERS = "NCCL's user buffers were never tried with the engine"
 _ONE_GROUP = "the engine builds no groups for a second level of data parallelism"
 _WRAP = "engine.wrap sets it"
 REFUSED = {
-    "align_param_gather": "it is for interleaved pipeline stages, which the engine does not have",
+    "align_param_gather": "the chunks of a virtual pipeline gather their parameters each when it needs them",
     "average_in_collective": "it changes how gradients are rounded, and gloo cannot do it; the engine divides before it sums",
     "delay_wgrad_compute": "it is for TransformerEngine's layers, which the engine does not use",
     "disable_symmetric_registration": _NCCL_BUFFERS,

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,18 +19,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, device, fused, lora, loss, metrics, parallel, peft, vocabulary
+from engine import advantages, device, fused, lora, loss, metrics, parallel, peft, stages, vocabulary
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
 from engine.entropy import token_entropy
 from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
-from engine.model import build_bridge, build_chunks, gpt_model
+from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
+from engine.offload import HostState
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
-from engine.wrap import WrappedModel
+from engine.wrap import FrozenModel, WrappedModel
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
@@ -73,6 +75,10 @@ class Engine:
         self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
+        self.stage_layers = pipeline_layers(self.hf_bridge, engine.parallel)
+        if self.layout.pipeline_size > 1 and self.layout.rank == 0:
+            print(stages.describe(self.stage_layers, self.layout.pipeline_size), file=sys.stderr, flush=True)
+        self.balance = balance(engine, self.hf_bridge)
         chunks = self._start_chunks(weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
@@ -83,9 +89,12 @@ class Engine:
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
-        self.reference: list[torch.nn.Module] | None = None
-        if has_reference:
-            self.reference = self.chunks if engine.lora.rank else build_chunks(self.hf_bridge, model.path)
+        self.reference: WrappedModel | FrozenModel | None = None
+        if has_reference and engine.lora.rank:
+            self.reference = self.wrapped
+        elif has_reference:
+            self.reference = FrozenModel(engine, self.model_config, build_chunks(self.hf_bridge, model.path))
+        self._host_state = HostState(self) if engine.optimizer.offload else None
         self._set_functions_of_the_schedule()
 
     def _set_functions_of_the_schedule(self) -> None:
@@ -111,8 +120,8 @@ class Engine:
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
         """For each data-parallel rank the indices of the samples whose tokens `prepare` needs there."""
-        num_minibatches, size = self.algorithm.num_minibatches, self.layout.data_size
-        return needed_samples(samples.lengths, num_minibatches, size, self.config.tokens_per_microbatch)
+        sizes = self.algorithm.num_minibatches, self.layout.data_size, self.config.tokens_per_microbatch
+        return needed_samples(samples.lengths, *sizes, self.balance)
 
     def prepare(self, samples: Sequence[Sample] | SampleTable) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs.
@@ -131,8 +140,10 @@ class Engine:
             for micro, values_ in zip(microbatches, old, strict=True):
                 micro.old_log_probs = values_
         if self.reference is not None:
-            with lora.reference(self.reference):
-                reference = self._log_probs(microbatches, self.reference)
+            with lora.reference(self.reference.modules):
+                reference = self._log_probs(microbatches, self.reference.modules)
+            if isinstance(self.reference, FrozenModel):
+                self.reference.release()
             for micro, values_ in zip(microbatches, reference, strict=True):
                 micro.reference_log_probs = values_
         return minibatches
@@ -171,6 +182,10 @@ class Engine:
         """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
         return self._response_values(samples, partial(self._log_prob_values, temperature=1.0))
 
+    def state_on_device(self) -> AbstractContextManager[None]:
+        """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
+        return nullcontext() if self._host_state is None else self._host_state.on_device()
+
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
         return self.wrapped.whole_parameters()
@@ -182,7 +197,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _minibatch(self, table: SampleTable) -> MiniBatch:
-        bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch)
+        size, limit = self.layout.data_size, self.config.tokens_per_microbatch
+        bins = plan_microbatches(table.lengths, size, limit, self.balance)
         multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
         microbatches = [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]]
         counted = np.ones(len(table), bool)
@@ -201,7 +217,8 @@ class Engine:
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
             self.schedule.step(increment=1)
-            apply_gradients(self.optimizer, norm)
+            with self.state_on_device():
+                apply_gradients(self.optimizer, norm)
         elif self.algorithm.non_finite == "stop":
             raise metrics.non_finite_error(sums["loss"], norm, self.wrapped.gradients(), self.device)
         else:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import device, experts, families, fused, rope, vocabulary
+from engine import costs, device, experts, families, fused, rope, stages, vocabulary
 from engine.attention import CoreAttention, RMSNorm
-from engine.config import FAMILIES, EngineConfig, ModelConfig
+from engine.batch import Balance
+from engine.config import FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -99,14 +101,37 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         sequence_parallel=engine.parallel.sequence,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        batch_p2p_comm=True,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
         **recompute,
+        **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config),
         **rope.config_arguments(hf_config),
     )
     return bridge
+
+
+def _pipeline_arguments(bridge: Bridge, parallel: ParallelConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig."""
+    layers = pipeline_layers(bridge, parallel)
+    return {
+        # chunks of two stages send both ways between them at once, which batches mix up (p2p_communication.py:_batched_p2p_ops)
+        "batch_p2p_comm": parallel.virtual_pipeline == 1,
+        "pipeline_model_parallel_layout": stages.layout(layers) if len(set(layers)) > 1 else None,
+    }
+
+
+def pipeline_layers(bridge: Bridge, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The number of layers of each chunk of the pipeline, in the model's order."""
+    cost = costs.output_cost(bridge.config, bridge.hf_config.vocab_size)
+    return stages.chunk_layers(parallel, bridge.config.num_layers, cost)
+
+
+def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
+    """Of micro-batches, which interleaved chunks take in groups of as many as there are stages (schedules.py:957)."""
+    parallel, by_cost = engine.parallel, engine.balance == "cost"
+    length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
+    return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length)
 
 
 def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Module]:

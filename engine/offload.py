@@ -7,19 +7,26 @@ begins by setting them to zero. Without CUDA the same is done with ordinary host
     offload = Offload(engine)
     offload.offload(("gradients", "optimizer"))   # vLLM generates
     offload.reload()                              # before the engine or an export is used again
+
+With `optimizer.offload` the engine itself does it around each optimizer step (`state_on_device`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine import device
 from engine.config import OFFLOAD_KINDS
-from engine.engine import Engine
 from engine.optimizer import inner_optimizers
 
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+STATE = ("optimizer",)
 CHUNK_BYTES = 2**28  # torch rounds page-locked memory up to a power of two
 
 
@@ -31,11 +38,11 @@ class Offload:
         self.chunks: list[torch.Tensor] = []  # uint8 [CHUNK_BYTES] each
         self.away: dict[str, list[torch.UntypedStorage]] = {}  # by kind
         self._sizes: dict[int, int] = {}  # bytes of each storage that is away, by its identity
-        self._places: dict[int, int] = {}  # where in host memory a storage's copy lies
+        self._places: dict[tuple[int, int], int] = {}  # where in host memory the copy of a storage, of that size, lies
         self._host_bytes = 0
 
-    def offload(self, kinds: Sequence[str] = OFFLOAD_KINDS) -> int:
-        """Take these kinds off the device, those that are on it; returns the bytes that came free.
+    def offload(self, kinds: Sequence[str] = OFFLOAD_KINDS, *, for_others: bool = True) -> int:
+        """Take these kinds off the device, those that are on it; returns the bytes that came free, `for_others` than torch, too.
 
         Raises:
             ValueError: a kind is not one of OFFLOAD_KINDS.
@@ -55,7 +62,7 @@ class Offload:
             for storage in storages:
                 storage.resize_(0)
             self.away[kind] = self.away.get(kind, []) + storages
-        if device.has_cuda():
+        if device.has_cuda() and for_others:
             torch.cuda.empty_cache()
         return sum(self._sizes[storage._cdata] for storages in moving.values() for storage in storages)
 
@@ -96,10 +103,11 @@ class Offload:
 
     def _host(self, storage: torch.UntypedStorage, size: int) -> Iterator[torch.Tensor]:
         """The storage's own host memory, `size` bytes of it, in pieces."""
-        if storage._cdata not in self._places:
-            self._places[storage._cdata] = self._host_bytes
+        key = storage._cdata, size  # a storage that is gone may leave its address to another one
+        if key not in self._places:
+            self._places[key] = self._host_bytes
             self._host_bytes += size
-        place = self._places[storage._cdata]
+        place = self._places[key]
         end = place + size
         while place < end:
             number, offset = divmod(place, CHUNK_BYTES)
@@ -108,6 +116,22 @@ class Offload:
             length = min(CHUNK_BYTES - offset, end - place)
             yield self.chunks[number][offset : offset + length]
             place += length
+
+
+class HostState:
+    """The optimizer's state and main weights, in host memory but within `on_device`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._offload = Offload(engine)
+        self._offload.offload(STATE, for_others=False)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        self._offload.reload(STATE)
+        try:
+            yield
+        finally:
+            self._offload.offload(STATE, for_others=False)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -124,8 +148,8 @@ def storages(engine: Engine, kind: str) -> Iterator[torch.UntypedStorage]:
 
 def _parameters(engine: Engine) -> Iterator[torch.Tensor]:
     yield from engine.wrapped.parameters()
-    for chunk in engine.reference or []:
-        yield from (parameter.data for parameter in chunk.parameters())
+    if engine.reference is not None:
+        yield from engine.reference.parameters()
 
 
 def _optimizer(engine: Engine) -> Iterator[torch.Tensor]:

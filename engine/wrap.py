@@ -15,6 +15,7 @@ import torch
 from engine import ddp_fields, device, upstream
 from engine.config import EngineConfig
 from engine.megatron import DistributedDataParallel, DistributedDataParallelConfig
+from engine.megatron import parallel_state as mpu
 from engine.unshard import Unsharder
 from engine.weights import AdapterItem, ChunkWeights, NamedTensors, WeightItem
 
@@ -134,6 +135,33 @@ def ddp_config(config: EngineConfig) -> DistributedDataParallelConfig:
     else:
         values["gradient_reduce_div_fusion"] = False  # gloo has no ReduceOp.PREMUL_SUM
     return DistributedDataParallelConfig(**{**values, **config.overrides})
+
+
+class FrozenModel:
+    """Chunks that are never trained: sharded where those of the policy are, else as they are."""
+
+    def __init__(self, config: EngineConfig, model_config: Any, chunks: list[torch.nn.Module]) -> None:
+        """`model_config` is megatron-core's TransformerConfig."""
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        is_sharded = ddp_config(config).data_parallel_sharding_strategy == "optim_grads_params" and config.wrap == "megatron_fsdp"
+        self._shards: list[FsdpChunk] = []
+        if is_sharded and mpu.get_data_parallel_world_size(with_context_parallel=True) > 1:
+            self._shards = [FsdpChunk(model_config, ddp_config(config), chunk) for chunk in chunks]
+        self.modules: list[torch.nn.Module] = [shard.module for shard in self._shards] or chunks
+
+    def release(self) -> None:
+        """Free what a forward pass has left gathered: up to 500 M elements, which it prefetches (megatron_fsdp.py:444)."""
+        for fsdp in (shard.module.module for shard in self._shards):
+            for bucket, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+                if group.fsdp_unit_id is not None:
+                    fsdp.all_gather_pipeline.release_bucket(bucket, False)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """As WrappedModel's."""
+        if self._shards:
+            return itertools.chain.from_iterable(shard.parameters() for shard in self._shards)
+        return (parameter.data for chunk in self.modules for parameter in chunk.parameters())
 
 
 class WrappedModel:

@@ -58,7 +58,7 @@ def engine(
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2, **options.pop("optimizer", {})}
     config = EngineConfig(
         wrap=wrap,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence, **options.pop("stages", {})),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
         fusions=options.pop("fusions", "auto"),

@@ -217,3 +217,30 @@ def restore_planted(path: str, root: str, how: str, marker: str) -> str:
         with pytest.raises(ValueError, match="holds objects") as caught:
             checkpoint.restore(folder, built)
     return str(caught.value)
+
+
+def host_state(cases: list[dict[str, Any]], root: str) -> list[dict[str, Any]]:
+    """Steps without and with `optimizer.offload`, the last again after resuming, and bytes on the device between steps."""
+    from engine import checkpoint
+    from engine.offload import storages
+
+    results = []
+    for number, case in enumerate(cases):
+        case = {"name": "grpo", "kl_coefficient": 0.1, "num_steps": 4, **case}
+        path, steps = case.pop("path"), []
+        result: dict[str, Any] = {}
+        for offload in (False, True):
+            folder, options = Path(root) / f"{number}_{offload}", {**case, "optimizer": {"offload": offload}}
+            with engine(path, **options) as built:
+                history = [built.update(built.prepare(random_samples(16, seed=step))) for step in range(2)]
+                reference = [tensor.untyped_storage() for tensor in built.reference.parameters()] if built.reference else []
+                for kind, found in (("optimizer", storages(built, "optimizer")), ("reference", reference)):
+                    result[f"{kind} {offload}"] = sum({each._cdata: each.nbytes() for each in found}.values())
+                checkpoint.save(folder, 2, built, whole_tensors(exporter(built)), Path(path), keep=1)
+                history.append(built.update(built.prepare(random_samples(16, seed=2))))
+            with engine(path, **checkpoint.start(folder / "step_00000002"), **options) as built:
+                checkpoint.restore(folder / "step_00000002", built)
+                history.append(built.update(built.prepare(random_samples(16, seed=2))))
+            steps.append(history)
+        results.append({**result, "steps": steps})
+    return results

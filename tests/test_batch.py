@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.batch import MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
+from engine.batch import Balance, MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
 from engine.sample import TOKEN_ARRAYS, Sample
 from megasync.bench.arrays import STAGES
 from megasync.bench.cli import main
@@ -108,16 +108,48 @@ def test_the_plan_has_as_few_microbatches_as_fit(lengths: list[int], data_size: 
 
 
 @FAST
-@given(tables(from_rollouts=True), st.integers(1, 3), st.integers(1, 6))
-def test_what_a_rank_needs_is_what_it_packs(table: SampleTable, num_minibatches: int, data_size: int) -> None:
+@given(LENGTHS, st.integers(1, 5), st.integers(10, 130), st.integers(1, 4), st.floats(1, 100))
+def test_a_plan_by_cost_is_even_in_cost(
+    lengths: list[int], data_size: int, limit: int, multiple: int, attention_length: float
+) -> None:
+    """No micro-batch costs more than another by more than the costliest sample; the limit of tokens holds as without."""
+    wanted = Balance(multiple, attention_length)
+    plan = plan_microbatches(lengths, data_size, limit, wanted)
+    bins = list(chain.from_iterable(plan))
+    costs = wanted.costs(np.array(lengths)).tolist()
+    assert {len(own) for own in plan} == {len(bins) // data_size} and len(bins) // data_size % multiple == 0
+    assert sorted(chain.from_iterable(bins)) == list(range(len(lengths)))
+    assert all(len(members) <= 1 or sum(lengths[i] for i in members) <= limit for members in bins)
+    totals = [sum(costs[i] for i in members) for members in bins]
+    assert max(totals) - min(totals) <= max(costs)
+
+
+def test_a_long_sample_counts_for_more_than_its_tokens() -> None:
+    """16 384 tokens cost as much as 126 samples of 256, where attention costs as much as all else at that length."""
+    lengths = [16384] + [256] * 192
+    tokens, costs = (plan_microbatches(lengths, 2, 65536, wanted) for wanted in (Balance(), Balance(1, 16384)))
+    assert [[sum(lengths[i] for i in members) for members in own] for own in tokens] == [[32768], [32768]]
+    assert [[len(members) for members in own] for own in costs] == [[1 + 33], [126 + 33]]
+
+
+def test_samples_longer_than_an_int32_holds_are_counted_right() -> None:
+    (plan,) = plan_microbatches([2**31 + 5, 2**31, 3], 1, 2**32, Balance(1, 2.0**20))
+    assert plan == [[0], [1, 2]]
+
+
+@FAST
+@given(tables(from_rollouts=True), st.integers(1, 3), st.integers(1, 6), st.sampled_from([Balance(), Balance(3, 5.0)]))
+def test_what_a_rank_needs_is_what_it_packs(
+    table: SampleTable, num_minibatches: int, data_size: int, wanted: Balance
+) -> None:
     """Packing works with no other tokens, and every sample is packed somewhere."""
-    needed = needed_samples(table.lengths, num_minibatches, data_size, 20)
+    needed = needed_samples(table.lengths, num_minibatches, data_size, 20, wanted)
     assert set(chain.from_iterable(needed)) == set(range(len(table)))
     for rank, own in enumerate(needed):
         alone = with_tokens(pickle.loads(pickle.dumps(table.only([]))), own, flatten(table, own))
         used: set[int] = set()
         for part in filter(len, split_evenly(len(table), num_minibatches)):
-            for indices in plan_microbatches(table.lengths[part.start : part.stop], data_size, 20)[rank]:
+            for indices in plan_microbatches(table.lengths[part.start : part.stop], data_size, 20, wanted)[rank]:
                 assert_same(pack(alone.part(part), indices, 1, CPU), pack(table.part(part), indices, 1, CPU))
                 used |= {part.start + index for index in indices or [0]}
         assert sorted(used) == own

@@ -86,9 +86,28 @@ def test_parallel_sizes_must_divide_the_ranks(runnable: Path) -> None:
     assert "0 ranks" in cannot_run(runnable, world_size=0)
 
 
-def test_pipeline_must_divide_the_layers(runnable: Path) -> None:
-    message = cannot_run(runnable, "engine.parallel.pipeline=3", world_size=3)
-    assert "num_hidden_layers = 4" in message
+STAGES = [
+    ("{pipeline: 5}", "pipeline x virtual_pipeline = 5 x 1: more stages than layers, the model has num_hidden_layers = 4"),
+    ("{pipeline: 2, virtual_pipeline: 3}", "2 x 3: more stages than layers"),
+    ("{virtual_pipeline: 2}", "engine.parallel.virtual_pipeline = 2: needs engine.parallel.pipeline above 1"),
+    ("{pipeline: 2, pipeline_layers: [3, 2]}", "engine.parallel.pipeline_layers = [3, 2]: 5 layers, the model has"),
+    ("{pipeline: 2, pipeline_layers: [4]}", "pipeline_layers = [4]: 1 numbers for pipeline x virtual_pipeline = 2 x 1"),
+    ("{pipeline: 2, pipeline_layers: [0, 4]}", "engine.parallel.pipeline_layers = [0, 4]: each has at least 1 layer"),
+    ("{pipeline: 2, pipeline_layers: []}", "engine.parallel.pipeline_layers = []: 0 numbers for"),
+    ("{pipeline: 2, pipeline_layers: [1, 1, 2], virtual_pipeline: 2}", "[1, 1, 2]: 3 numbers for"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "said"), STAGES)
+def test_stages_must_fit_the_layers(runnable: Path, parallel: str, said: str) -> None:
+    message = cannot_run(runnable, f"engine.parallel={parallel}", world_size=10)
+    assert said in message and "remedy: write" in message
+
+
+def test_stages_may_differ(runnable: Path) -> None:
+    check_config(load_config(runnable, ["engine.parallel.pipeline=3"]), 3)
+    check_config(load_config(runnable, ["engine.parallel={pipeline: 2, pipeline_layers: [3, 1]}"]), 2)
+    check_config(load_config(runnable, ["engine.parallel={pipeline: 2, virtual_pipeline: 2}"]), 4)
 
 
 def test_unsupported_parallelism(runnable: Path) -> None:

@@ -79,10 +79,17 @@ def test_untied_families_train_alike(models: dict[tuple[str, bool], str]) -> Non
 def test_unclipped_gradients_are_equal_over_many_microbatches(
     models: dict[tuple[str, bool], str], shallow: str, num_ranks: int
 ) -> None:
-    """Megatron-FSDP alone, sharded, in stages and both, against DDP on one rank; embeddings tied across the stages and not."""
+    """Megatron-FSDP alone, sharded, in stages and both, against DDP on one rank; embeddings tied across the stages and not.
+
+    On four ranks the untied model's stages are chunks, under DDP, too, where reductions and gathers overlap.
+    """
     paths, tokens = (shallow, models["llama", False]), 60 if num_ranks == 1 else 30
     layouts: list[dict[str, Any]] = [{"pipeline": 2}] if num_ranks == 4 else [{}, {"pipeline": 2}][:num_ranks]
     cases = [{"path": path, "wrap": "megatron_fsdp", "tokens": tokens, **layout} for path in paths for layout in layouts]
+    if num_ranks == 4:
+        cases[1] |= {"stages": {"virtual_pipeline": 2}}
+        overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+        cases.append({**cases[1], "wrap": "ddp", "overrides": overlaps})
     alone = [{"path": case["path"], "tokens": 60} for case in cases]
     target = "tests.fsdp_cases:gradient_norms"
     references = run_ranks(1, target, {"cases": alone, "num_steps": 4})[0]

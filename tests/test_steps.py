@@ -239,3 +239,23 @@ def test_the_kl_is_to_the_adapter_that_the_run_began_with(root: Path, model: str
         assert abs(kls[0]) < 1e-6
         assert all(kl > 1e-5 for kl in kls[1:])
         assert kls[-1] == kls[-2]
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_optimizer_state_in_host_memory_changes_nothing_and_the_reference_is_sharded(tmp_path: Path) -> None:
+    """Everything that is logged, bit for bit, also after resuming; between steps nothing of the state is on the device."""
+    narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 8}
+    model = str(write_tiny_model(tmp_path / "model", "qwen3", True, **narrow))
+    cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": "bfloat16"} for wrap in WRAPS]
+    cases.append({**cases[0], "pipeline": 2, "fusions": "all"})
+    arguments = {"root": str(tmp_path), "cases": [{"path": model, **case} for case in cases]}
+    results = run_ranks(2, "tests.step_cases:host_state", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, {key: value for key, value in result.items() if key != "steps"})
+        without, offloaded = result["steps"]
+        assert without == offloaded and without[2] == without[3]
+        assert result["optimizer False"] > 0 and result["optimizer True"] == 0
+    ddp, fsdp = (result["reference True"] for result in results[:2])
+    assert fsdp < 0.6 * ddp

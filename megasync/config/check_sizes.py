@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine import stages
 from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
 from megasync.config.errors import ConfigError, refuse_if
@@ -57,7 +58,8 @@ def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     parallel = config.engine.parallel
     split_by_tensor = ("num_attention_heads", "num_key_value_heads", shape.split_size, "shared_expert_intermediate_size")
     _check_divides(config, "engine.parallel.tensor", parallel.tensor, shape, split_by_tensor)
-    _check_divides(config, "engine.parallel.pipeline", parallel.pipeline, shape, ("num_hidden_layers",))
+    if found := stages.problem(parallel, shape.num_hidden_layers):
+        raise ConfigError(found[0], model=config.model.path, remedy=found[1])
     _check_experts(config, shape)
 
 

@@ -14,7 +14,7 @@ from megasync.config.errors import nearest_name
 ALIASES = {  # other projects' names, by the last part of ours
     "batch": "batch_size", "bs": "batch_size", "cp": "context", "ep": "expert", "lr": "learning_rate", "n": "group_size",
     "max_tokens": "max_new_tokens", "num_generations": "group_size", "output_dir": "dir", "pp": "pipeline", "sp": "sequence",
-    "temp": "temperature", "tp": "tensor",
+    "temp": "temperature", "tp": "tensor", "vpp": "virtual_pipeline",
 }  # fmt: skip
 ANY_NAME = "NAME"  # stands for a name that the config gives, in keys below a mapping of such names
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # attributes of annotated_types' constraints

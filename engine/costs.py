@@ -1,0 +1,28 @@
+"""What the parts of a step cost, in multiplications by weights and of attention. Pure functions; no torch in here.
+
+Each counts a token's, forward; the backward pass has twice as many, of all parts. `config` is megatron-core's TransformerConfig.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _layer_columns(config: Any) -> int:
+    """Weights of a layer that a token meets, over the hidden size."""
+    attention = 2 * config.num_attention_heads * config.kv_channels + 2 * config.num_query_groups * config.kv_channels
+    if not config.num_moe_experts:
+        return int(attention + 3 * config.ffn_hidden_size)
+    shared = config.moe_shared_expert_intermediate_size or 0
+    return int(attention + config.num_moe_experts + 3 * (config.moe_router_topk * config.moe_ffn_hidden_size + shared))
+
+
+def output_cost(config: Any, vocabulary_size: int) -> float:
+    """The output layer's cost over that of a transformer layer, without the attention matrix."""
+    return vocabulary_size / _layer_columns(config)
+
+
+def attention_length(config: Any, vocabulary_size: int) -> float:
+    """Tokens of a sequence whose causal attention matrices cost as much as all else, the output layer with it."""
+    columns = config.num_layers * _layer_columns(config) + vocabulary_size
+    return float(config.hidden_size * columns / (config.num_layers * config.num_attention_heads * config.kv_channels))
