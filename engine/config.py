@@ -119,6 +119,8 @@ class EngineConfig(Section):
     """Fields of megatron-core's DistributedDataParallelConfig, by name."""
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens of one forward pass; a longer sample makes a micro-batch of its own."""
+    logits_chunk_tokens: PositiveInt = 8192
+    """Of a micro-batch of more tokens the logits are computed and read in chunks of up to so many, for less memory."""
     recompute: Literal["none", "full"] = "none"
     """full: activations are computed again in the backward pass, for less memory."""
     fusions: Literal["auto", "all", "none"] = "auto"

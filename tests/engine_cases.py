@@ -19,6 +19,7 @@ from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
 from engine.megatron import parallel_state as mpu
+from engine.outputs import LogProbs
 from engine.sample import Sample
 
 GATHER_BYTES = 100_000  # several gathers a unit
@@ -61,6 +62,7 @@ def engine(
         parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
+        logits_chunk_tokens=options.pop("logits_chunk_tokens", 8192),
         fusions=options.pop("fusions", "auto"),
         overrides=options.pop("overrides", {}),
         optimizer=OptimizerConfig(**optimizer),
@@ -267,7 +269,7 @@ def negated_export(path: str) -> dict[str, Any]:
 
 def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
     """Of each sample's response tokens, by the code that training runs; on every rank."""
-    return built._response_values(samples, built._log_prob_values)
+    return built._response_values(samples, LogProbs(built.temperature, built.use_fused))
 
 
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:
