@@ -1,9 +1,8 @@
 """What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
 
-No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through torch.nn.attention.varlen; otherwise
-sequences of similar length are padded and batched for scaled_dot_product_attention. With fusions the rotary embedding is done
-here too (megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out context parallelism
-and dropout.
+No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through flash.py; otherwise sequences of
+similar length are padded and batched for scaled_dot_product_attention. With fusions the rotary embedding is done here too
+(megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out context parallelism and dropout.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import fused
+from engine import flash, fused
 from engine.megatron import PackedSeqParams, TransformerConfig
 
 
@@ -25,6 +24,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a packed batch, and its layout for scaled_dot_product_attention."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
+    lengths: tuple[int, ...] = ()  # of each sequence
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
@@ -33,7 +33,14 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         offsets[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
         offsets = offsets.to(device)
         longest = max(lengths)
-        return cls(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=tuple(lengths),
+        )
 
     @cached_property
     def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -106,9 +113,9 @@ class CoreAttention(torch.nn.Module):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
-        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
-            return self._varlen(query, key, value, packed_seq_params).flatten(1)
         assert isinstance(packed_seq_params, PackedSequences)
+        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
+            return flash.attend(query, key, value, packed_seq_params, self.scale).flatten(1)
         return self._grouped(query, key, value, packed_seq_params).flatten(1)
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -122,26 +129,6 @@ class CoreAttention(torch.nn.Module):
             q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
             pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[valid])
         return torch.cat(pieces)[inverse]
-
-    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        repeats = query.shape[1] // key.shape[1]  # torch 2.11 has no grouped queries here
-        if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1, 0),
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -109,6 +109,9 @@ OffloadKind = Literal["parameters", "gradients", "optimizer"]
 OFFLOAD_KINDS: tuple[OffloadKind, ...] = get_args(OffloadKind)
 
 
+RecomputeModule = Literal["layernorm", "core_attn", "mlp", "moe", "mlp_act"]
+
+
 class EngineConfig(Section):
     """How the model is wrapped, sharded and stepped."""
 
@@ -121,8 +124,10 @@ class EngineConfig(Section):
     """Most tokens of one forward pass; a longer sample makes a micro-batch of its own."""
     logits_chunk_tokens: PositiveInt = 8192
     """Of a micro-batch of more tokens the logits are computed and read in chunks of up to so many, for less memory."""
-    recompute: Literal["none", "full"] = "none"
-    """full: activations are computed again in the backward pass, for less memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """For less memory activations are computed again in the backward pass: full, whole layers; selective, recompute_modules."""
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], *OneOrMore] = ("layernorm", "mlp_act")
+    """selective: norms, core attention, the MLP (or mixture of experts, moe), or what lies between its linears (mlp_act)."""
     fusions: Literal["auto", "all", "none"] = "auto"
     """One kernel for each memory-bound piece of a step; auto: with CUDA."""
     optimizer: OptimizerConfig = OptimizerConfig()

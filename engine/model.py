@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine import device, experts, fused, upstream
+from engine import device, experts, fused, recompute, upstream
 from engine.attention import CoreAttention, RMSNorm
 from engine.config import FAMILIES, EngineConfig, ModelConfig
 from engine.megatron import get_gpt_decoder_block_spec
@@ -31,6 +31,7 @@ class _LocalSpec:
 
     config: Any
     has_vp_stage: bool
+    recomputes_activation = False
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -43,6 +44,8 @@ class _LocalSpec:
             if self.config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
             experts.use_grouped_experts(layer)
+            if self.recomputes_activation:
+                recompute.use_recomputed_activation(layer)
         return spec
 
 
@@ -84,9 +87,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     experts.check(hf_config, model, engine.parallel)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
     use_fused = fused.is_enabled(engine.fusions)
-    recompute: dict[str, Any] = {}
-    if engine.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
@@ -101,7 +102,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         batch_p2p_comm=True,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
-        **recompute,
+        **recompute.config_arguments(engine),
         **experts.config_arguments(hf_config),
     )
     return bridge

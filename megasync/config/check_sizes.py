@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
+from megasync.config.check_memory import check_recompute
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
@@ -21,6 +22,7 @@ def check_engine(config: Config, shape: ModelShape) -> None:
     """Parallel sizes divide the model; the adapters fit it."""
     _check_engine_divides(config, shape)
     _check_lora(config, shape)
+    check_recompute(config, shape)
 
 
 def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
