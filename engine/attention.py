@@ -2,7 +2,7 @@
 
 No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through flash.py; otherwise sequences of
 similar length are padded and batched for scaled_dot_product_attention. With fusions the rotary embedding is done here too
-(megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out context parallelism and dropout.
+(megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out dropout.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import flash, fused
+from engine.context import ContextPart
 from engine.megatron import PackedSeqParams, TransformerConfig
 
 
@@ -25,6 +26,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
     lengths: tuple[int, ...] = ()  # of each sequence
+    context: ContextPart | None = None  # which of the tokens this context-parallel rank has; all else is of whole sequences
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
@@ -85,8 +87,6 @@ class CoreAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(f"engine.parallel.context={config.context_parallel_size}: only 1 is supported by CoreAttention")
         self.scale = softmax_scale
         self.rotates = bool(config.no_rope_freq)  # megatron-core was told to leave the rotary embedding out
 
@@ -108,7 +108,15 @@ class CoreAttention(torch.nn.Module):
             assert isinstance(packed_seq_params, PackedSequences)
             assert packed_seq_params.rotary is not None
             query, key = fused.rotate(query, key, packed_seq_params.rotary)
-        return self._packed(query, key, value, packed_seq_params)
+        part = getattr(packed_seq_params, "context", None)
+        if part is None:
+            return self._packed(query, key, value, packed_seq_params)
+
+        def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self._packed(q, k, v, packed_seq_params).view(q.shape)
+
+        out: torch.Tensor = part.attend(query, key, value, self.scale, whole)
+        return out.flatten(1)
 
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams

@@ -49,6 +49,8 @@ class ParallelConfig(Section):
     """Stages of consecutive layers."""
     context: PositiveInt = 1
     """Ranks that share a sequence."""
+    context_attention: Literal["allgather", "ulysses"] = "allgather"
+    """Across them: K and V of all tokens are gathered, or tokens are exchanged for heads, where the KV heads divide."""
     expert: PositiveInt = 1
     """Ranks that share the experts of a layer."""
     sequence: bool = False
@@ -121,7 +123,7 @@ class EngineConfig(Section):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's DistributedDataParallelConfig, by name."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens of one forward pass; a longer sample makes a micro-batch of its own."""
+    """Most tokens of one forward pass, over all context ranks together; a longer sample makes a micro-batch of its own."""
     logits_chunk_tokens: PositiveInt = 8192
     """Of a micro-batch of more tokens the logits are computed and read in chunks of up to so many, for less memory."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, device, fused, lora, loss, metrics, outputs, parallel, peft
+from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
 from engine.megatron import finalize_model_grads, get_forward_backward_func
+from engine.megatron import parallel_state as mpu
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
@@ -178,13 +179,17 @@ class Engine:
 
     def _minibatch(self, table: SampleTable) -> MiniBatch:
         bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch)
-        multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
-        microbatches = [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]]
+        split, chunks = self.config.parallel, 2 * self.layout.context_size if self.layout.context_size > 1 else 1
+        multiple = chunks * (split.tensor if split.sequence else 1)
+        microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
         counted = np.ones(len(table), bool)
         if self.algorithm.truncated == "mask":
             counted = table.columns["finish_reason"] != "length"
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
+        if self.layout.context_size > 1:
+            group, uses_ulysses = mpu.get_context_parallel_group(), split.context_attention == "ulysses"
+            microbatches = [context.take_part(micro, group, uses_ulysses=uses_ulysses) for micro in microbatches]
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
@@ -256,6 +261,8 @@ class Engine:
 
         def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
             values = outputs.values(output, micro.labels, read, chunk_tokens)
+            if part := micro.sequences.context:
+                values = tuple(part.gather(each) for each in values)
             return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
 
         iterators = [iter(microbatches) for _ in chunks]
@@ -287,15 +294,13 @@ class Engine:
         offsets = [0, *np.cumsum(answers).tolist()]
         flat = torch.zeros(offsets[-1], device=self.device)
         for micro, output in zip(microbatches, values, strict=True) if self._reports else []:
-            position = 0
-            for index in micro.samples:
+            for index, position in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
                 prompt, answer = prompts[index], answers[index]
                 flat[offsets[index] : offsets[index + 1]] = output[position + prompt - 1 : position + prompt + answer - 1]
-                position += prompt + answer
         dist.all_reduce(flat)
         return [part.cpu() for part in torch.split(flat, answers)]
 
     @property
     def _reports(self) -> bool:
-        """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
-        return self.layout.is_last_stage and self.layout.tensor_rank == 0
+        """One tensor- and context-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
+        return self.layout.is_last_stage and self.layout.tensor_rank == self.layout.context_rank == 0

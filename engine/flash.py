@@ -34,12 +34,16 @@ def attend(
         members = list(run)
         for part in [[length] for length in members] if is_long else [members]:
             q, k, v = (x[start : start + sum(part)] for x in (query, key, value))
-            pieces.append(_alone(q, k, v, scale) if is_long else _varlen(q, k, v, _offsets(part, q.device), max(part), scale))
+            if is_long:
+                pieces.append(_alone(q, k, v, scale))
+            else:
+                pieces.append(_varlen(q, k, v, offsets(part, q.device), max(part), scale))
             start += sum(part)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
+def offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Where each sequence starts and the last ends, int32 [sequences + 1]."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
 
 
@@ -64,12 +68,25 @@ def _grouped_queries() -> dict[str, Any]:
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, longest: int, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float | None
 ) -> torch.Tensor:
+    return attend_prefixes(query, key, value, ends, ends, longest, longest, scale)
+
+
+def attend_prefixes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_offsets: torch.Tensor,
+    key_offsets: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """varlen_attn where the queries of a sequence are its last tokens, and the keys all up to them."""
     from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(
-        query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0), **_grouped_queries()
-    )
+    options = {"scale": scale, "window_size": (-1, 0), **_grouped_queries()}
+    out = varlen_attn(query, key, value, query_offsets, key_offsets, longest_query, longest_key, **options)
     assert isinstance(out, torch.Tensor)
     return out

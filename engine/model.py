@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine import device, experts, fused, recompute, upstream
+from engine import context, device, experts, fused, recompute, upstream
 from engine.attention import CoreAttention, RMSNorm
 from engine.config import FAMILIES, EngineConfig, ModelConfig
 from engine.megatron import get_gpt_decoder_block_spec
@@ -85,6 +85,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     hf_config.rope_theta = upstream.rope_theta(hf_config)
     experts.check(hf_config, model, engine.parallel)
+    context.check(hf_config, engine.parallel)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype])
     use_fused = fused.is_enabled(engine.fusions)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules

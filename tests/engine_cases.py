@@ -52,6 +52,7 @@ def engine(
     tensor: int = 1,
     pipeline: int = 1,
     expert: int = 1,
+    context: int = 1,
     sequence: bool = False,
     **options: Any,
 ) -> Iterator[Engine]:
@@ -59,7 +60,14 @@ def engine(
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2, **options.pop("optimizer", {})}
     config = EngineConfig(
         wrap=wrap,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence),
+        parallel=ParallelConfig(
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            context=context,
+            context_attention=options.pop("context_attention", "allgather"),
+            sequence=sequence,
+        ),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
         **{name: options.pop(name) for name in ("recompute_modules",) if name in options},
@@ -115,7 +123,7 @@ def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
         tensor_group=mpu.get_tensor_model_parallel_group(),
         stage=built.layout.pipeline_rank,
         num_stages=built.layout.pipeline_size,
-        data_rank=built.layout.data_rank,
+        data_rank=built.layout.copy_rank,
         expert_group=parallel.expert_group(),
         expert_data_rank=built.layout.expert_data_rank,
         gather_bytes=GATHER_BYTES,

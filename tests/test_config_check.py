@@ -89,9 +89,13 @@ def test_pipeline_must_divide_the_layers(runnable: Path) -> None:
 
 
 def test_unsupported_parallelism(runnable: Path) -> None:
-    message = cannot_run(runnable, "engine.parallel.context=2")
-    assert "engine.parallel.context = 2: not supported yet" in message
-    assert "write engine.parallel.context=1" in message
+    check_config(load_config(runnable, ["engine.parallel.context=2"]), 2)
+    ulysses = ["engine.parallel.context=2", "engine.parallel.context_attention=ulysses"]
+    check_config(load_config(runnable, ulysses), 2)
+    message = cannot_run(runnable, *ulysses, "engine.parallel.tensor=2", world_size=4)
+    assert "engine.parallel.context = 2 does not divide the 1 KV heads of a tensor-parallel rank" in message
+    assert "write engine.parallel.context_attention=allgather" in message
+    assert "needs engine.parallel.context above 1" in cannot_run(runnable, ulysses[1])
 
 
 def test_expert_parallelism_must_divide_experts_and_ranks(runnable: Path) -> None:

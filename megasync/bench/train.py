@@ -26,8 +26,10 @@ from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
 
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
-TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "with attention")
-TITLES += ("peak GiB", "last loss")
+TITLES = (
+    *("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU"),
+    *("ceiling", "share", "with attention", "peak GiB", "last loss"),
+)
 
 
 def prepare(config: BenchRoot) -> BenchRoot:

@@ -1,4 +1,4 @@
-"""Does what a config says about activations in memory fit the model? No torch in here."""
+"""Does what a config says about long sequences, recompute and context parallelism, fit the model? No torch in here."""
 
 from __future__ import annotations
 
@@ -24,3 +24,21 @@ def check_recompute(config: Config, shape: ModelShape) -> None:
     refuse_if(missing in modules, message, model=config.model.path, choices=choices, remedy=remedy)
     message = f"{key}: mlp_act is a part of {here}"
     refuse_if(here in modules and "mlp_act" in modules, message, choices=choices, remedy=f"leave mlp_act or {here} out")
+
+
+def check_context(config: Config, shape: ModelShape) -> None:
+    """engine/context.py:check says the same."""
+    parallel, model = config.engine.parallel, config.model.path
+    message = f"engine.parallel.context = {parallel.context}: not supported for the mixture of experts {shape.model_type}"
+    refuse_if(
+        parallel.context > 1 and shape.num_experts, message, model=model, choices="1", remedy="write engine.parallel.context=1"
+    )
+    if parallel.context_attention != "ulysses":
+        return
+    message = "engine.parallel.context_attention = ulysses: needs engine.parallel.context above 1, which is 1"
+    refuse_if(parallel.context == 1, message, remedy="leave it out, or write a larger context size")
+    heads = shape.num_key_value_heads // parallel.tensor
+    message = f"engine.parallel.context_attention = ulysses: engine.parallel.context = {parallel.context} does not divide the"
+    message += f" {heads} KV heads of a tensor-parallel rank"
+    remedy = "write engine.parallel.context_attention=allgather"
+    refuse_if(heads % parallel.context, message, model=model, choices="allgather", remedy=remedy)
