@@ -115,8 +115,8 @@ class CoreAttention(torch.nn.Module):
         def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self._packed(q, k, v, packed_seq_params).view(q.shape)
 
-        out: torch.Tensor = part.attend(query, key, value, self.scale, whole)
-        return out.flatten(1)
+        attended: torch.Tensor = part.attend(query, key, value, self.scale, whole)
+        return attended.flatten(1)
 
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams

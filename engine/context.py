@@ -2,8 +2,8 @@
 
 A sequence, padded to a multiple of 2 C tokens, is cut into 2 C chunks, and rank r has the chunks r and 2 C - 1 - r: with a
 causal mask all ranks have the same work. Only attention looks across: by `allgather` each rank has K and V of all tokens for the
-queries of its own; by `ulysses` (arXiv:2309.14509) it has all tokens for a part of the heads. What the loss is made of is gathered
-to whole sequences, so that every context rank computes the same loss, and of its gradient takes its part.
+queries of its own; by `ulysses` (arXiv:2309.14509) it has all tokens for a part of the heads. What the loss is made of is
+gathered to whole sequences, so that every context rank computes the same loss, and of its gradient takes its part.
 """
 
 from __future__ import annotations

@@ -16,13 +16,11 @@ LORA = {"rank": 4, "alpha": 8.0}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"context": 2, "fusions": "all", "logits_chunk_tokens": 16, "recompute": "full"},
-        {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "recompute": "selective"},
-        {"context": 2, "lora": LORA, "wrap": "megatron_fsdp"},
+        {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "lora": LORA, "recompute": "selective"},
     ],
     4: [
         {"context": 2, "tensor": 2, "sequence": True},
-        {"context": 2, "pipeline": 2, "wrap": "megatron_fsdp", "fusions": "all"},
-        {"context": 2, "context_attention": "ulysses", "logits_chunk_tokens": 16},
+        {"context": 2, "pipeline": 2, "wrap": "megatron_fsdp", "context_attention": "ulysses"},
         {"context": 4, "wrap": "megatron_fsdp"},
     ],
 }
