@@ -1,9 +1,8 @@
 """What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
 
-No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through torch.nn.attention.varlen; otherwise
-sequences of similar length are padded and batched for scaled_dot_product_attention. With fusions the rotary embedding is done
-here too (megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out context parallelism
-and dropout.
+No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through flash.py; otherwise sequences of
+similar length are padded and batched for scaled_dot_product_attention. With fusions the rotary embedding is done here too
+(megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out dropout.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import fused
+from engine import flash, fused
+from engine.context import ContextPart
 from engine.megatron import PackedSeqParams, TransformerConfig
 
 
@@ -25,6 +25,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a packed batch, and its layout for scaled_dot_product_attention."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
+    lengths: tuple[int, ...] = ()  # of each sequence
+    context: ContextPart | None = None  # which of the tokens this context-parallel rank has; all else is of whole sequences
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
@@ -33,7 +35,14 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         offsets[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
         offsets = offsets.to(device)
         longest = max(lengths)
-        return cls(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=tuple(lengths),
+        )
 
     @cached_property
     def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -78,8 +87,6 @@ class CoreAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError(f"engine.parallel.context={config.context_parallel_size}: only 1 is supported by CoreAttention")
         self.scale = softmax_scale
         self.rotates = bool(config.no_rope_freq)  # megatron-core was told to leave the rotary embedding out
 
@@ -101,14 +108,22 @@ class CoreAttention(torch.nn.Module):
             assert isinstance(packed_seq_params, PackedSequences)
             assert packed_seq_params.rotary is not None
             query, key = fused.rotate(query, key, packed_seq_params.rotary)
-        return self._packed(query, key, value, packed_seq_params)
+        part = getattr(packed_seq_params, "context", None)
+        if part is None:
+            return self._packed(query, key, value, packed_seq_params)
+
+        def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self._packed(q, k, v, packed_seq_params).view(q.shape)
+
+        attended: torch.Tensor = part.attend(query, key, value, self.scale, whole)
+        return attended.flatten(1)
 
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
-        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
-            return self._varlen(query, key, value, packed_seq_params).flatten(1)
         assert isinstance(packed_seq_params, PackedSequences)
+        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
+            return flash.attend(query, key, value, packed_seq_params, self.scale).flatten(1)
         return self._grouped(query, key, value, packed_seq_params).flatten(1)
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -122,26 +137,6 @@ class CoreAttention(torch.nn.Module):
             q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
             pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[valid])
         return torch.cat(pieces)[inverse]
-
-    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        repeats = query.shape[1] // key.shape[1]  # torch 2.11 has no grouped queries here
-        if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1, 0),
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -181,6 +181,7 @@ class MicroBatch:
     position_ids: torch.Tensor  # int64 [1, T]
     sequences: PackedSequences
     mask: torch.Tensor  # float32 [T]
+    starts: list[int]  # of each of `samples`, in the packing
     segment: torch.Tensor  # int64 [T]: which sample of `samples`; padding counts as the last
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
@@ -189,35 +190,39 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens.shape[1]
+        return len(self.mask)
 
 
-def pack(table: SampleTable, indices: list[int], multiple: int, device: torch.device) -> MicroBatch:
+def pack(
+    table: SampleTable, indices: list[int], multiple: int, device: torch.device, sequence_multiple: int = 1
+) -> MicroBatch:
     """Concatenate the samples `indices`, whose tokens must be here; pad with token 0 to a multiple of `multiple`.
 
+    Each sample is padded to one of `sequence_multiple`, of which `multiple` has to be one: its sequence then ends in padding.
     Empty `indices` give a micro-batch of the first sample with no weight, so that every rank runs the same number of passes.
     """
     chosen = indices or [0]
     lengths = table.lengths[chosen].tolist()
-    padding = -sum(lengths) % multiple
-    size = sum(lengths) + padding
+    spans = [length + -length % sequence_multiple for length in lengths]
+    padding = -sum(spans) % multiple
+    size = sum(spans) + padding
+    starts = [0, *np.cumsum(spans).tolist()]
     tokens, labels, positions, segment = (np.zeros(size, np.int64) for _ in range(4))
     mask, advantages, rollout_log_probs = (np.zeros(size, np.float32) for _ in range(3))
-    end = 0
     for number, (index, length) in enumerate(zip(chosen, lengths, strict=True)):
         sample = table.samples[index]
         assert sample is not None, f"the tokens of sample {index} are on another rank"
-        begin, end = end, end + length
+        begin, end, span = starts[number], starts[number] + length, slice(starts[number], starts[number + 1])
         tokens[begin:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
         labels[begin : end - 1] = tokens[begin + 1 : end]
-        positions[begin:end] = np.arange(length)
-        segment[begin:end] = number
+        positions[span] = np.arange(spans[number])
+        segment[span] = number
         advantages[begin:end] = table.advantages[index]
         predictions = slice(end - len(sample.response_ids) - 1, end - 1)
         mask[predictions] = 1.0 if indices else 0.0
         if len(sample.rollout_log_probs):
             rollout_log_probs[predictions] = sample.rollout_log_probs
-    positions[end:], segment[end:] = np.arange(padding), len(chosen) - 1
+    positions[starts[-1] :], segment[starts[-1] :] = np.arange(padding), len(chosen) - 1
 
     def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
@@ -227,8 +232,9 @@ def pack(table: SampleTable, indices: list[int], multiple: int, device: torch.de
         tokens=on_device(tokens)[None],
         labels=on_device(labels)[None],
         position_ids=on_device(positions)[None],
-        sequences=PackedSequences.from_lengths([*lengths, *([padding] if padding else [])], device),
+        sequences=PackedSequences.from_lengths([*spans, *([padding] if padding else [])], device),
         mask=on_device(mask),
+        starts=starts[:-1],
         segment=on_device(segment),
         advantages=on_device(advantages),
         rollout_log_probs=on_device(rollout_log_probs),

@@ -54,6 +54,8 @@ class ParallelConfig(Section):
     """Layers of each chunk in the model's order; null: the same of each, or by cost where they do not divide."""
     context: PositiveInt = 1
     """Ranks that share a sequence."""
+    context_attention: Literal["allgather", "ulysses"] = "allgather"
+    """Across them: K and V of all tokens are gathered, or tokens are exchanged for heads, where the KV heads divide."""
     expert: PositiveInt = 1
     """Ranks that share the experts of a layer."""
     sequence: bool = False
@@ -116,6 +118,9 @@ OffloadKind = Literal["parameters", "gradients", "optimizer"]
 OFFLOAD_KINDS: tuple[OffloadKind, ...] = get_args(OffloadKind)
 
 
+RecomputeModule = Literal["layernorm", "core_attn", "mlp", "moe", "mlp_act"]
+
+
 class EngineConfig(Section):
     """How the model is wrapped, sharded and stepped."""
 
@@ -125,11 +130,15 @@ class EngineConfig(Section):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's DistributedDataParallelConfig, by name."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens of one forward pass; a longer sample makes a micro-batch of its own."""
+    """Most tokens of one forward pass, over all context ranks together; a longer sample makes a micro-batch of its own."""
     balance: Literal["tokens", "cost"] = "tokens"
     """What micro-batches have alike: tokens, or FLOPs with those of attention, which grow with the square of a length."""
-    recompute: Literal["none", "full"] = "none"
-    """full: activations are computed again in the backward pass, for less memory."""
+    logits_chunk_tokens: PositiveInt = 8192
+    """Of a micro-batch of more tokens the logits are computed and read in chunks of up to so many, for less memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """For less memory activations are computed again in the backward pass: full, whole layers; selective, recompute_modules."""
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], *OneOrMore] = ("layernorm", "mlp_act")
+    """selective: norms, core attention, the MLP (or mixture of experts, moe), or what lies between its linears (mlp_act)."""
     fusions: Literal["auto", "all", "none"] = "auto"
     """One kernel for each memory-bound piece of a step; auto: with CUDA."""
     optimizer: OptimizerConfig = OptimizerConfig()

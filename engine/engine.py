@@ -19,12 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, device, fused, lora, loss, metrics, parallel, peft, stages, vocabulary
+from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft, stages, vocabulary
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
-from engine.entropy import token_entropy
-from engine.megatron import finalize_model_grads, get_forward_backward_func, tensor_parallel
+from engine.megatron import finalize_model_grads, get_forward_backward_func
+from engine.megatron import parallel_state as mpu
 from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
 from engine.offload import HostState
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
@@ -33,7 +33,7 @@ from engine.sample import Sample
 from engine.weights import WeightItem
 from engine.wrap import FrozenModel, WrappedModel
 
-LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+LossFunction = Callable[[MicroBatch, outputs.Values], tuple[torch.Tensor, Any]]
 
 
 @dataclass
@@ -176,11 +176,11 @@ class Engine:
 
         One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
         """
-        return [bool(values.all()) for values in self._response_values(samples, self._greedy_values)]
+        return [bool(values.all()) for values in self._response_values(samples, outputs.greedy_matches)]
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
-        return self._response_values(samples, partial(self._log_prob_values, temperature=1.0))
+        return self._response_values(samples, outputs.LogProbs(1.0, self.use_fused))
 
     def state_on_device(self) -> AbstractContextManager[None]:
         """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
@@ -197,23 +197,27 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _minibatch(self, table: SampleTable) -> MiniBatch:
-        size, limit = self.layout.data_size, self.config.tokens_per_microbatch
-        bins = plan_microbatches(table.lengths, size, limit, self.balance)
-        multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
-        microbatches = [pack(table, indices, multiple, self.device) for indices in bins[self.layout.data_rank]]
+        limit = self.config.tokens_per_microbatch
+        bins = plan_microbatches(table.lengths, self.layout.data_size, limit, self.balance)
+        split, chunks = self.config.parallel, 2 * self.layout.context_size if self.layout.context_size > 1 else 1
+        multiple = chunks * (split.tensor if split.sequence else 1)
+        microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
         counted = np.ones(len(table), bool)
         if self.algorithm.truncated == "mask":
             counted = table.columns["finish_reason"] != "length"
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
+        if self.layout.context_size > 1:
+            group, uses_ulysses = mpu.get_context_parallel_group(), split.context_attention == "ulysses"
+            microbatches = [context.take_part(micro, group, uses_ulysses=uses_ulysses) for micro in microbatches]
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
         with lora.training(self.chunks):
-            outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
+            reports = self._run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
         norm = gradient_norm(self.optimizer)
-        sums = metrics.reduce(outputs if self._reports else [], self.algorithm.name, self.device)
+        sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
             self.schedule.step(increment=1)
@@ -232,15 +236,20 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        log_probs = loss.token_log_probs(logits, micro.labels, self.temperature, self.use_fused)
+    @property
+    def _read(self) -> outputs.LogProbs:
+        """What the loss is made of."""
+        has_entropy = self.algorithm.name == "grpo" and self.algorithm.log_entropy
+        return outputs.LogProbs(self.temperature, self.use_fused, has_entropy)
+
+    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: outputs.Values) -> tuple[torch.Tensor, Sums]:
+        log_probs, *entropy = values
         sizes = minibatch.num_tokens, minibatch.num_samples
         weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
         if self.algorithm.name == "grpo":
             value, sums = loss.grpo_loss(log_probs, micro, weights, self.algorithm)
-            if self.algorithm.log_entropy:
-                entropy = token_entropy(logits, self.temperature, self.use_fused)
-                sums["entropy"] = (entropy * micro.mask).sum().double()
+            if entropy:
+                sums["entropy"] = (entropy[0] * micro.mask).sum().double()
         else:
             value, sums = loss.sft_loss(log_probs, micro, weights)
         # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size
@@ -250,11 +259,15 @@ class Engine:
         self,
         microbatches: list[MicroBatch],
         chunks: list[torch.nn.Module],
-        loss_function: LossFunction,
-        forward_only: bool,
+        read: outputs.Reader,
+        loss_function: LossFunction | None = None,
     ) -> list[Any]:
-        """megatron-core's schedule over the micro-batches; what `loss_function` reports, on the last stage, else []."""
-        options = {}
+        """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].
+
+        Without one there is no backward pass, and the first of what is read is reported.
+        """
+        options, chunk_tokens = {}, self.config.logits_chunk_tokens
+        shown = vocabulary.hiding(read, self.hf_bridge)
         if self.use_fused and self.hf_bridge.dtype is not torch.float32:
             options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
 
@@ -264,59 +277,52 @@ class Engine:
                 micro.sequences.rotary = fused.rotary_tables(
                     gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q
                 )
-            logits = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
-            return logits, vocabulary.hiding(partial(loss_function, micro), self.hf_bridge)
+            with outputs.read_in_chunks(chunk, micro.labels, shown, chunk_tokens):
+                output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
+            return output, partial(report, micro)
+
+        def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            values = outputs.values(output, micro.labels, shown, chunk_tokens)
+            if part := micro.sequences.context:
+                values = tuple(part.gather(each) for each in values)
+            return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
 
         iterators = [iter(microbatches) for _ in chunks]
-        outputs: list[Any] = get_forward_backward_func()(
+        return get_forward_backward_func()(  # type: ignore[no-any-return]
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
             seq_length=max(micro.num_tokens for micro in microbatches),
             micro_batch_size=1,
-            forward_only=forward_only,
+            forward_only=loss_function is None,
         )
-        return outputs
 
     # ------------------------------------------------------------------------------------------------ evaluation
-
-    def _log_prob_values(
-        self, micro: MicroBatch, logits: torch.Tensor, temperature: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        values = loss.token_log_probs(logits, micro.labels, temperature or self.temperature, self.use_fused)
-        return values.new_zeros(()), values
-
-    def _greedy_values(self, micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-        values = (whole.argmax(-1) == micro.labels).squeeze(0).float()
-        return values.new_zeros(()), values
 
     def _log_probs(self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]) -> list[torch.Tensor] | list[None]:
         """float32 [T] of each micro-batch on the last stage; no gradients."""
         with torch.no_grad():
-            values = self._run(microbatches, chunks, self._log_prob_values, forward_only=True)
+            values = self._run(microbatches, chunks, outputs.LogProbs(self.temperature, self.use_fused))
         return values or [None] * len(microbatches)
 
-    def _response_values(self, samples: Sequence[Sample], values: LossFunction) -> list[torch.Tensor]:
-        """What `values` gives at the positions that predict each sample's response tokens, float32 on the CPU, on every rank."""
+    def _response_values(self, samples: Sequence[Sample], read: outputs.Reader) -> list[torch.Tensor]:
+        """What is read, the first, where each sample's response tokens are predicted; float32 on the CPU, on every rank."""
         table = SampleTable.of(samples)
         microbatches = self._minibatch(table).microbatches
         with torch.no_grad():
-            outputs = self._run(microbatches, self.chunks, values, forward_only=True)
+            values = self._run(microbatches, self.chunks, read)
         prompts, answers = table.prompt_lengths.tolist(), table.response_lengths.tolist()
         offsets = [0, *np.cumsum(answers).tolist()]
         flat = torch.zeros(offsets[-1], device=self.device)
-        for micro, output in zip(microbatches, outputs, strict=True) if self._reports else []:
-            position = 0
-            for index in micro.samples:
+        for micro, output in zip(microbatches, values, strict=True) if self._reports else []:
+            for index, position in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
                 prompt, answer = prompts[index], answers[index]
                 flat[offsets[index] : offsets[index + 1]] = output[position + prompt - 1 : position + prompt + answer - 1]
-                position += prompt + answer
         dist.all_reduce(flat)
         return [part.cpu() for part in torch.split(flat, answers)]
 
     @property
     def _reports(self) -> bool:
-        """One tensor-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
-        return self.layout.is_last_stage and self.layout.tensor_rank == 0
+        """One tensor- and context-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
+        return self.layout.is_last_stage and self.layout.tensor_rank == self.layout.context_rank == 0

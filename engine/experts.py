@@ -171,8 +171,12 @@ class GroupedExperts(torch.nn.Module):
             output, _ = self(torch.cat([tokens, row]), _one_row(tokens_per_expert), torch.cat([probs, zero]))
             return output[:0], None
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
-        hidden = self._activation(self.linear_fc1(tokens, ends), probs[:, None])
-        return self.linear_fc2(hidden, ends), None
+        return self._project(self.linear_fc1(tokens, ends), probs[:, None], ends), None
+
+    def _project(self, gate_and_up: torch.Tensor, probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The second half: activation and second linear."""
+        result: torch.Tensor = self.linear_fc2(self._activation(gate_and_up, probs), ends)
+        return result
 
     def _activation(self, gate_and_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """SwiGLU times `probs` [T, 1], as megatron-core's MLP has it (mlp.py:forward)."""

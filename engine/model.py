@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine import costs, device, experts, families, fused, rope, stages, vocabulary
+from engine import context, costs, device, experts, families, fused, recompute, rope, stages, vocabulary
 from engine.attention import CoreAttention, RMSNorm
 from engine.batch import Balance
 from engine.config import FAMILIES, EngineConfig, ModelConfig, ParallelConfig
@@ -33,6 +33,7 @@ class _LocalSpec:
 
     config: Any
     has_vp_stage: bool
+    recomputes_activation = False
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -45,6 +46,8 @@ class _LocalSpec:
             if self.config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
             experts.use_grouped_experts(layer)
+            if self.recomputes_activation:
+                recompute.use_recomputed_activation(layer)
         return spec
 
 
@@ -84,12 +87,11 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
+    context.check(hf_config, engine.parallel)
     multiple = vocabulary.padding_multiple(hf_config.vocab_size, engine.parallel.tensor)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
     use_fused = fused.is_enabled(engine.fusions)
-    recompute: dict[str, Any] = {}
-    if engine.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
@@ -103,7 +105,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         hidden_dropout=0.0,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
-        **recompute,
+        **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config),
         **rope.config_arguments(hf_config),

@@ -32,6 +32,8 @@ class Layout:
     data_size: int
     expert_size: int
     expert_data_rank: int  # among the ranks that have the same experts
+    context_rank: int = 0
+    context_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -40,7 +42,12 @@ class Layout:
     @property
     def is_sender(self) -> bool:
         """One rank of each pipeline stage holds the gathered tensors of an export."""
-        return self.tensor_rank == 0 and self.data_rank == 0
+        return self.tensor_rank == 0 and self.copy_rank == 0
+
+    @property
+    def copy_rank(self) -> int:
+        """Among the ranks that have the same parameters outside of experts: the data- and context-parallel ones."""
+        return self.data_rank * self.context_size + self.context_rank
 
 
 def initialize(
@@ -89,10 +96,12 @@ def layout() -> Layout:
         tensor_size=mpu.get_tensor_model_parallel_world_size(),
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
         pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
-        data_rank=mpu.get_data_parallel_rank(with_context_parallel=True),
-        data_size=mpu.get_data_parallel_world_size(with_context_parallel=True),
+        data_rank=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
         expert_size=mpu.get_expert_model_parallel_world_size(),
         expert_data_rank=mpu.get_expert_data_parallel_rank(),
+        context_rank=mpu.get_context_parallel_rank(),
+        context_size=mpu.get_context_parallel_world_size(),
     )
 
 

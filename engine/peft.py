@@ -80,7 +80,7 @@ def adapter_tensors(units: Iterable[list[AdapterItem]], hf_bridge: Any, layout: 
     """
     heads, group = Heads.of(hf_bridge.hf_config), hf_bridge.mpu.tp_group
     for items in units:
-        if layout.data_rank:
+        if layout.copy_rank:
             continue
         factors = _gather(items, group) if layout.tensor_size > 1 else [(each.adapter.a, each.adapter.b) for each in items]
         for item, (a, b) in zip(items, factors if layout.is_sender else [], strict=False):

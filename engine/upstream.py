@@ -130,6 +130,13 @@ def use_foreach_clipping() -> None:
         clip_grads.multi_tensor_scale_impl = scale
 
 
+def use_checkpoints_without_fp8() -> None:
+    """random.py:636 takes fp8=False, its default, for fp8, and :589 asks TransformerEngine about it, which is not there."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
 def use_torch_in_router() -> None:
     """Without TransformerEngine moe_utils.py:36 leaves `te_general_gemm` undefined; the router (:1191) compares it with None."""
     from megatron.core.transformer.moe import moe_utils

@@ -19,6 +19,7 @@ from engine import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
 from engine.megatron import parallel_state as mpu
+from engine.outputs import LogProbs
 from engine.sample import Sample
 
 GATHER_BYTES = 100_000  # several gathers a unit
@@ -51,6 +52,7 @@ def engine(
     tensor: int = 1,
     pipeline: int = 1,
     expert: int = 1,
+    context: int = 1,
     sequence: bool = False,
     **options: Any,
 ) -> Iterator[Engine]:
@@ -58,9 +60,19 @@ def engine(
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.01, "warmup_steps": 2, **options.pop("optimizer", {})}
     config = EngineConfig(
         wrap=wrap,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence, **options.pop("stages", {})),
+        parallel=ParallelConfig(
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            context=context,
+            context_attention=options.pop("context_attention", "allgather"),
+            sequence=sequence,
+            **options.pop("stages", {}),
+        ),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
+        **{name: options.pop(name) for name in ("recompute_modules",) if name in options},
+        logits_chunk_tokens=options.pop("logits_chunk_tokens", 8192),
         fusions=options.pop("fusions", "auto"),
         overrides=options.pop("overrides", {}),
         optimizer=OptimizerConfig(**optimizer),
@@ -112,7 +124,7 @@ def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
         tensor_group=mpu.get_tensor_model_parallel_group(),
         stage=built.layout.pipeline_rank,
         num_stages=built.layout.pipeline_size,
-        data_rank=built.layout.data_rank,
+        data_rank=built.layout.copy_rank,
         expert_group=parallel.expert_group(),
         expert_data_rank=built.layout.expert_data_rank,
         gather_bytes=GATHER_BYTES,
@@ -267,7 +279,7 @@ def negated_export(path: str) -> dict[str, Any]:
 
 def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
     """Of each sample's response tokens, by the code that training runs; on every rank."""
-    return built._response_values(samples, built._log_prob_values)
+    return built._response_values(samples, LogProbs(built.temperature, built.use_fused))
 
 
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:

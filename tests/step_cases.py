@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import MicroBatch
 from engine.engine import Engine
@@ -87,6 +88,35 @@ def entropies_beside_transformers(cases: list[dict[str, Any]]) -> list[tuple[flo
             probs = torch.softmax(logits[len(sample.prompt_ids) - 1 : -1], -1)
             values += (-(probs * probs.log()).sum(-1)).tolist()
         results.append((mine, sum(values) / len(values)))
+    return results
+
+
+class LogitsRecorder(TorchDispatchMode):
+    """Most tokens whose logits lie in one tensor."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__()
+        self.vocabulary_size, self.most = vocabulary_size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_weight = func is torch.ops.aten.t.default
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (self.vocabulary_size,) and not is_weight:
+            self.most = max(self.most, result.numel() // self.vocabulary_size)
+        return result
+
+
+def read_at_once_and_in_chunks(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case, at once and in chunks of 7 tokens: metrics of a step, greedy matches and most tokens with logits."""
+    results, samples = [], random_samples(12, seed=5)
+    for case in cases:
+        both: dict[str, Any] = {}
+        for chunk_tokens in (8192, 7):
+            with engine(path, name="grpo", num_minibatches=2, logits_chunk_tokens=chunk_tokens, **case) as built:
+                with LogitsRecorder(built.hf_bridge.hf_config.vocab_size) as seen:
+                    matches, metrics = built.greedy_matches(samples), built.update(built.prepare(samples))
+                both[str(chunk_tokens)] = {"metrics": metrics, "matches": matches, "most": seen.most}
+        results.append(both)
     return results
 
 

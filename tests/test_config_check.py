@@ -49,6 +49,17 @@ def test_tensor_parallel_must_divide_the_model(runnable: Path) -> None:
     assert "num_attention_heads = 4" in cannot_run(runnable, "engine.parallel.tensor=3", world_size=3)
 
 
+def test_recompute_takes_what_the_model_has(runnable: Path) -> None:
+    check_config(load_config(runnable, ["engine.recompute=selective"]), 1)
+    chosen = ["engine.recompute=selective", "engine.recompute_modules=[layernorm,core_attn,mlp]"]
+    check_config(load_config(runnable, chosen), 1)
+    assert "engine.recompute = none knows no modules" in cannot_run(runnable, chosen[1])
+    message = cannot_run(runnable, chosen[0], "engine.recompute_modules=[moe]")
+    assert "engine.recompute_modules = moe: qwen3 has no moe" in message
+    assert "write mlp in the place of moe" in message
+    assert "mlp_act is a part of mlp" in cannot_run(runnable, chosen[0], "engine.recompute_modules=[mlp,mlp_act]")
+
+
 def test_lora_must_fit_the_model(runnable: Path, tmp_path: Path) -> None:
     check_config(load_config(runnable, ["engine.lora.rank=64"]), 2)
     message = cannot_run(runnable, "engine.lora.rank=65")
@@ -111,9 +122,13 @@ def test_stages_may_differ(runnable: Path) -> None:
 
 
 def test_unsupported_parallelism(runnable: Path) -> None:
-    message = cannot_run(runnable, "engine.parallel.context=2")
-    assert "engine.parallel.context = 2: not supported yet" in message
-    assert "write engine.parallel.context=1" in message
+    check_config(load_config(runnable, ["engine.parallel.context=2"]), 2)
+    ulysses = ["engine.parallel.context=2", "engine.parallel.context_attention=ulysses"]
+    check_config(load_config(runnable, ulysses), 2)
+    message = cannot_run(runnable, *ulysses, "engine.parallel.tensor=2", world_size=4)
+    assert "engine.parallel.context = 2 does not divide the 1 KV heads of a tensor-parallel rank" in message
+    assert "write engine.parallel.context_attention=allgather" in message
+    assert "needs engine.parallel.context above 1" in cannot_run(runnable, ulysses[1])
 
 
 def test_expert_parallelism_must_divide_experts_and_ranks(runnable: Path) -> None:

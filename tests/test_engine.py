@@ -46,13 +46,14 @@ def test_wraps_and_layouts_train_alike(shallow: str) -> None:
     one = [{"path": shallow, "wrap": wrap, "name": "grpo", "num_minibatches": 2} for wrap in ("ddp", "megatron_fsdp")]
     two: list[dict[str, Any]] = [
         *one,
-        *({**case, "tensor": 2} for case in one),
+        {**one[0], "tensor": 2, "logits_chunk_tokens": 50},
+        {**one[1], "tensor": 2, "recompute": "selective"},
         {**one[0], "tensor": 2, "sequence": True},
-        {**one[0], "pipeline": 2},
+        {**one[0], "pipeline": 2, "recompute": "selective", "recompute_modules": ("mlp", "core_attn")},
         {**one[0], "overrides": {"overlap_grad_reduce": True}},
-        {**one[0], "pipeline": 2, "fusions": "all", "overrides": {"overlap_grad_reduce": True}},
-        {**one[0], "tensor": 2, "sequence": True, "fusions": "all"},
-        {**one[1], "fusions": "all", "recompute": "full"},
+        {**one[0], "pipeline": 2, "fusions": "all", "logits_chunk_tokens": 16, "overrides": {"overlap_grad_reduce": True}},
+        {**one[0], "tensor": 2, "sequence": True, "fusions": "all", "logits_chunk_tokens": 16},
+        {**one[1], "fusions": "all", "recompute": "full", "logits_chunk_tokens": 16},
     ]
     reference, fsdp = run_ranks(1, "tests.engine_cases:losses", {"cases": one})[0]
     assert_close(fsdp, reference, 1e-5)
@@ -84,7 +85,8 @@ def test_unclipped_gradients_are_equal_over_many_microbatches(
     On four ranks the untied model's stages are chunks, under DDP, too, where reductions and gathers overlap.
     """
     paths, tokens = (shallow, models["llama", False]), 60 if num_ranks == 1 else 30
-    layouts: list[dict[str, Any]] = [{"pipeline": 2}] if num_ranks == 4 else [{}, {"pipeline": 2}][:num_ranks]
+    staged = {"pipeline": 2, "logits_chunk_tokens": 16}
+    layouts: list[dict[str, Any]] = [staged] if num_ranks == 4 else [{}, staged][:num_ranks]
     cases = [{"path": path, "wrap": "megatron_fsdp", "tokens": tokens, **layout} for path in paths for layout in layouts]
     if num_ranks == 4:
         cases[1] |= {"stages": {"virtual_pipeline": 2}}

@@ -29,6 +29,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"wrap": "ddp", "expert": 2},
         {"wrap": "ddp", "expert": 2, "fusions": "all", "recompute": "full"},
+        {"wrap": "megatron_fsdp", "expert": 2, "recompute": "selective"},
         {"wrap": "megatron_fsdp", "expert": 2},
         *({"wrap": "megatron_fsdp", "expert": 2, "overrides": {STRATEGY: value}} for value in ("optim", "optim_grads")),
     ],

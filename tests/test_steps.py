@@ -35,6 +35,22 @@ def model(root: Path) -> str:
     return str(write_tiny_model(root / "model", "qwen3", True, num_hidden_layers=2))
 
 
+# ----------------------------------------------------------------------------------------------------- logits in chunks
+
+
+def test_logits_in_chunks_are_never_whole_and_change_nothing(root: Path) -> None:
+    path = str(write_tiny_model(root / "wide", "qwen2", False, num_hidden_layers=1, vocab_size=160))
+    cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp"}, {"fusions": "all"}, {"dtype": "bfloat16", "tokens": 60}]
+    results = run_ranks(1, "tests.step_cases:read_at_once_and_in_chunks", {"path": path, "cases": cases})[0]
+    for case, both in zip(cases, results, strict=True):
+        whole, parts = both["8192"], both["7"]
+        tolerance = 2e-2 if "dtype" in case else 1e-5
+        assert parts["metrics"] == pytest.approx(whole["metrics"], rel=tolerance, abs=tolerance), case
+        assert parts["matches"] == whole["matches"]
+        assert parts["most"] <= 7
+        assert whole["most"] > 7 * 4
+
+
 # ------------------------------------------------------------------------------------------------------ old log-probs
 
 

@@ -119,6 +119,14 @@ def test_router_still_asks_for_a_gemm_that_only_transformer_engine_defines() -> 
     assert "te_general_gemm" in moe_utils.RouterGatingLinearFunction.forward.__code__.co_names
 
 
+def test_checkpoints_still_take_a_false_fp8_for_one() -> None:
+    """engine/upstream.py:use_checkpoints_without_fp8"""
+    from megatron.core.tensor_parallel import random
+
+    assert as_upstream_has_it(random).CheckpointWithoutOutput().fp8
+    assert not random.CheckpointWithoutOutput(fp8=None).fp8
+
+
 def test_mbridge_still_leaves_tied_embeddings_out_of_mixtures() -> None:
     """engine/model.py:_bridge_class; and the names of experts, which are those of engine/experts.py:ExpertLinear's state"""
     from mbridge.core.bridge import Bridge

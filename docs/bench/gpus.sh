@@ -48,6 +48,11 @@ assets() {
 }
 
 moe6=(bench_train.shapes=30b-a3b-6 bench_train.num_microbatches=1 bench_train.sequence_length=4096) # 4 x 4096 tokens a rank
+# one packed sequence a rank
+long=(bench_train.sequence_length=32768 bench_train.num_sequences=1 bench_train.num_microbatches=1 'bench_train.variants=[ddp]'
+  engine.logits_chunk_tokens=4096)
+cp2=(bench_train.num_ranks=2 bench_train.sequence_length=131072 engine.parallel.context=2
+  engine.recompute=selective 'engine.recompute_modules=[layernorm,mlp]')
 
 mkdir -p "$out"
 for case in "$@"; do
@@ -75,6 +80,10 @@ for case in "$@"; do
     train) train train 0,1 ;;
     moe6) train moe6 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp]' ;;
     moe6-ep2) train moe6-ep2 0,1 "${moe6[@]}" engine.parallel.expert=2 'bench_train.variants=[ddp,megatron_fsdp]' ;;
+    3b-32k) train 3b-32k 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=selective ;;
+    3b-131k-cp2) train 3b-131k-cp2 0,1 "${long[@]}" "${cp2[@]}" engine.parallel.context_attention=ulysses ;;
+    3b-131k-cp2-allgather) train 3b-131k-cp2-allgather 0,1 "${long[@]}" "${cp2[@]}" ;;
+    3b-32k-full) train 3b-32k-full 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=full ;;
     offload) train offload 3 bench_train.num_ranks=1 'bench_train.variants=[ddp,megatron_fsdp]' 'bench_train.offload=[ddp,megatron_fsdp]' ;;
     assets) assets ;;
     grpo) assets; grpo grpo 0,1 1 ;;

@@ -26,7 +26,10 @@ from megasync.files import write_atomically
 from megasync.launch.processes import end_with_parent, torchrun
 
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
-TITLES = ("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU", "ceiling", "share", "peak GiB", "last loss")
+TITLES = (
+    *("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU"),
+    *("ceiling", "share", "with attention", "peak GiB", "last loss"),
+)
 
 
 def prepare(config: BenchRoot) -> BenchRoot:
@@ -85,6 +88,7 @@ def _cells(measured: dict[str, Any]) -> list[str]:
         f"{measured['tokens_per_second_per_gpu']:.0f}",
         *(f"{value:.4g}" for value in flops),
         f"{measured['share_of_ceiling']:.1%}",
+        f"{measured['share_with_attention']:.1%}",
         f"{measured['peak_bytes'] / 2**30:.1f}",
         f"{measured['steps'][-1]['loss']:.4f}",
     ]

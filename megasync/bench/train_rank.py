@@ -6,6 +6,7 @@ python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.bench.train_ra
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -133,15 +134,17 @@ def _speed(config: BenchRoot, shapes: Shapes, rounds: list[Measured], ceiling: f
     """Per GPU, from the median step."""
     bench = config.bench_train
     seconds = sorted(step["update_seconds"] for step in rounds)[len(rounds) // 2]
-    split = config.engine.parallel.tensor * config.engine.parallel.pipeline
+    split = math.prod(getattr(config.engine.parallel, axis) for axis in ("tensor", "pipeline", "context"))
     tokens = bench.num_microbatches * bench.num_sequences * bench.sequence_length / split
+    attention_flops = shapes.attention_flops(bench.sequence_length) * tokens / seconds
     model_flops = 6 * shapes.num_active_parameters * tokens / seconds
     return {
         "step_seconds_median": seconds,
         "tokens_per_second_per_gpu": tokens / seconds,
         "model_flops_per_gpu": model_flops,
-        "attention_flops_per_gpu": shapes.attention_flops(bench.sequence_length) * tokens / seconds,
+        "attention_flops_per_gpu": attention_flops,
         "share_of_ceiling": model_flops / ceiling,
+        "share_with_attention": (model_flops + attention_flops) / ceiling,
     }
 
 

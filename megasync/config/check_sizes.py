@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from engine import stages
 from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
+from megasync.config.check_memory import check_context, check_recompute
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
@@ -23,6 +24,8 @@ def check_engine(config: Config, shape: ModelShape) -> None:
     _check_engine_divides(config, shape)
     _check_window(config, shape)
     _check_lora(config, shape)
+    check_recompute(config, shape)
+    check_context(config, shape)
 
 
 def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
@@ -35,10 +38,6 @@ def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
 def check_ranks(config: Config, world_size: int) -> None:
     """The parallel sizes divide the ranks."""
     parallel = config.engine.parallel
-    context = "engine.parallel.context"
-    refuse_if(
-        parallel.context > 1, f"{context} = {parallel.context}: not supported yet", choices="1", remedy=f"write {context}=1"
-    )
     message = "engine.parallel.sequence = true: needs engine.parallel.tensor above 1, which is 1"
     remedy = "write engine.parallel.sequence=false, or a larger tensor size"
     refuse_if(parallel.sequence and parallel.tensor == 1, message, remedy=remedy)

@@ -1,0 +1,179 @@
+"""Context parallelism: C ranks share every packed sequence.
+
+A sequence, padded to a multiple of 2 C tokens, is cut into 2 C chunks, and rank r has the chunks r and 2 C - 1 - r: with a
+causal mask all ranks have the same work. Only attention looks across: by `allgather` each rank has K and V of all tokens for the
+queries of its own; by `ulysses` (arXiv:2309.14509) it has all tokens for a part of the heads. What the loss is made of is
+gathered to whole sequences, so that every context rank computes the same loss, and of its gradient takes its part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from engine import flash
+from engine.config import MOE_FAMILIES, ParallelConfig
+
+if TYPE_CHECKING:
+    from engine.attention import PackedSequences
+    from engine.batch import MicroBatch
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def own_positions(lengths: Sequence[int], rank: int, size: int) -> npt.NDArray[np.int64]:
+    """Positions in the packing of the tokens that context rank `rank` of `size` has, in its order.
+
+    Every position is one rank's; all ranks have as many. `lengths`: of each sequence, multiples of 2 * size.
+    """
+    return np.concatenate([np.arange(end - tokens, end) for _, end, tokens in own_chunks(lengths, rank, size)])
+
+
+def own_chunks(lengths: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
+    """Of each chunk where its sequence starts and where the chunk ends, both in the packing, and its number of tokens."""
+    found, start = [], 0
+    for length in lengths:
+        tokens, rest = divmod(length, 2 * size)
+        assert rest == 0
+        found += [(start, start + (number + 1) * tokens, tokens) for number in (rank, 2 * size - 1 - rank)]
+        start += length
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPart:
+    """One rank's part of a packing of T tokens over C context ranks."""
+
+    group: dist.ProcessGroup
+    lengths: tuple[int, ...]
+    uses_ulysses: bool
+    by_rank: torch.Tensor  # int64 [T]: the positions of all ranks' tokens, one rank after the other
+    order: torch.Tensor  # int64 [T]: its inverse
+
+    @staticmethod
+    def of(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device, *, uses_ulysses: bool) -> ContextPart:
+        size = group.size()
+        by_rank = torch.from_numpy(np.concatenate([own_positions(lengths, rank, size) for rank in range(size)]))
+        return ContextPart(group, tuple(lengths), uses_ulysses, by_rank.to(device), torch.argsort(by_rank).to(device))
+
+    @property
+    def own(self) -> torch.Tensor:
+        """int64 [T / C]: the positions of this rank's tokens."""
+        return self.by_rank.chunk(self.group.size())[self.group.rank()]
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[T / C, ...] of each rank to [T, ...], for what every rank computes alike: of a gradient each takes its own part."""
+        result: torch.Tensor = _Gather.apply(values, self, False)  # type: ignore[no-untyped-call]
+        return result
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, whole: Attend
+    ) -> torch.Tensor:
+        """Causal attention of [T / C, heads, dim]; `whole`: that of all T tokens of a packing."""
+        if self.uses_ulysses:
+            heads = whole(*(_Exchange.apply(x, self, True) for x in (query, key, value)))  # type: ignore[no-untyped-call]
+            result: torch.Tensor = _Exchange.apply(heads, self, False)  # type: ignore[no-untyped-call]
+            return result
+        key, value = _Gather.apply(torch.cat([key, value], 1), self, True).chunk(2, 1)  # type: ignore[no-untyped-call]
+        if query.is_cuda and query.dtype is not torch.float32:
+            ends, kv_index, longest = self.prefixes
+            return flash.attend_prefixes(query, key[kv_index], value[kv_index], *ends, *longest, scale)
+        pieces, begin = [], 0
+        for start, end, size in self.chunks:
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[begin : begin + size], key[start:end], value[start:end]))
+            mask = torch.ones(size, end - start, dtype=torch.bool, device=query.device).tril(end - start - size)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+            pieces.append(out[0].transpose(0, 1))
+            begin += size
+        return torch.cat(pieces)
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """This rank's, see own_chunks."""
+        return own_chunks(self.lengths, self.group.rank(), self.group.size())
+
+    @cached_property
+    def prefixes(self) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple[int, int]]:
+        """For varlen attention: offsets of the chunks and of the tokens they see, these tokens, and the longest of both."""
+        sizes, seen = [size for *_, size in self.chunks], [end - start for start, end, _ in self.chunks]
+        index = torch.cat([torch.arange(start, end) for start, end, _ in self.chunks])
+        device = self.order.device
+        offsets = flash.offsets(sizes, device), flash.offsets(seen, device)
+        return offsets, index.to(device), (max(sizes), max(seen))
+
+
+def check(hf_config: Any, parallel: ParallelConfig) -> None:
+    """ValueError for what does not go with it: megasync/config/check_memory.py says the same before anything starts."""
+    if parallel.context > 1 and hf_config.model_type in MOE_FAMILIES:
+        raise ValueError(f"engine.parallel.context = {parallel.context}: not supported for {hf_config.model_type}; write 1")
+    heads = hf_config.num_key_value_heads // parallel.tensor
+    if parallel.context_attention == "ulysses" and heads % parallel.context:
+        told = f"engine.parallel.context = {parallel.context} does not divide the {heads} KV heads of a tensor-parallel rank"
+        raise ValueError(f"engine.parallel.context_attention = ulysses: {told}; write allgather in its place")
+
+
+def take_part(micro: MicroBatch, group: dist.ProcessGroup, *, uses_ulysses: bool) -> MicroBatch:
+    """The micro-batch with this context rank's part of what the model reads; what the loss reads stays whole."""
+    sequences: PackedSequences = micro.sequences
+    part = ContextPart.of(sequences.lengths, group, micro.tokens.device, uses_ulysses=uses_ulysses)
+    names = ("tokens", "labels", "position_ids")
+    read: dict[str, Any] = {name: getattr(micro, name)[:, part.own] for name in names}
+    sequences.context = part
+    return dataclasses.replace(micro, **read)
+
+
+class _Gather(torch.autograd.Function):
+    """To all tokens in the order of the packing; the gradient of all ranks is summed, or is the same on each."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, part: ContextPart, sums: bool) -> torch.Tensor:
+        ctx.part, ctx.sums = part, sums
+        gathered = values.new_empty(len(part.order), *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=part.group)
+        return gathered[part.order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        part: ContextPart = ctx.part
+        (gradient,) = gradients
+        if not ctx.sums:
+            return gradient[part.own], None, None
+        own = gradient.new_empty(len(part.own), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient[part.by_rank], group=part.group)
+        return own, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Between [T / C, heads, dim] and [T, heads / C, dim], `to_heads`, in the order of the packing: each other's transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, part: ContextPart, to_heads: bool) -> torch.Tensor:
+        ctx.part, ctx.to_heads = part, to_heads
+        return _exchange(values, part, to_heads=to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchange(gradients[0], ctx.part, to_heads=not ctx.to_heads), None, None
+
+
+def _exchange(values: torch.Tensor, part: ContextPart, *, to_heads: bool) -> torch.Tensor:
+    size, dim = part.group.size(), values.shape[-1]
+    num_own = len(part.order) // size
+    if to_heads:
+        sent = values.reshape(num_own, size, -1, dim).transpose(0, 1).contiguous()
+    else:
+        sent = values[part.by_rank].reshape(size, num_own, -1, dim)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=part.group)
+    if to_heads:
+        return received.flatten(0, 1)[part.order]
+    return received.transpose(0, 1).reshape(num_own, -1, dim)

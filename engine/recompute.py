@@ -1,0 +1,62 @@
+"""Selective recompute: which parts of a layer keep no activations and are computed again in the backward pass.
+
+megatron-core has them by `recompute_modules`; `mlp_act`, the activation between the two linears of an MLP or of the experts, is
+ours: what the second linear reads is given up after it and made again of what the first one gave.
+Source: megatron-core 0.16.1 tensor_parallel/random.py:CheckpointWithoutOutput. Leaves out full recompute of whole layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine import upstream
+from engine.config import EngineConfig
+from engine.experts import ExpertLayer, GroupedExperts
+from engine.megatron import MLP, MoESubmodules, bias_swiglu_impl, tensor_parallel
+
+
+def config_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig."""
+    if config.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.recompute == "none":
+        return {}
+    upstream.use_checkpoints_without_fp8()
+    modules = [name for name in config.recompute_modules if name != "mlp_act"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def use_recomputed_activation(layer: Any) -> None:
+    """Put MLPs that give the activation's result up into megatron-core's spec of a transformer layer."""
+    mlp = layer.submodules.mlp
+    if mlp.module is MLP:
+        mlp.module = _RecomputingMLP
+    elif mlp.module is ExpertLayer:
+        mlp.submodules = MoESubmodules(experts=_RecomputingExperts)
+
+
+class _RecomputingMLP(MLP):  # type: ignore[misc]
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        kept = tensor_parallel.CheckpointWithoutOutput()
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.linear_fc2(kept.checkpoint(self._activate, gate_and_up))
+        kept.discard_output_and_register_recompute(output[0])
+        return output
+
+    def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        """SwiGLU, as mlp.py:forward has it."""
+        if self.config.bias_activation_fusion:
+            fused: torch.Tensor = bias_swiglu_impl(gate_and_up, None)
+            return fused
+        gate, up = gate_and_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+class _RecomputingExperts(GroupedExperts):
+    def _project(self, gate_and_up: torch.Tensor, probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        kept = tensor_parallel.CheckpointWithoutOutput()
+        output = self.linear_fc2(kept.checkpoint(self._activation, gate_and_up, probs), ends)
+        kept.discard_output_and_register_recompute(output)
+        return output  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""Context parallelism on real ranks against one rank, and how tokens are shared out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+
+LORA = {"rank": 4, "alpha": 8.0}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"context": 2, "fusions": "all", "logits_chunk_tokens": 16, "recompute": "full"},
+        {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "lora": LORA, "recompute": "selective"},
+    ],
+    4: [
+        {"context": 2, "tensor": 2, "sequence": True},
+        {"context": 2, "pipeline": 2, "wrap": "megatron_fsdp", "context_attention": "ulysses"},
+        {"context": 4, "wrap": "megatron_fsdp"},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> list[dict[str, Any]]:
+    """One rank, without and with adapters."""
+    cases = [{"path": model}, {"path": model, "lora": LORA}]
+    result: list[dict[str, Any]] = run_ranks(1, "tests.context_cases:steps", {"cases": cases})[0]
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_context_ranks_train_as_one_rank(model: str, alone: list[dict[str, Any]], num_ranks: int) -> None:
+    """All metrics, gradient norms among them, of unclipped steps in fp32, one of which has context ranks without a token."""
+    cases = [{"path": model, **layout} for layout in LAYOUTS[num_ranks]]
+    for ranks in zip(*run_ranks(num_ranks, "tests.context_cases:steps", {"cases": cases}), cases, strict=True):
+        *results, case = ranks
+        print(case)
+        expected = alone["lora" in case]
+        assert all(result["greedy"] == expected["greedy"] for result in results)
+        for result in results:
+            assert result["log_probs"] == pytest.approx(expected["log_probs"], abs=1e-4)
+            for mine, other in zip(result["metrics"], expected["metrics"], strict=True):
+                assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
+def test_every_token_has_one_rank_and_all_have_the_same_work(chunks: list[int], size: int) -> None:
+    from engine.context import own_chunks, own_positions
+
+    lengths = [2 * size * count for count in chunks]
+    parts = [own_positions(lengths, rank, size) for rank in range(size)]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(sum(lengths)))
+    assert len({len(part) for part in parts}) == 1
+    seen = [sum(end - start for start, end, _ in own_chunks(lengths, rank, size)) for rank in range(size)]
+    assert len(set(seen)) == 1
