@@ -200,7 +200,7 @@ def use_grouped_experts(layer: Any) -> None:
     """Put our layer into megatron-core's spec of a transformer layer, where that has experts."""
     mlp = layer.submodules.mlp
     if mlp.module is MoELayer:
-        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(experts=GroupedExperts)
+        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(GroupedExperts, mlp.submodules.shared_experts)
 
 
 def config_arguments(hf_config: Any) -> dict[str, Any]:
@@ -217,6 +217,20 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        **_shared_expert(hf_config),
+    }
+
+
+def _shared_expert(hf_config: Any) -> dict[str, Any]:
+    """What every token goes through beside its experts: qwen2_moe's, with a gate, or that of deepseek_v3 and glm4_moe, without."""
+    gated = getattr(hf_config, "shared_expert_intermediate_size", None) or 0
+    size = gated or (getattr(hf_config, "n_shared_experts", None) or 0) * getattr(hf_config, "moe_intermediate_size", 0)
+    if not size:
+        return {}
+    return {
+        "moe_shared_expert_intermediate_size": size,
+        "moe_shared_expert_gate": bool(gated),
+        "moe_shared_expert_overlap": False,  # its own CUDA stream
     }
 
 
