@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from engine import fused
 from engine.megatron import PackedSeqParams, TransformerConfig
+from engine.router import Routing
 
 
 @dataclass
@@ -25,6 +26,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a packed batch, and its layout for scaled_dot_product_attention."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
+    routing: Routing | None = None  # for the routers of layers with experts
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:

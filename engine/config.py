@@ -142,6 +142,8 @@ class AlgorithmConfig(Section):
     """sequence: the geometric mean of a response's ratios in the place of each (GSPO, arXiv:2507.18071)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
+    load_balancing: NonNegativeFloat = 0.0
+    """Mixtures of experts: this times Switch's load-balancing loss, 1 where tokens spread evenly, is added to the loss."""
     importance_correction: Literal["none", "tis", "mask"] = "tis"
     """Weights: the trainer's probabilities over those of the rollout, truncated (tis), or 0 out of bounds (mask)."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, device, fused, lora, loss, metrics, parallel, peft
+from engine import advantages, device, fused, lora, loss, metrics, parallel, peft, router
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
@@ -69,7 +69,7 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
-        self.hf_bridge = build_bridge(model, engine)
+        self.hf_bridge = build_bridge(model, engine, algorithm.load_balancing)
         self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
@@ -186,6 +186,8 @@ class Engine:
             counted = table.columns["finish_reason"] != "length"
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
+            if self.model_config.num_moe_experts:
+                router.tell(micro, table, len(microbatches) * self.layout.data_size)
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
@@ -194,6 +196,8 @@ class Engine:
             outputs = self._run(minibatch.microbatches, self.chunks, partial(self._loss, minibatch), forward_only=False)
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(outputs if self._reports else [], self.algorithm.name, self.device)
+        if self.model_config.num_moe_experts:
+            sums |= router.take_sums(self.chunks, len(minibatch.microbatches), self.layout, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
             self.schedule.step(increment=1)

@@ -3,7 +3,7 @@
 The experts of this rank are one parameter a linear, [experts * rows, columns]: what `torch.nn.functional.grouped_mm` reads is a
 view of it, and its gradient is written at once. In `state_dict` they are one tensor an expert, by mbridge's names (qwen2moe.py);
 weights.py hands them out one by one. Expert-parallel ranks exchange tokens by megatron-core's all-to-all dispatcher; with tensor
-parallelism every expert is split as a dense layer is, over the same ranks. Leaves out the load-balancing loss.
+parallelism every expert is split as a dense layer is, over the same ranks. Leaves out the router (router.py).
 Sources: megatron-core 0.16.1 transformer/moe; transformers 5.19, models/qwen3_moe/modeling_qwen3_moe.py:Qwen3MoeTopKRouter.
 """
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from engine import device, upstream
 from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, MOE_FAMILIES, ModelConfig, ParallelConfig
 from engine.megatron import MoEAlltoAllTokenDispatcher, MoELayer, MoESubmodules, tensor_parallel, weighted_bias_swiglu_impl
+from engine.router import Router
 
 
 class Slots(NamedTuple):
@@ -200,12 +201,13 @@ def use_grouped_experts(layer: Any) -> None:
     """Put our layer into megatron-core's spec of a transformer layer, where that has experts."""
     mlp = layer.submodules.mlp
     if mlp.module is MoELayer:
-        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(GroupedExperts, mlp.submodules.shared_experts)
+        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(GroupedExperts, mlp.submodules.shared_experts, Router)
 
 
-def config_arguments(hf_config: Any) -> dict[str, Any]:
+def config_arguments(hf_config: Any, load_balancing: float = 0.0) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig, for mbridge's set_extra_args; none for a dense model.
 
+    `load_balancing`: the coefficient of the loss, see AlgorithmConfig.
     Softmax over all experts, then the best of them, normalised (norm_topk_prob), is softmax over the best of them.
     """
     if hf_config.model_type not in MOE_FAMILIES:
@@ -215,14 +217,14 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         "moe_grouped_gemm": False,
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if load_balancing else "none",
+        "moe_aux_loss_coeff": load_balancing,
         **_shared_expert(hf_config),
     }
 
 
 def _shared_expert(hf_config: Any) -> dict[str, Any]:
-    """What every token goes through beside its experts: qwen2_moe's, with a gate, or that of deepseek_v3 and glm4_moe, without."""
+    """What every token goes through beside its experts: with a gate as in qwen2_moe, or without as in deepseek_v3."""
     gated = getattr(hf_config, "shared_expert_intermediate_size", None) or 0
     size = gated or (getattr(hf_config, "n_shared_experts", None) or 0) * getattr(hf_config, "moe_intermediate_size", 0)
     if not size:

@@ -73,6 +73,8 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
         "train/response_tokens": tokens,
         "train/skipped_steps": num_skipped,
     }
+    if algorithm.load_balancing:
+        metrics["loss/load_balancing"] = sum(sums["balance"] for sums in history) / len(history)
     if algorithm.name == "grpo":
         first = history[0]
         metrics |= {

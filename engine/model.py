@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine import device, experts, fused, upstream
+from engine import device, experts, fused, router, upstream
 from engine.attention import CoreAttention, RMSNorm
 from engine.config import FAMILIES, EngineConfig, ModelConfig
 from engine.megatron import get_gpt_decoder_block_spec
@@ -77,8 +77,11 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
 
 
-def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
-    """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups."""
+def build_bridge(model: ModelConfig, engine: EngineConfig, load_balancing: float = 0.0) -> Bridge:
+    """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
+
+    `load_balancing`: see experts.config_arguments.
+    """
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     hf_config.rope_theta = upstream.rope_theta(hf_config)
     experts.check(hf_config, model, engine.parallel)
@@ -102,7 +105,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
         **recompute,
-        **experts.config_arguments(hf_config),
+        **experts.config_arguments(hf_config, load_balancing),
     )
     return bridge
 
@@ -117,6 +120,8 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
         chunks: list[torch.nn.Module] = bridge.get_model(
             bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
         )
+    for chunk in chunks:
+        router.tell_routers(chunk)
     if path is None:
         return chunks
     try:

@@ -1,0 +1,128 @@
+"""What tests/test_router.py runs: layers with a shared expert, the load-balancing loss and given experts, against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from bridge.export.source import whole_tensors
+from engine import experts, parallel
+from engine.config import ParallelConfig
+from engine.megatron import get_gpt_decoder_block_spec
+from engine.sample import Sample
+from tests.engine_cases import engine, exporter, leave_groups, random_samples
+from tests.expert_cases import GRADIENT_STEP
+
+
+def shared_expert(*, gated: bool) -> float:
+    """Largest difference of outputs and inputs' gradients to transformers' Qwen2Moe block, over the largest value.
+
+    Not `gated`: that block's gate is open.
+    """
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers import Qwen2MoeConfig, Qwen3MoeConfig
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    parallel.initialize(ParallelConfig(), seed=0)
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "hidden_size": 64, "moe_intermediate_size": 32}
+    hf_config = Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=96, norm_topk_prob=False)
+    hf_block = Qwen2MoeSparseMoeBlock(hf_config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in hf_block.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    shared_sizes = {"shared_expert_intermediate_size": 96} if gated else {"n_shared_experts": 3}
+    fields = experts.config_arguments(Qwen3MoeConfig(**sizes, **shared_sizes, norm_topk_prob=False))
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3,
+        add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, use_cpu_initialization=True,
+        gradient_accumulation_fusion=False, bias_activation_fusion=False, moe_token_dispatcher_type="alltoall", **fields,
+    )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm").layer_specs[0]
+    experts.use_grouped_experts(spec)
+    layer = build_module(spec.submodules.mlp, config=config)
+    with torch.no_grad():
+        layer.router.weight.copy_(hf_block.gate.weight)
+        layer.experts.linear_fc1.weight.copy_(hf_block.experts.gate_up_proj.flatten(0, 1))
+        layer.experts.linear_fc2.weight.copy_(hf_block.experts.down_proj.flatten(0, 1))
+        shared = hf_block.shared_expert
+        layer.shared_experts.linear_fc1.weight.copy_(torch.cat([shared.gate_proj.weight, shared.up_proj.weight]))
+        layer.shared_experts.linear_fc2.weight.copy_(shared.down_proj.weight)
+        if gated:
+            layer.shared_experts.gate_weight.copy_(hf_block.shared_expert_gate.weight)
+        else:
+            hf_block.shared_expert_gate = _Open()
+    given = torch.randn(7, 1, 64, generator=generator)
+    found = []
+    for block in (layer, hf_block):
+        inputs = given.clone().requires_grad_()
+        output = block(inputs)
+        output = output[0] if isinstance(output, tuple) else output
+        output.square().sum().backward()
+        found.append((output.detach(), inputs.grad))
+    leave_groups()
+    return max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in zip(*found, strict=True))
+
+
+class _Open(torch.nn.Module):
+    """A gate whose sigmoid is 1."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(inputs[..., :1], torch.inf)
+
+
+def balance_against_hf(path: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The load-balancing loss of a step of several micro-batches, and the gradients with it, against transformers' own."""
+    results = []
+    for case in cases:
+        samples = random_samples(16, seed=3)
+        with engine(path, name="sft", optimizer=GRADIENT_STEP, load_balancing=0.3, tokens=100, **case) as built:
+            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
+            minibatches = built.prepare(samples)
+            mine = [micro.samples for micro in minibatches[0].microbatches]
+            metrics = built.update(minibatches)
+            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
+            pairs: list[Any] = [None] * built.layout.world_size
+            dist.all_gather_object(pairs, (built.layout.data_rank, mine))
+            each = dict(pairs).values()
+        loss, expected = _hf_balance(path, samples, [micro for of_rank in each for micro in of_rank if micro], 0.3)
+        compared = [name for name in found if name in expected]
+        worst = max([float((found[name] - expected[name]).abs().max()) for name in compared], default=0.0)
+        told = {"difference": abs(metrics["loss/load_balancing"] - loss), "num_compared": len(compared), "worst": worst}
+        results.append({**told, "num_microbatches": len(mine), "loss": loss})
+    return results
+
+
+def _hf_balance(
+    path: str, samples: list[Sample], microbatches: list[list[int]], coefficient: float
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean over layers and tokens, and the gradients of the whole loss of what has the same names there."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = model.config
+    num_tokens, num_answers = sum(s.num_tokens for s in samples), sum(len(s.response_ids) for s in samples)
+    logged = 0.0
+    for micro in microbatches:
+        layers: list[list[torch.Tensor]] = [[] for _ in range(config.num_hidden_layers)]
+        loss = torch.zeros(())
+        for index in micro:
+            prompt, answer = samples[index].prompt_ids.tolist(), samples[index].response_ids.tolist()
+            output = model(torch.tensor([prompt + answer]), output_router_logits=True)
+            log_probs = torch.log_softmax(output.logits[0, len(prompt) - 1 : -1], -1)
+            loss = loss - log_probs.gather(1, torch.tensor(answer)[:, None]).sum() / num_answers
+            for layer, logits in zip(layers, output.router_logits, strict=True):
+                layer.append(logits)
+        share = sum(samples[index].num_tokens for index in micro) / num_tokens
+        for layer in layers:
+            probs = torch.cat(layer).softmax(-1)
+            chosen = torch.zeros_like(probs).scatter(1, probs.topk(config.num_experts_per_tok).indices, 1.0)
+            balance = config.num_experts * (probs.mean(0) * chosen.mean(0)).sum() / config.num_experts_per_tok
+            loss = loss + coefficient * share * balance
+            logged += float(balance) * share / len(layers)
+        loss.backward()
+    return logged, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -1,0 +1,42 @@
+"""Routers of expert layers: shared experts, the load-balancing loss, and experts that a rollout had.
+
+    python -m pytest tests/test_router.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8, num_experts_per_tok=3))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_layer_with_a_shared_expert_equals_transformers(gated: bool) -> None:
+    (worst,) = run_ranks(1, "tests.router_cases:shared_expert", {"gated": gated})
+    assert worst < 1e-6
+
+
+def test_the_load_balancing_loss_is_that_of_transformers_by_layer_and_micro_batch(model: str) -> None:
+    """A mean over tokens; padding and stand-ins count nothing; in `full` the layers run twice."""
+    cases: list[dict[str, Any]] = [
+        {"expert": 2},
+        {"wrap": "megatron_fsdp", "expert": 2, "recompute": "full"},
+        {"tensor": 2, "sequence": True},
+        {"pipeline": 2},
+    ]
+    ranks = run_ranks(2, "tests.router_cases:balance_against_hf", {"path": model, "cases": cases})
+    for case, first, second in zip(cases, *ranks, strict=True):
+        print(case, first, second)
+        assert first["num_microbatches"] >= 2
+        assert first["loss"] > 1.0
+        assert max(first["num_compared"], second["num_compared"]) > 10
+        for found in (first, second):
+            assert found["difference"] < 1e-5 and found["worst"] < 1e-5
