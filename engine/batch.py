@@ -20,10 +20,11 @@ import torch
 
 from engine.attention import PackedSequences
 from engine.sample import TOKEN_ARRAYS, Sample
+from engine.router import NO_EXPERT
 
 Bins = list[list[int]]
 Lengths = Sequence[int] | npt.NDArray[np.int64]
-COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in TOKEN_ARRAYS)
+COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in (*TOKEN_ARRAYS, "routed_experts"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class SampleTable:
     advantages: npt.NDArray[np.float64]  # 0 until they are known
     columns: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, all that are no arrays themselves
     samples: Sequence[Sample | None]  # None: another data-parallel rank has its tokens
+    routed: tuple[int, int, str] | None = None  # layers, experts of a token, dtype of their `routed_experts`, where there are any
 
     @staticmethod
     def of(samples: Sequence[Sample] | SampleTable) -> SampleTable:
@@ -47,6 +49,7 @@ class SampleTable:
             advantages=np.zeros(len(samples)),
             columns={name: np.array([getattr(sample, name) for sample in samples]) for name in COLUMNS},
             samples=samples,
+            routed=_routed(samples),
         )
 
     def __len__(self) -> int:
@@ -59,12 +62,13 @@ class SampleTable:
     def part(self, part: range) -> SampleTable:
         """The consecutive samples `part` as a table of their own."""
         cut = slice(part.start, part.stop)
-        return SampleTable(
-            self.prompt_lengths[cut],
-            self.response_lengths[cut],
-            self.advantages[cut],
-            {name: column[cut] for name, column in self.columns.items()},
-            self.samples[cut],
+        return dataclasses.replace(
+            self,
+            prompt_lengths=self.prompt_lengths[cut],
+            response_lengths=self.response_lengths[cut],
+            advantages=self.advantages[cut],
+            columns={name: column[cut] for name, column in self.columns.items()},
+            samples=self.samples[cut],
         )
 
     def only(self, indices: Iterable[int]) -> SampleTable:
@@ -73,6 +77,13 @@ class SampleTable:
         for index in indices:
             kept[index] = self.samples[index]
         return dataclasses.replace(self, samples=kept)
+
+
+def _routed(samples: Sequence[Sample]) -> tuple[int, int, str] | None:
+    arrays = [sample.routed_experts for sample in samples if len(sample.routed_experts)]
+    forms = {(*array.shape[1:], str(array.dtype)) for array in arrays}
+    assert len(forms) <= 1, "all samples come of one model"
+    return next(iter(forms), None)
 
 
 def split_evenly(num_items: int, num_parts: int) -> list[range]:
@@ -156,8 +167,10 @@ class MicroBatch:
     segment: torch.Tensor  # int64 [T]: which sample of `samples`; padding counts as the last
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
+    routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
     old_log_probs: torch.Tensor | None = None  # float32 [T]
     reference_log_probs: torch.Tensor | None = None  # float32 [T]
+    own_choice_log_probs: torch.Tensor | None = None  # float32 [T], with the experts that the trainer's routers choose
 
     @property
     def num_tokens(self) -> int:
@@ -175,6 +188,7 @@ def pack(table: SampleTable, indices: list[int], multiple: int, device: torch.de
     size = sum(lengths) + padding
     tokens, labels, positions, segment = (np.zeros(size, np.int64) for _ in range(4))
     mask, advantages, rollout_log_probs = (np.zeros(size, np.float32) for _ in range(3))
+    routed = None if table.routed is None else np.full((size, *table.routed[:2]), NO_EXPERT, np.int16)
     end = 0
     for number, (index, length) in enumerate(zip(chosen, lengths, strict=True)):
         sample = table.samples[index]
@@ -189,6 +203,8 @@ def pack(table: SampleTable, indices: list[int], multiple: int, device: torch.de
         mask[predictions] = 1.0 if indices else 0.0
         if len(sample.rollout_log_probs):
             rollout_log_probs[predictions] = sample.rollout_log_probs
+        if routed is not None:
+            routed[begin : end - 1] = sample.routed_experts if len(sample.routed_experts) else 0
     positions[end:], segment[end:] = np.arange(padding), len(chosen) - 1
 
     def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
@@ -204,4 +220,5 @@ def pack(table: SampleTable, indices: list[int], multiple: int, device: torch.de
         segment=on_device(segment),
         advantages=on_device(advantages),
         rollout_log_probs=on_device(rollout_log_probs),
+        routed_experts=None if routed is None else on_device(routed),
     )

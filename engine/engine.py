@@ -130,6 +130,11 @@ class Engine:
                 old = self._log_probs(microbatches, self.chunks)
             for micro, values_ in zip(microbatches, old, strict=True):
                 micro.old_log_probs = values_
+        if self.algorithm.log_router_gap:
+            with router.own_choice(microbatches):
+                own = self._log_probs(microbatches, self.chunks)
+            for micro, values_ in zip(microbatches, own, strict=True):
+                micro.own_choice_log_probs = values_
         if self.reference is not None:
             with lora.reference(self.reference):
                 reference = self._log_probs(microbatches, self.reference)
@@ -187,7 +192,8 @@ class Engine:
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
             if self.model_config.num_moe_experts:
-                router.tell(micro, table, len(microbatches) * self.layout.data_size)
+                num_microbatches = len(microbatches) * self.layout.data_size
+                router.tell(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:

@@ -13,7 +13,9 @@ order of backward passes; here every pass of a layer is told, so that recomputin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -36,14 +38,29 @@ class Routing:
 
     counts: torch.Tensor  # bool [T]: false for padding, and for all of a stand-in
     scale: float  # of the load-balancing loss: share of the mini-batch's tokens x number of micro-batches x data-parallel size
-    experts: torch.Tensor | None = None  # int16 [T, layers, k]: those to go through; NO_EXPERT: the router chooses
+    # int16 [T, layers, k]: those to go through; the router chooses where one is NO_EXPERT or there twice
+    experts: torch.Tensor | None = None
 
 
-def tell(micro: MicroBatch, table: SampleTable, num_microbatches: int) -> None:
+def tell(micro: MicroBatch, table: SampleTable, num_microbatches: int, *, replay: bool) -> None:
     """Give a micro-batch its routing. `table`: the mini-batch; `num_microbatches`: of all data-parallel ranks."""
     num_tokens = int(table.lengths[micro.samples].sum())
     counts = torch.arange(micro.num_tokens, device=micro.tokens.device) < num_tokens
-    micro.sequences.routing = Routing(counts, num_tokens / int(table.lengths.sum()) * num_microbatches)
+    scale = num_tokens / int(table.lengths.sum()) * num_microbatches
+    micro.sequences.routing = Routing(counts, scale, micro.routed_experts if replay else None)
+
+
+@contextmanager
+def own_choice(microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+    """The routers choose, whatever experts the rollout had."""
+    told = [micro.sequences.routing for micro in microbatches]
+    for micro, routing in zip(microbatches, told, strict=True):
+        micro.sequences.routing = None if routing is None else dataclasses.replace(routing, experts=None)
+    try:
+        yield
+    finally:
+        for micro, routing in zip(microbatches, told, strict=True):
+            micro.sequences.routing = routing
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -81,7 +98,8 @@ class Router(TopKRouter):  # type: ignore[misc]
         if self.told is None or self.told.experts is None:
             return values, chosen
         given = self._own(self.told.experts[:, self.layer_number - 1]).long()
-        is_given = (given != NO_EXPERT).all(1, keepdim=True)
+        ordered = given.sort(1).values
+        is_given = (ordered[:, :1] != NO_EXPERT) & (ordered[:, 1:] != ordered[:, :-1]).all(1, keepdim=True)
         if torch.is_grad_enabled():
             same = (given[:, :, None] == chosen[:, None]).any(2)
             self._add("moved", (~same * is_given).sum())

@@ -1,9 +1,11 @@
-"""What tests/test_router.py runs: layers with a shared expert, the load-balancing loss and given experts, against transformers."""
+"""What tests/test_router.py runs: layers with a shared expert, the load-balancing loss and given experts."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from engine import experts, parallel
 from engine.config import ParallelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 from engine.sample import Sample
-from tests.engine_cases import engine, exporter, leave_groups, random_samples
+from tests.engine_cases import engine, exporter, leave_groups, log_probs, random_samples
 from tests.expert_cases import GRADIENT_STEP
 
 
@@ -126,3 +128,88 @@ def _hf_balance(
             logged += float(balance) * share / len(layers)
         loss.backward()
     return logged, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def replay_against_hf(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Log-probs and gradients where every token goes through experts drawn at random, and where through transformers' choice."""
+    results = []
+    samples = random_samples(12, seed=3)
+    own_log_probs, own_gradients, chosen = _hf_routed(path, samples, None)
+    drawn = _random_experts(samples, chosen)
+    drawn_log_probs, drawn_gradients, _ = _hf_routed(path, samples, drawn)
+    own = [dataclasses.replace(sample, routed_experts=rows[:-1]) for sample, rows in zip(samples, chosen, strict=True)]
+    moved = [dataclasses.replace(sample, routed_experts=rows[:-1]) for sample, rows in zip(samples, drawn, strict=True)]
+    for case in cases:
+        found: dict[str, Any] = {}
+        options = {"optimizer": GRADIENT_STEP, "tokens": 100, "router_replay": "rollout", **case}
+        for name, given, log_probs_there, gradients in (
+            ("own", own, own_log_probs, own_gradients),
+            ("drawn", moved, drawn_log_probs, drawn_gradients),
+        ):
+            with engine(path, name="sft", **options) as built:
+                mine = log_probs(built, given)
+                plain = log_probs(built, samples)  # no experts given
+                found[f"{name} same"] = all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+                found[f"{name} log-probs"] = max(
+                    float((a - b).abs().max()) for a, b in zip(mine, log_probs_there, strict=True)
+                )
+                before = {key: tensor.clone() for key, tensor in whole_tensors(exporter(built))}
+                built.update(built.prepare(given))
+                moves = {key: before[key] - tensor for key, tensor in whole_tensors(exporter(built)) if key in gradients}
+            found[f"{name} gradients"] = max([float((moves[key] - gradients[key]).abs().max()) for key in moves], default=0.0)
+        with engine(path, name="grpo", log_router_gap=True, **options) as built:
+            metrics = built.update(built.prepare(moved))
+        found["moved"] = metrics["router_replay/moved_fraction"]
+        for name, values in (("mean", drawn_log_probs), ("own_experts_mean", own_log_probs)):
+            expected = float((torch.cat(values) + 4.8).abs().mean())
+            found[f"gap {name}"] = abs(metrics[f"logprob_gap/{name}"] - expected)
+        results.append(found)
+    return results
+
+
+def _random_experts(samples: list[Sample], chosen: list[Any]) -> list[Any]:
+    """As `chosen`, of other experts; the last token, of which nothing is known in a rollout, keeps its own."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = []
+    for rows in chosen:
+        num_tokens, num_layers, num_chosen = rows.shape
+        order = torch.rand(num_tokens, num_layers, 8, generator=generator).argsort(-1)[..., :num_chosen].numpy()
+        order[-1] = rows[-1]
+        drawn.append(order.astype(np.uint8))
+    return drawn
+
+
+def _hf_routed(
+    path: str, samples: list[Sample], given: list[Any] | None
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[Any]]:
+    """Log-probs of the responses, gradients of their mean, and each token's experts, which are `given` or the model's choice."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    chosen: dict[int, Any] = {}
+    rows: Any = None
+
+    def route(number: int, result: Any) -> Any:
+        logits, scores, indices = result
+        if rows is not None:
+            indices = torch.from_numpy(rows[:, number].astype(np.int64))
+            scores = logits.softmax(-1).gather(1, indices)
+            scores = scores / scores.sum(-1, keepdim=True)
+        chosen[number] = indices
+        return logits, scores, indices
+
+    for number, gate in enumerate(gates):
+        gate.register_forward_hook(lambda _module, _inputs, result, number=number: route(number, result))
+    num_answers = sum(len(sample.response_ids) for sample in samples)
+    values, experts_of = [], []
+    for index, sample in enumerate(samples):
+        rows = None if given is None else given[index]
+        ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
+        every = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1], -1)
+        picked = every.gather(1, ids[0, len(sample.prompt_ids) :, None]).squeeze(1)
+        (-picked.sum() / num_answers).backward()
+        values.append(picked.detach())
+        experts_of.append(torch.stack([chosen[number] for number in range(len(gates))], 1).numpy().astype(np.uint8))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return values, gradients, experts_of

@@ -40,3 +40,20 @@ def test_the_load_balancing_loss_is_that_of_transformers_by_layer_and_micro_batc
         assert max(first["num_compared"], second["num_compared"]) > 10
         for found in (first, second):
             assert found["difference"] < 1e-5 and found["worst"] < 1e-5
+
+
+def test_given_experts_are_gone_through_as_in_transformers(model: str) -> None:
+    """Of all tokens: log-probs, gradients and gaps; the router's own choice, given, changes no bit."""
+    cases: list[dict[str, Any]] = [
+        {"expert": 2},
+        {"wrap": "megatron_fsdp", "expert": 2, "recompute": "full"},
+        {"tensor": 2, "sequence": True},
+        {"pipeline": 2},
+    ]
+    ranks = run_ranks(2, "tests.router_cases:replay_against_hf", {"path": model, "cases": cases})
+    for case, *each in zip(cases, *ranks, strict=True):
+        for found in each:
+            print(case, found)
+            assert found.pop("own same") and not found.pop("drawn same")
+            assert found.pop("moved") == pytest.approx(5 / 8, abs=0.05)
+            assert max(found.values()) < 1e-4

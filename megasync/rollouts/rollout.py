@@ -130,6 +130,7 @@ class Rollouts:
                 response_ids=completion.token_ids,
                 rollout_log_probs=completion.log_probs,
                 weight_versions=completion.weight_versions,
+                routed_experts=completion.routed_experts,
                 reward=reward,
                 group=place,
                 finish_reason=completion.finish_reason,
