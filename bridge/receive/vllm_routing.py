@@ -5,8 +5,8 @@ layers tell the worker (layers/fused_moe/routed_experts_capturer.py:bind_routed_
 pass whose tokens they were; prompts are computed for every sample, since what a prefix cache holds passes no router. What was
 noted of a token first counts: it is what the token's log-prob was made with. Leaves out data parallelism in vLLM.
 
-    capture = Capture(worker.model_runner)      # in each worker, once
-    rows = capture.take("request")              # once it has ended
+    capture = Capture(worker.model_runner)             # in each worker, once
+    dtype, shape, values = capture.take("request")     # once it has ended
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ async def routed_experts(engine: Any, request_id: str, output: Any) -> Rows:
     sample = output.outputs[0]
     rows = sample.routed_experts
     if is_captured():
-        rows = (await engine.collective_rpc("megasync_take_experts", args=(request_id,)))[0]
+        dtype, shape, values = (await engine.collective_rpc("megasync_take_experts", args=(request_id,)))[0]
+        rows = np.frombuffer(values, dtype).reshape(shape)
     num_rows = len(output.prompt_token_ids) + len(sample.token_ids) - 1
     if sample.finish_reason == "abort":
         return np.empty((0, 0, 0), np.uint8)
@@ -79,13 +80,13 @@ class Capture:
         """Called by a layer's router."""
         self._layers[layer_id] = topk_ids.cpu().numpy().astype(self._dtype)
 
-    def take(self, request_id: str) -> Rows:
-        """[tokens, layers, experts of a token], and forget them."""
+    def take(self, request_id: str) -> tuple[str, tuple[int, ...], bytes]:
+        """[tokens, layers, experts of a token] as dtype, shape and values, which vLLM brings home; they are forgotten here."""
         noted = self._noted.pop(request_id, [])
         rows = np.zeros((max((start + len(some) for start, some in noted), default=0), *self._shape), self._dtype)
         for start, some in reversed(noted):
             rows[start : start + len(some)] = some
-        return rows
+        return str(rows.dtype), rows.shape, rows.tobytes()
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         self._layers = {}
