@@ -134,9 +134,9 @@ def replay_against_hf(path: str, cases: list[dict[str, Any]]) -> list[dict[str, 
     """Log-probs and gradients where every token goes through experts drawn at random, and where through transformers' choice."""
     results = []
     samples = random_samples(12, seed=3)
-    own_log_probs, own_gradients, chosen = _hf_routed(path, samples, None)
+    own_log_probs, own_gradients, chosen = hf_routed(path, samples, None)
     drawn = _random_experts(samples, chosen)
-    drawn_log_probs, drawn_gradients, _ = _hf_routed(path, samples, drawn)
+    drawn_log_probs, drawn_gradients, _ = hf_routed(path, samples, drawn)
     own = [dataclasses.replace(sample, routed_experts=rows[:-1]) for sample, rows in zip(samples, chosen, strict=True)]
     moved = [dataclasses.replace(sample, routed_experts=rows[:-1]) for sample, rows in zip(samples, drawn, strict=True)]
     for case in cases:
@@ -179,7 +179,7 @@ def _random_experts(samples: list[Sample], chosen: list[Any]) -> list[Any]:
     return drawn
 
 
-def _hf_routed(
+def hf_routed(
     path: str, samples: list[Sample], given: list[Any] | None
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[Any]]:
     """Log-probs of the responses, gradients of their mean, and each token's experts, which are `given` or the model's choice."""
