@@ -122,6 +122,21 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.token_dispatcher.__class__ = TokenDispatcher
+        self.is_recomputed = self.config.recompute_granularity == "selective" and "moe" in self.config.recompute_modules
+        self.moe_layer_recompute = False
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """Where the layer is computed again in the backward pass, with what its router was told in this one."""
+        told = self.router.told
+
+        def run(hidden: torch.Tensor) -> Any:
+            self.router.told = told
+            return super(ExpertLayer, self).forward(hidden)
+
+        result: tuple[torch.Tensor, None] = (
+            tensor_parallel.checkpoint(run, False, hidden_states) if self.is_recomputed else run(hidden_states)
+        )
+        return result
 
 
 class ExpertLinear(torch.nn.Module):

@@ -24,8 +24,6 @@ def shared_expert(*, gated: bool) -> float:
 
     Not `gated`: that block's gate is open.
     """
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import Qwen2MoeConfig, Qwen3MoeConfig
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
@@ -39,14 +37,7 @@ def shared_expert(*, gated: bool) -> float:
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     shared_sizes = {"shared_expert_intermediate_size": 96} if gated else {"n_shared_experts": 3}
     fields = experts.config_arguments(Qwen3MoeConfig(**sizes, **shared_sizes, norm_topk_prob=False))
-    config = TransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3,
-        add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, bias_activation_fusion=False, moe_token_dispatcher_type="alltoall", **fields,
-    )  # fmt: skip
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm").layer_specs[0]
-    experts.use_grouped_experts(spec)
-    layer = build_module(spec.submodules.mlp, config=config)
+    layer = _expert_layer(**fields)
     with torch.no_grad():
         layer.router.weight.copy_(hf_block.gate.weight)
         layer.experts.linear_fc1.weight.copy_(hf_block.experts.gate_up_proj.flatten(0, 1))
@@ -68,6 +59,50 @@ def shared_expert(*, gated: bool) -> float:
         found.append((output.detach(), inputs.grad))
     leave_groups()
     return max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in zip(*found, strict=True))
+
+
+def _expert_layer(**fields: Any) -> Any:
+    """8 experts, of which 3 are chosen, on tokens of 64 numbers."""
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=1, num_moe_experts=8, moe_ffn_hidden_size=32, moe_router_topk=3,
+        add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, use_cpu_initialization=True,
+        gradient_accumulation_fusion=False, bias_activation_fusion=False, moe_token_dispatcher_type="alltoall", **fields,
+    )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm").layer_specs[0]
+    experts.use_grouped_experts(spec)
+    layer = build_module(spec.submodules.mlp, config=config)
+    layer.set_layer_number(1)
+    return layer
+
+
+def recomputed_layer() -> float:
+    """Largest difference of gradients to those of a layer that is not computed again, after two passes with other experts."""
+    from engine.router import Routing
+
+    parallel.initialize(ParallelConfig(), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, 7, 1, 64, generator=generator)
+    given = [torch.rand(7, 1, 8, generator=generator).argsort(-1)[..., :3].to(torch.int16) for _ in inputs]
+    plain = _expert_layer()
+    again = _expert_layer(recompute_granularity="selective", recompute_modules=["moe"])
+    with torch.no_grad():
+        for mine, other in zip(again.parameters(), plain.parameters(), strict=True):
+            mine.copy_(other)
+    assert again.is_recomputed and not plain.is_recomputed
+    gradients = []
+    for layer in (plain, again):
+        losses = []
+        for each, chosen in zip(inputs, given, strict=True):
+            layer.router.told = Routing(torch.ones(7, dtype=torch.bool), 1.0, chosen)
+            losses.append(layer(each.clone().requires_grad_())[0].square().sum())
+        for loss in losses:
+            loss.backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    leave_groups()
+    return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
 
 
 class _Open(torch.nn.Module):

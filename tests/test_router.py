@@ -24,6 +24,11 @@ def test_a_layer_with_a_shared_expert_equals_transformers(gated: bool) -> None:
     assert worst < 1e-6
 
 
+def test_a_layer_that_is_computed_again_goes_through_the_experts_of_its_own_pass() -> None:
+    (worst,) = run_ranks(1, "tests.router_cases:recomputed_layer", {})
+    assert worst == 0.0
+
+
 def test_the_load_balancing_loss_is_that_of_transformers_by_layer_and_micro_batch(model: str) -> None:
     """A mean over tokens; padding and stand-ins count nothing; in `full` the layers run twice."""
     cases: list[dict[str, Any]] = [

@@ -39,9 +39,11 @@ def check_routing(config: Config, shape: ModelShape) -> None:
     is_same = algorithm.log_router_gap and algorithm.router_replay == "off"
     refuse_if(is_same, message, needs="rollout", remedy="write algorithm.router_replay=rollout, or leave it out")
     context = config.engine.parallel.context
-    message = f"algorithm.router_replay = rollout: not supported with engine.parallel.context = {context}"
-    is_split = algorithm.router_replay == "rollout" and context > 1
-    refuse_if(is_split, message, choices="off", remedy="write algorithm.router_replay=off, or engine.parallel.context=1")
+    for key in ("load_balancing", "router_replay"):
+        value, default = getattr(algorithm, key), AlgorithmConfig.model_fields[key].default
+        message = f"algorithm.{key} = {value}: not supported with engine.parallel.context = {context}"
+        remedy = f"write algorithm.{key}={default}, or engine.parallel.context=1"
+        refuse_if(value != default and context > 1, message, choices=str(default), remedy=remedy)
 
 
 def _check_supervised(algorithm: AlgorithmConfig) -> None:
