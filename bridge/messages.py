@@ -199,10 +199,13 @@ class Completion:
     log_probs: npt.NDArray[np.float32]  # [n]
     weight_versions: npt.NDArray[np.int32]  # [n]
     finish_reason: str  # stop | length
+    # [prompt and response tokens - 1, layers, experts of a token], uint8 or int16, where ReplicaConfig.returns_experts is set
+    routed_experts: npt.NDArray[Any] = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
 
     def copy(self) -> Completion:
         """With arrays of its own: those that Ray hands out are views of its object store, which cannot free them before."""
-        return Completion(self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy(), self.finish_reason)
+        arrays = self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy()
+        return Completion(*arrays, self.finish_reason, self.routed_experts.copy())
 
 
 @dataclass(frozen=True, slots=True)

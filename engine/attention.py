@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from engine import flash, fused
 from engine.context import ContextPart
 from engine.megatron import PackedSeqParams, TransformerConfig
+from engine.router import Routing
 
 
 @dataclass
@@ -27,6 +28,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
     lengths: tuple[int, ...] = ()  # of each sequence
     context: ContextPart | None = None  # which of the tokens this context-parallel rank has; all else is of whole sequences
+    routing: Routing | None = None  # for the routers of layers with experts
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:

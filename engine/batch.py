@@ -21,10 +21,11 @@ import torch
 
 from engine.attention import PackedSequences
 from engine.sample import TOKEN_ARRAYS, Sample
+from engine.router import NO_EXPERT
 
 Bins = list[list[int]]
 Lengths = Sequence[int] | npt.NDArray[np.int64]
-COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in TOKEN_ARRAYS)
+COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in (*TOKEN_ARRAYS, "routed_experts"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class SampleTable:
     advantages: npt.NDArray[np.float64]  # 0 until they are known
     columns: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, all that are no arrays themselves
     samples: Sequence[Sample | None]  # None: another data-parallel rank has its tokens
+    routed: tuple[int, int, str] | None = None  # layers, experts of a token, dtype of their `routed_experts`, where there are any
 
     @staticmethod
     def of(samples: Sequence[Sample] | SampleTable) -> SampleTable:
@@ -48,6 +50,7 @@ class SampleTable:
             advantages=np.zeros(len(samples)),
             columns={name: np.array([getattr(sample, name) for sample in samples]) for name in COLUMNS},
             samples=samples,
+            routed=_routed(samples),
         )
 
     def __len__(self) -> int:
@@ -60,12 +63,13 @@ class SampleTable:
     def part(self, part: range) -> SampleTable:
         """The consecutive samples `part` as a table of their own."""
         cut = slice(part.start, part.stop)
-        return SampleTable(
-            self.prompt_lengths[cut],
-            self.response_lengths[cut],
-            self.advantages[cut],
-            {name: column[cut] for name, column in self.columns.items()},
-            self.samples[cut],
+        return dataclasses.replace(
+            self,
+            prompt_lengths=self.prompt_lengths[cut],
+            response_lengths=self.response_lengths[cut],
+            advantages=self.advantages[cut],
+            columns={name: column[cut] for name, column in self.columns.items()},
+            samples=self.samples[cut],
         )
 
     def only(self, indices: Iterable[int]) -> SampleTable:
@@ -74,6 +78,13 @@ class SampleTable:
         for index in indices:
             kept[index] = self.samples[index]
         return dataclasses.replace(self, samples=kept)
+
+
+def _routed(samples: Sequence[Sample]) -> tuple[int, int, str] | None:
+    arrays = [sample.routed_experts for sample in samples if len(sample.routed_experts)]
+    forms = {(*array.shape[1:], str(array.dtype)) for array in arrays}
+    assert len(forms) <= 1, "all samples come of one model"
+    return next(iter(forms), None)
 
 
 def split_evenly(num_items: int, num_parts: int) -> list[range]:
@@ -185,8 +196,10 @@ class MicroBatch:
     segment: torch.Tensor  # int64 [T]: which sample of `samples`; padding counts as the last
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
+    routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
     old_log_probs: torch.Tensor | None = None  # float32 [T]
     reference_log_probs: torch.Tensor | None = None  # float32 [T]
+    own_choice_log_probs: torch.Tensor | None = None  # float32 [T], with the experts that the trainer's routers choose
 
     @property
     def num_tokens(self) -> int:
@@ -209,6 +222,7 @@ def pack(
     starts = [0, *np.cumsum(spans).tolist()]
     tokens, labels, positions, segment = (np.zeros(size, np.int64) for _ in range(4))
     mask, advantages, rollout_log_probs = (np.zeros(size, np.float32) for _ in range(3))
+    routed = None if table.routed is None else np.full((size, *table.routed[:2]), NO_EXPERT, np.int16)
     for number, (index, length) in enumerate(zip(chosen, lengths, strict=True)):
         sample = table.samples[index]
         assert sample is not None, f"the tokens of sample {index} are on another rank"
@@ -222,6 +236,8 @@ def pack(
         mask[predictions] = 1.0 if indices else 0.0
         if len(sample.rollout_log_probs):
             rollout_log_probs[predictions] = sample.rollout_log_probs
+        if routed is not None:
+            routed[begin : end - 1] = sample.routed_experts if len(sample.routed_experts) else 0
     positions[starts[-1] :], segment[starts[-1] :] = np.arange(padding), len(chosen) - 1
 
     def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
@@ -238,4 +254,5 @@ def pack(
         segment=on_device(segment),
         advantages=on_device(advantages),
         rollout_log_probs=on_device(rollout_log_probs),
+        routed_experts=None if routed is None else on_device(routed),
     )

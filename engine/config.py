@@ -160,6 +160,12 @@ class AlgorithmConfig(Section):
     """sequence: the geometric mean of a response's ratios in the place of each (GSPO, arXiv:2507.18071)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
+    load_balancing: NonNegativeFloat = 0.0
+    """Mixtures of experts: this times each layer's load-balancing loss (arXiv:2101.03961), 1 where even, is added to the loss."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """rollout: tokens go through the experts that vLLM chose for them (R3, arXiv:2510.11370); off: the trainer chooses."""
+    log_router_gap: bool = False
+    """router_replay: also log the gap without it, for one more forward pass a batch."""
     importance_correction: Literal["none", "tis", "mask"] = "tis"
     """Weights: the trainer's probabilities over those of the rollout, truncated (tis), or 0 out of bounds (mask)."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft, stages, vocabulary
+from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft, router, stages, vocabulary
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
@@ -71,7 +71,7 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
-        self.hf_bridge = build_bridge(model, engine)
+        self.hf_bridge = build_bridge(model, engine, algorithm.load_balancing)
         self.use_fused = fused.is_enabled(engine.fusions)
         if device.has_cuda() and self.layout.rank == 0:
             print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
@@ -139,6 +139,11 @@ class Engine:
                 old = self._log_probs(microbatches, self.chunks)
             for micro, values_ in zip(microbatches, old, strict=True):
                 micro.old_log_probs = values_
+        if self.algorithm.log_router_gap:
+            with router.own_choice(microbatches):
+                own = self._log_probs(microbatches, self.chunks)
+            for micro, values_ in zip(microbatches, own, strict=True):
+                micro.own_choice_log_probs = values_
         if self.reference is not None:
             with lora.reference(self.reference.modules):
                 reference = self._log_probs(microbatches, self.reference.modules)
@@ -207,6 +212,9 @@ class Engine:
             counted = table.columns["finish_reason"] != "length"
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
+            if self.model_config.num_moe_experts:
+                num_microbatches = len(microbatches) * self.layout.data_size
+                router.tell(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
         if self.layout.context_size > 1:
             group, uses_ulysses = mpu.get_context_parallel_group(), split.context_attention == "ulysses"
             microbatches = [context.take_part(micro, group, uses_ulysses=uses_ulysses) for micro in microbatches]
@@ -218,6 +226,8 @@ class Engine:
             reports = self._run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
+        if self.model_config.num_moe_experts:
+            sums |= router.take_sums(self.chunks, len(minibatch.microbatches), self.layout, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
             self.schedule.step(increment=1)

@@ -3,7 +3,7 @@
 The experts of this rank are one parameter a linear, [experts * rows, columns]: what `torch.nn.functional.grouped_mm` reads is a
 view of it, and its gradient is written at once. In `state_dict` they are one tensor an expert, by mbridge's names (qwen2moe.py);
 weights.py hands them out one by one. Expert-parallel ranks exchange tokens by megatron-core's all-to-all dispatcher; with tensor
-parallelism every expert is split as a dense layer is, over the same ranks. Leaves out the load-balancing loss.
+parallelism every expert is split as a dense layer is, over the same ranks. Leaves out the router (router.py).
 Sources: megatron-core 0.16.1 transformer/moe; transformers 5.19, models/qwen3_moe/modeling_qwen3_moe.py:Qwen3MoeTopKRouter.
 """
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from engine import device, upstream
 from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, MOE_FAMILIES, ModelConfig, ParallelConfig
 from engine.megatron import MoEAlltoAllTokenDispatcher, MoELayer, MoESubmodules, tensor_parallel, weighted_bias_swiglu_impl
+from engine.router import Router
 
 
 class Slots(NamedTuple):
@@ -121,6 +122,21 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.token_dispatcher.__class__ = TokenDispatcher
+        self.is_recomputed = self.config.recompute_granularity == "selective" and "moe" in self.config.recompute_modules
+        self.moe_layer_recompute = False
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """Where the layer is computed again in the backward pass, with what its router was told in this one."""
+        told = self.router.told
+
+        def run(hidden: torch.Tensor) -> Any:
+            self.router.told = told
+            return super(ExpertLayer, self).forward(hidden)
+
+        result: tuple[torch.Tensor, None] = (
+            tensor_parallel.checkpoint(run, False, hidden_states) if self.is_recomputed else run(hidden_states)
+        )
+        return result
 
 
 class ExpertLinear(torch.nn.Module):
@@ -204,12 +220,13 @@ def use_grouped_experts(layer: Any) -> None:
     """Put our layer into megatron-core's spec of a transformer layer, where that has experts."""
     mlp = layer.submodules.mlp
     if mlp.module is MoELayer:
-        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(GroupedExperts, mlp.submodules.shared_experts)
+        mlp.module, mlp.submodules = ExpertLayer, MoESubmodules(GroupedExperts, mlp.submodules.shared_experts, Router)
 
 
-def config_arguments(hf_config: Any) -> dict[str, Any]:
+def config_arguments(hf_config: Any, load_balancing: float = 0.0) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig, for mbridge's set_extra_args; none for a dense model.
 
+    `load_balancing`: the coefficient of the loss, see AlgorithmConfig.
     Softmax over all experts, then the best of them, normalised (norm_topk_prob), is softmax over the best of them.
     """
     if hf_config.model_type not in MOE_FAMILIES:
@@ -219,8 +236,8 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         "moe_grouped_gemm": False,
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if load_balancing else "none",
+        "moe_aux_loss_coeff": load_balancing,
         **_shared_expert(hf_config),
     }
 

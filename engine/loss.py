@@ -129,6 +129,8 @@ def grpo_loss(
             "gap": (gap.abs() * mask).sum().double(),
             "gap_max": (gap.abs() * mask).max().double(),
         }
+        if batch.own_choice_log_probs is not None:
+            sums["own_gap"] = ((batch.own_choice_log_probs - batch.rollout_log_probs) * mask).abs().sum().double()
         if config.dual_clip is not None:
             sums["dual_clipped"] = ((ratio > config.dual_clip) * (batch.advantages < 0) * mask).sum().double()
     return loss, sums

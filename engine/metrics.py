@@ -21,7 +21,7 @@ SUMS = {
     "sft": ("loss", "tokens"),
     "grpo": (
         *("loss", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
-        *("masked", "weight_count", "weight", "weight_square", "dual_clipped", "entropy"),
+        *("masked", "weight_count", "weight", "weight_square", "dual_clipped", "entropy", "own_gap"),
     ),
 }
 
@@ -73,6 +73,8 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
         "train/response_tokens": tokens,
         "train/skipped_steps": num_skipped,
     }
+    if algorithm.load_balancing:
+        metrics["loss/load_balancing"] = sum(sums["balance"] for sums in history) / len(history)
     if algorithm.name == "grpo":
         first = history[0]
         metrics |= {
@@ -87,6 +89,10 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
             "loss/kl": mean["kl"],
         }
         metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if algorithm.dual_clip is not None else {}
+        metrics |= {"logprob_gap/own_experts_mean": mean["own_gap"]} if algorithm.log_router_gap else {}
+        if algorithm.router_replay == "rollout":
+            compared = sum(sums["compared"] for sums in history)
+            metrics["router_replay/moved_fraction"] = sum(sums["moved"] for sums in history) / max(compared, 1)
         metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy else {}
     return metrics
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine import context, costs, device, experts, families, fused, recompute, rope, stages, vocabulary
+from engine import context, costs, device, experts, families, fused, recompute, rope, router, stages, vocabulary
 from engine.attention import CoreAttention, RMSNorm
 from engine.batch import Balance
 from engine.config import FAMILIES, EngineConfig, ModelConfig, ParallelConfig
@@ -82,8 +82,11 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
 
 
-def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
-    """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups."""
+def build_bridge(model: ModelConfig, engine: EngineConfig, load_balancing: float = 0.0) -> Bridge:
+    """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
+
+    `load_balancing`: see experts.config_arguments.
+    """
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
@@ -107,7 +110,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig) -> Bridge:
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
         **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
-        **experts.config_arguments(hf_config),
+        **experts.config_arguments(hf_config, load_balancing),
         **rope.config_arguments(hf_config),
     )
     return bridge
@@ -148,6 +151,7 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
         )
     for chunk in chunks:
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
+        router.tell_routers(chunk)
     if path is None:
         return chunks
     try:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_probs": np.float32, "weight_versions": np.int32}
 
 
@@ -27,6 +28,8 @@ class Sample:
     reward: float = 0.0
     group: int = 0  # samples of one prompt share it
     finish_reason: str = "stop"  # stop | length: the response was cut off at the most tokens allowed
+    # [tokens - 1, layers, experts of a token], where vLLM told them; of all tokens but the last, which went through no layer
+    routed_experts: ExpertArray = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_ARRAYS.items():

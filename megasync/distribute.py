@@ -11,11 +11,12 @@ Leaves out who needs which sample (engine.batch.needed_samples).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ MESSAGE_ELEMENTS = 2**28  # of 4 bytes
 def flatten(table: SampleTable, indices: Sequence[int]) -> torch.Tensor:
     """The arrays of these samples in one int32 buffer, sample after sample; log-probs by their bits."""
     samples = [table.samples[index] for index in indices]
-    arrays = [getattr(sample, name).view(np.int32) for sample in samples for name in TOKEN_ARRAYS]
+    arrays = [array for sample in samples if sample is not None for array in _arrays(sample, table)]
     sizes = chain.from_iterable(array_sizes(table, indices))
     assert [len(array) for array in arrays] == list(sizes), "a response token has a log-prob and a version"
     return torch.from_numpy(np.concatenate(arrays))
@@ -45,14 +46,36 @@ def with_tokens(table: SampleTable, indices: Sequence[int], buffer: torch.Tensor
     samples: list[Sample | None] = [None] * len(table)
     for index in indices:
         fields: dict[str, Any] = {name: next(pieces).view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
+        if table.routed is not None:
+            num_rows, (*shape, dtype) = int(table.lengths[index]) - 1, table.routed
+            values = next(pieces).view(dtype)
+            fields["routed_experts"] = values[: num_rows * shape[0] * shape[1]].reshape(num_rows, *shape)
         samples[index] = Sample(**fields, **{name: column[index].item() for name, column in table.columns.items()})
     return dataclasses.replace(table, samples=samples)
 
 
-def array_sizes(table: SampleTable, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """How many elements each sample has of each of TOKEN_ARRAYS."""
+def array_sizes(table: SampleTable, indices: Sequence[int]) -> list[tuple[int, ...]]:
+    """How many elements of 4 bytes each sample has of each of TOKEN_ARRAYS and, where there are any, of routed experts."""
     lengths = zip(table.prompt_lengths[indices].tolist(), table.response_lengths[indices].tolist(), strict=True)
-    return [(prompt, response, response, response) for prompt, response in lengths]
+    sizes: list[tuple[int, ...]] = [(prompt, response, response, response) for prompt, response in lengths]
+    if table.routed is None:
+        return sizes
+    num_layers, num_chosen, dtype = table.routed
+    row_bytes = num_layers * num_chosen * np.dtype(dtype).itemsize
+    return [(*size, -(-(size[0] + size[1] - 1) * row_bytes // 4)) for size in sizes]
+
+
+def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32]]:
+    """As `array_sizes` counts them. Routed experts that are not known are 0, one expert for all, which no router chooses."""
+    for name in TOKEN_ARRAYS:
+        yield getattr(sample, name).view(np.int32)
+    if table.routed is not None:
+        num_layers, num_chosen, dtype = table.routed
+        num_bytes = (sample.num_tokens - 1) * num_layers * num_chosen * np.dtype(dtype).itemsize
+        padded = np.zeros(-(-num_bytes // 4) * 4, np.uint8)
+        if len(sample.routed_experts):
+            padded[:num_bytes] = np.ascontiguousarray(sample.routed_experts).reshape(-1).view(np.uint8)
+        yield padded.view(np.int32)
 
 
 class TokenScatter:

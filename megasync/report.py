@@ -37,11 +37,13 @@ class Plot:
     log_scale: bool = False
 
 
+GAPS = ("logprob_gap/mean", "logprob_gap/max", "logprob_gap/own_experts_mean")
 PLOTS = (
     Plot("Reward and held-out accuracy", ("reward/mean", "eval/accuracy")),
     Plot("Loss", ("loss/policy", "loss/sft")),
+    Plot("Load-balancing loss", ("loss/load_balancing",)),
     Plot("Gradient norm", ("grad_norm",)),
-    Plot("Log-prob gap, trainer against vLLM", ("logprob_gap/mean", "logprob_gap/max"), "nats", log_scale=True),
+    Plot("Log-prob gap, trainer against vLLM", GAPS, "nats", log_scale=True),
     Plot("Policy entropy", ("entropy/mean",), "nats"),
     Plot("Importance weights: effective sample size, masked share", ("importance/ess", "importance/masked_fraction")),
     Plot("Truncated responses", ("response/truncated_fraction",), "share"),

@@ -195,6 +195,7 @@ def replica_config(config: Config) -> ReplicaConfig:
         shares_devices=rollout.is_colocated,
         devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
         detokenizes=bool(rollout.stop),
+        returns_experts=config.algorithm.router_replay == "rollout",
         engine_arguments=rollout.engine_arguments,
     )
 

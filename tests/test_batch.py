@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import tempfile
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,11 +20,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from bridge.messages import Completion
 from engine.batch import Balance, MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
+from engine.router import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample
 from megasync.bench.arrays import STAGES
 from megasync.bench.cli import main
 from megasync.distribute import flatten, with_tokens
+from megasync.rollouts.progress import Progress, SavedSample, load_progress, save_progress
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
@@ -35,8 +39,9 @@ LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
 
 @st.composite
 def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
-    """Samples of any lengths, with and without log-probs; with advantages."""
+    """Samples of any lengths, with and without log-probs and experts; with advantages."""
     samples = []
+    dtype = draw(st.sampled_from([np.uint8, np.int16, None]))
     for _ in range(draw(st.integers(1, 9))):
         generator = np.random.default_rng(draw(st.integers(0, 2**31)))
         prompt, response = draw(st.integers(1, 9)), draw(st.integers(0, 9))
@@ -44,7 +49,9 @@ def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
         ids = generator.integers(0, 2**31, prompt + response)
         log_probs, versions = -generator.random(known), generator.integers(-1, 100, known)
         reward, group = float(generator.random()), int(generator.integers(0, 3))
-        samples.append(Sample(ids[:prompt], ids[prompt:], log_probs, versions, reward, group))
+        num_rows = prompt + response - 1 if dtype is not None and draw(st.booleans()) else 0
+        experts = generator.integers(0, 200, (num_rows, 3, 2)).astype(dtype or np.uint8)
+        samples.append(Sample(ids[:prompt], ids[prompt:], log_probs, versions, reward, group, routed_experts=experts))
     table = SampleTable.of(samples)
     return dataclasses.replace(table, advantages=np.random.default_rng(0).standard_normal(len(samples)))
 
@@ -170,6 +177,48 @@ def test_tokens_travel_whole(table: SampleTable, data: st.DataObject) -> None:
             assert getattr(after, name).dtype == dtype
             assert np.array_equal(getattr(after, name), getattr(before, name)), name
             assert np.shares_memory(getattr(after, name), buffer.numpy()) or not len(getattr(after, name))
+        experts = np.empty((0, 0, 0), np.uint8)
+        if table.routed is not None:
+            unknown = np.zeros((before.num_tokens - 1, *table.routed[:2]), table.routed[2])
+            experts = before.routed_experts if len(before.routed_experts) else unknown
+        assert after.routed_experts.dtype == experts.dtype and np.array_equal(after.routed_experts, experts)
+
+
+@FAST
+@given(tables(from_rollouts=True), st.data())
+def test_packed_tokens_keep_their_experts(table: SampleTable, data: st.DataObject) -> None:
+    """All but the last of each sample, of which nothing is known."""
+    indices = data.draw(st.lists(st.integers(0, len(table) - 1), unique=True, min_size=1))
+    packed = pack(table, indices, 4, CPU).routed_experts
+    assert (packed is None) == (table.routed is None)
+    position = 0
+    for index in indices if packed is not None else []:
+        sample = table.samples[index]
+        assert sample is not None
+        last = position + sample.num_tokens - 1
+        assert np.array_equal(packed[position:last].numpy(), sample.routed_experts) or not packed[position:last].any()
+        assert (packed[last] == NO_EXPERT).all()
+        position = last + 1
+
+
+@FAST
+@given(tables(from_rollouts=True))
+def test_saved_rollouts_are_what_was_generated(table: SampleTable) -> None:
+    samples = [sample for sample in table.samples if sample is not None]
+    done = [
+        SavedSample(index, Completion(s.response_ids, s.rollout_log_probs, s.weight_versions, "stop", s.routed_experts), s.reward)
+        for index, s in enumerate(samples)
+    ]
+    progress = Progress(3, 5, 1, 2.5, ((7, tuple(done[:2])), (8, tuple(done[2:]))))
+    with tempfile.TemporaryDirectory() as folder:
+        save_progress(Path(folder), progress)
+        back = load_progress(Path(folder))
+    assert back is not None
+    assert [(key, len(kept)) for key, kept in back.groups] == [(key, len(kept)) for key, kept in progress.groups]
+    for kept, saved in zip([one for _, some in back.groups for one in some], done, strict=True):
+        for name in ("token_ids", "log_probs", "weight_versions", "routed_experts"):
+            mine, theirs = getattr(kept.completion, name), getattr(saved.completion, name)
+            assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
 
 
 def assert_same(first: MicroBatch, second: MicroBatch) -> None:

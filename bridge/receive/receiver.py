@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest
 from bridge.messages import BeginSync
-from bridge.receive import vllm_adapter, vllm_readback, vllm_reload
+from bridge.receive import vllm_adapter, vllm_readback, vllm_reload, vllm_routing
 from bridge.receive.bake import bake
 from bridge.receive.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
@@ -254,6 +254,12 @@ class WorkerExtension:
         if getattr(self, "_weight_update_active", False) and not self.weight_transfer_engine.takes_adapter:
             self.finish_weight_update()
         self.weight_transfer_engine.break_off()
+
+    def megasync_capture_experts(self) -> None:
+        self._capture = vllm_routing.Capture(self.model_runner)
+
+    def megasync_take_experts(self, request_id: str) -> Any:
+        return self._capture.take(request_id)
 
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()

@@ -15,10 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bridge.config import OnUpdate
 from bridge.messages import Collected, Completion, Finished, GenerationRequest, GroupRequest
+from bridge.receive import vllm_routing
 from bridge.replicas import vllm_api
 
 PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
@@ -47,6 +49,8 @@ class Generator:
         on_update: OnUpdate,
         serving: Callable[[], tuple[int, bool]],
         explain: Callable[[Exception], Exception],
+        *,
+        returns_experts: bool = False,
     ) -> None:
         """`serving` gives the version that is served and whether an adapter is, or raises; `explain` an error's better form."""
         self.lock = asyncio.Lock()
@@ -54,6 +58,7 @@ class Generator:
         self.is_busy = False  # with weights
         self._engine, self._index, self.on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
+        self._returns_experts = returns_experts
         self._ids = itertools.count()
         self._num_running = 0  # requests in the engine
         self._live: dict[str, Live] = {}  # by vLLM's id
@@ -169,16 +174,14 @@ class Generator:
         queues: list[Any] = []
         lives: list[Live] = []
 
-        async def submit(queues: list[Any]) -> None:
+        async def submit_all(queues: list[Any]) -> None:
             version, with_adapter = self._serving()
+            submit = partial(vllm_api.submit, self._engine, version=version, with_adapter=with_adapter)
             for request, sample in wanted:
-                name = self.new_id()
-                queues.append(
-                    await vllm_api.submit(self._engine, request, sample, name, version=version, with_adapter=with_adapter)
-                )
+                queues.append(await submit(request, sample, self.new_id(), returns_experts=self._returns_experts))
                 lives.append(Live(request, sample, queues[-1], version))
 
-        await self._enter(submit, queues)
+        await self._enter(submit_all, queues)
         self._live |= {live.queue.request_id: live for live in lives}
         return lives
 
@@ -190,8 +193,11 @@ class Generator:
             finally:
                 self._num_running -= 1
                 self._live.pop(live.queue.request_id, None)
+            experts = None
+            if self._returns_experts:
+                experts = await vllm_routing.routed_experts(self._engine, live.queue.request_id, output)
             if output.outputs[0].finish_reason != "abort":
-                return vllm_api.to_completion(output, live.marks, live.version)
+                return vllm_api.to_completion(output, live.marks, live.version, experts)
             await self._is_open.wait()
             (live,) = await self._begin([(live.request, live.sample)])
 

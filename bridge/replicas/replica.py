@@ -28,6 +28,7 @@ from bridge.messages import (
     StageSpan,
     next_state,
 )
+from bridge.receive import vllm_routing
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.generator import Generator
 from bridge.replicas.output import Output
@@ -64,7 +65,16 @@ class Replica:
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
             told = f"{error}\n{self._output.summary()}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
-        self._generator = Generator(self._engine, self.index, self.config.on_update, self._serving, self._explain)
+        if self.config.returns_experts and vllm_routing.is_captured():
+            await self._engine.collective_rpc("megasync_capture_experts")
+        self._generator = Generator(
+            self._engine,
+            self.index,
+            self.config.on_update,
+            self._serving,
+            self._explain,
+            returns_experts=self.config.returns_experts,
+        )
         self._watch = asyncio.create_task(self._generator.watch())
         return os.getpid()
 

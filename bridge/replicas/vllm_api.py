@@ -24,7 +24,7 @@ import numpy.typing as npt
 from bridge.config import ReplicaConfig
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.messages import Completion, GenerationRequest
-from bridge.receive import vllm_adapter
+from bridge.receive import vllm_adapter, vllm_routing
 from bridge.replicas import processes
 
 BACKEND = "megasync"
@@ -124,6 +124,8 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
     }
+    if config.returns_experts:
+        arguments |= vllm_routing.engine_arguments()
     if config.shares_devices and torch.cuda.is_available():
         arguments["enable_sleep_mode"] = True
     return arguments | (vllm_adapter.engine_arguments(config.adapter_rank) if config.adapter_rank else {})
@@ -204,18 +206,25 @@ def mix_seed(seed: int, sample: int) -> int:
 
 
 async def submit(
-    engine: Any, request: GenerationRequest, sample: int, request_id: str, *, version: int, with_adapter: bool = False
+    engine: Any,
+    request: GenerationRequest,
+    sample: int,
+    request_id: str,
+    *,
+    version: int,
+    with_adapter: bool = False,
+    returns_experts: bool = False,
 ) -> Any:
     """Hand one sample to the engine; comes back once it is on its way to the core. The queue gives the output.
 
     Prefixes are shared with requests of the same `version` only: those of held requests outlast an update.
     """
-    parameters = sampling_parameters(request, sample)
+    parameters = sampling_parameters(request, sample, returns_experts=returns_experts)
     prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(version)}
     return await engine.add_request(request_id, prompt, parameters, lora_request=vllm_adapter.request(with_adapter))
 
 
-def sampling_parameters(request: GenerationRequest, sample: int) -> Any:
+def sampling_parameters(request: GenerationRequest, sample: int, *, returns_experts: bool = False) -> Any:
     """vLLM's SamplingParams of one sample of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -234,6 +243,7 @@ def sampling_parameters(request: GenerationRequest, sample: int) -> Any:
         flat_logprobs=True,
         detokenize=bool(request.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **(vllm_routing.sampling_arguments() if returns_experts else {}),
     )
 
 
@@ -270,7 +280,7 @@ async def take_in_outputs(engine: Any, num_requests: int) -> None:
         await asyncio.sleep(0)
 
 
-def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int) -> Completion:
+def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = None) -> Completion:
     """From a finished RequestOutput with one sample.
 
     `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
@@ -284,4 +294,5 @@ def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int) -
     begin = 0
     for end, former in marks:
         versions[begin:end], begin = former, end
-    return Completion(tokens, log_probs, versions, str(sample.finish_reason))
+    experts = np.empty((0, 0, 0), np.uint8) if routed_experts is None else routed_experts
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason), experts)

@@ -17,7 +17,9 @@ from typing import Any
 OWN_KEYS = {  # fields that a key of a run's config sets
     "data_parallel_size": "rollout.replicas",
     "dtype": "model.dtype",
+    "aux_output_config": "algorithm.router_replay",
     "enable_lora": "engine.lora.sync",
+    "enable_return_routed_experts": "algorithm.router_replay",
     "enable_sleep_mode": "rollout.placement",
     "enforce_eager": "rollout.enforce_eager",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",

@@ -47,6 +47,15 @@ assets() {
   [ -d /tmp/assets ] || CUDA_VISIBLE_DEVICES=${GPUS:-0} "$python" -m megasync.assets --to /tmp/assets --shapes 3b --mean-response-tokens 64 2>&1 | tail -1
 }
 
+moe_assets() { # six layers of 30b-a3b
+  [ -d /tmp/assets-moe ] || CUDA_VISIBLE_DEVICES=${GPUS:-0} "$python" -m megasync.assets --to /tmp/assets-moe --shapes 30b-a3b-6 \
+    --mean-response-tokens 64 2>&1 | tail -1
+}
+
+moe_grpo=(
+  model.path=/tmp/assets-moe/model data.train=/tmp/assets-moe/train.jsonl run.steps=20 engine.parallel.expert=2
+  rollout.placement=colocated rollout.max_staleness=0 rollout.replicas=2
+)
 moe6=(bench_train.shapes=30b-a3b-6 bench_train.num_microbatches=1 bench_train.sequence_length=4096) # 4 x 4096 tokens a rank
 # one packed sequence a rank
 long=(bench_train.sequence_length=32768 bench_train.num_sequences=1 bench_train.num_microbatches=1 'bench_train.variants=[ddp]'
@@ -86,6 +95,10 @@ for case in "$@"; do
     3b-32k-full) train 3b-32k-full 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=full ;;
     offload) train offload 3 bench_train.num_ranks=1 'bench_train.variants=[ddp,megatron_fsdp]' 'bench_train.offload=[ddp,megatron_fsdp]' ;;
     assets) assets ;;
+    moe-grpo-ep2) moe_assets; grpo moe-grpo-ep2 0,1 2 "${moe_grpo[@]}" ;;
+    moe-grpo-ep2-replay)
+      moe_assets
+      grpo moe-grpo-ep2-replay 0,1 2 "${moe_grpo[@]}" algorithm.router_replay=rollout algorithm.log_router_gap=true ;;
     grpo) assets; grpo grpo 0,1 1 ;;
     grpo-colocated) assets; grpo grpo-colocated 2,3 2 rollout.placement=colocated rollout.max_staleness=0 rollout.replicas=2 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;

@@ -19,7 +19,8 @@ def read_figures(folder: Path) -> dict[str, Any]:
     """Of all steps that were logged."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     figures: dict[str, Any] = {"steps": len(steps)}
-    for name in ("logprob_gap/mean", "logprob_gap/max", "staleness/max", "sync/seconds", "sync/pause_seconds", "step/seconds"):
+    gaps = ("logprob_gap/mean", "logprob_gap/max", "logprob_gap/own_experts_mean", "router_replay/moved_fraction")
+    for name in (*gaps, "staleness/max", "sync/seconds", "sync/pause_seconds", "step/seconds"):
         values = [step[name] for step in steps if name in step]
         if values:
             figures[name] = {"median": statistics.median(values), "least": min(values), "most": max(values)}

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine import ddp_fields
-from megasync.config.check_algorithm import check_objective
+from megasync.config.check_algorithm import check_objective, check_routing
 from megasync.config.check_data import check_data, check_engine_arguments
 from megasync.config.check_sizes import check_engine, check_ranks, check_rollout
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
@@ -38,6 +38,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
     shape = check_model_folder(config.model.path)
     check_engine(config, shape)
+    check_routing(config, shape)
     if config.algorithm.name == "grpo":
         resolve_rewards(config.rollout.reward)
         check_rollout(config, shape, world_size)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from engine.config import AlgorithmConfig
 from megasync.config.errors import refuse_if
+from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
 
+ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 POLICY_KEYS = (  # of rollouts and their rewards
     *("dual_clip", "ratio_level", "importance_level", "importance_floor", "baseline", "truncated", "overlong_buffer"),
-    *("filter_groups", "filter_factor"),
+    *("filter_groups", "filter_factor", "router_replay", "log_router_gap"),
 )
 
 
@@ -23,6 +25,25 @@ def check_objective(config: Config) -> None:
         return
     _check_correction(algorithm)
     _check_truncated(algorithm, config.rollout.max_new_tokens)
+
+
+def check_routing(config: Config, shape: ModelShape) -> None:
+    """ConfigError for keys about routers that this model has none for."""
+    algorithm = config.algorithm
+    for key in ROUTER_KEYS:
+        value = getattr(algorithm, key)
+        message = f"algorithm.{key} = {value}: {shape.model_type} has no experts"
+        is_unused = value != AlgorithmConfig.model_fields[key].default and not shape.num_experts
+        refuse_if(is_unused, message, model=config.model.path, remedy=f"leave algorithm.{key} out")
+    message = "algorithm.log_router_gap = true: algorithm.router_replay = off is what the gap would be compared with"
+    is_same = algorithm.log_router_gap and algorithm.router_replay == "off"
+    refuse_if(is_same, message, needs="rollout", remedy="write algorithm.router_replay=rollout, or leave it out")
+    context = config.engine.parallel.context
+    for key in ("load_balancing", "router_replay"):
+        value, default = getattr(algorithm, key), AlgorithmConfig.model_fields[key].default
+        message = f"algorithm.{key} = {value}: not supported with engine.parallel.context = {context}"
+        remedy = f"write algorithm.{key}={default}, or engine.parallel.context=1"
+        refuse_if(value != default and context > 1, message, choices=str(default), remedy=remedy)
 
 
 def _check_supervised(algorithm: AlgorithmConfig) -> None:

@@ -18,6 +18,7 @@ from bridge.messages import Completion
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")
 FINISH_REASONS = ("stop", "length")
+EXPERT_DTYPES = {1: np.uint8, 2: np.int16}  # by their size
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ def save_progress(folder: Path, progress: Progress) -> None:
         token_ids=_joined([completion.token_ids for completion in done], np.int32),
         log_probs=_joined([completion.log_probs for completion in done], np.float32),
         weight_versions=_joined([completion.weight_versions for completion in done], np.int32),
+        expert_shapes=np.array([completion.routed_experts.shape for completion in done], np.int64).reshape(-1, 3),
+        expert_bytes=np.array([completion.routed_experts.itemsize for completion in done], np.int64),
+        routed_experts=_joined([np.ascontiguousarray(one.routed_experts).reshape(-1).view(np.uint8) for one in done], np.uint8),
     )
 
 
@@ -68,14 +72,25 @@ def load_progress(folder: Path) -> Progress | None:
         data = {name: file[name] for name in file.files}
     spans = list(pairwise([0, *np.cumsum(data["lengths"]).tolist()]))
     samples: list[list[SavedSample]] = [[] for _ in data["groups"]]
+    experts = _experts(data)
     for number, place in enumerate(data["places"].tolist()):
         tokens, log_probs, versions = (data[name][slice(*spans[number])] for name in ARRAYS)
-        completion = Completion(tokens, log_probs, versions, FINISH_REASONS[int(data["finish_reasons"][number])])
+        reason = FINISH_REASONS[int(data["finish_reasons"][number])]
+        completion = Completion(tokens, log_probs, versions, reason, experts[number])
         samples[place].append(SavedSample(int(data["indices"][number]), completion, float(data["rewards"][number])))
     trained, begun, replaced = data["counts"].tolist()
     (expected,) = data["expected_tokens"].tolist()
     groups = zip(data["groups"].tolist(), map(tuple, samples), strict=True)
     return Progress(trained, begun, replaced, None if np.isnan(expected) else expected, tuple(groups))
+
+
+def _experts(data: dict[str, Any]) -> list[Any]:
+    """Each sample's routed experts."""
+    dtypes = [EXPERT_DTYPES[size] for size in data["expert_bytes"].tolist()]
+    sizes = data["expert_shapes"].prod(1) * data["expert_bytes"]
+    pieces = np.split(data["routed_experts"], np.cumsum(sizes)[:-1]) if len(sizes) else []
+    shapes = data["expert_shapes"].tolist()
+    return [piece.view(dtype).reshape(shape) for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
 
 
 def _joined(arrays: Sequence[Any], dtype: type) -> Any:

@@ -133,6 +133,7 @@ def samples_of(group: Group, place: int) -> list[Sample]:
             response_ids=completion.token_ids,
             rollout_log_probs=completion.log_probs,
             weight_versions=completion.weight_versions,
+            routed_experts=completion.routed_experts,
             reward=reward,
             group=place,
             finish_reason=completion.finish_reason,
