@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.tiny_models import write_tiny_model
 from tests.train_cases import ROOT, launch, metrics, write_config
 
 ROLLOUT = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
@@ -72,6 +74,28 @@ def test_weights_reach_a_replica_on_the_same_gpu_which_sleeps_while_the_trainer_
 def test_each_of_two_ranks_shares_its_gpu_with_a_replica(tmp_path: Path) -> None:
     lines, _ = train(tmp_path, 2, "megatron_fsdp", placement="colocated", replicas=2)
     check(lines)
+
+
+@pytest.mark.gpu(2)
+def test_tokens_go_through_the_experts_that_vllm_tells(tmp_path: Path) -> None:
+    """Experts over two ranks that share their GPUs with replicas; the gap is at most that of the trainer's own choice."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3}
+    model = write_tiny_model(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes)
+    config = write_config(
+        tmp_path,
+        run={"steps": STEPS},
+        model={"path": str(model), "dtype": "bfloat16"},
+        engine={"wrap": "ddp", "parallel": {"expert": 2}},
+        algorithm={"router_replay": "rollout", "log_router_gap": True},
+        rollout=ROLLOUT | {"placement": "colocated", "replicas": 2},
+        checkpoint={"every_steps": 0},
+    )
+    done = launch(config, timeout_seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in metrics(tmp_path / "runs" / "run"):
+        print({name: value for name, value in line.items() if "gap" in name or "replay" in name})
+        assert line["router_replay/moved_fraction"] < 0.1
+        assert line["logprob_gap/mean"] < 1.1 * line["logprob_gap/own_experts_mean"]
 
 
 @pytest.mark.gpu(2)
