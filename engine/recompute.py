@@ -7,6 +7,7 @@ Source: megatron-core 0.16.1 tensor_parallel/random.py:CheckpointWithoutOutput. 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from engine import upstream
 from engine.config import EngineConfig
 from engine.experts import ExpertLayer, GroupedExperts
-from engine.megatron import MLP, MoESubmodules, bias_swiglu_impl, tensor_parallel
+from engine.megatron import MLP, bias_swiglu_impl, tensor_parallel
 
 
 def config_arguments(config: EngineConfig) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def use_recomputed_activation(layer: Any) -> None:
     if mlp.module is MLP:
         mlp.module = _RecomputingMLP
     elif mlp.module is ExpertLayer:
-        mlp.submodules = MoESubmodules(experts=_RecomputingExperts)
+        mlp.submodules = dataclasses.replace(mlp.submodules, experts=_RecomputingExperts)
 
 
 class _RecomputingMLP(MLP):  # type: ignore[misc]

@@ -52,6 +52,7 @@ def test_given_experts_are_gone_through_as_in_transformers(model: str) -> None:
     cases: list[dict[str, Any]] = [
         {"expert": 2},
         {"wrap": "megatron_fsdp", "expert": 2, "recompute": "full"},
+        {"expert": 2, "recompute": "selective", "recompute_modules": ("layernorm", "mlp_act", "moe")},
         {"tensor": 2, "sequence": True},
         {"pipeline": 2},
     ]
