@@ -23,7 +23,6 @@ from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_mic
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
 from engine.megatron import finalize_model_grads, get_forward_backward_func
-from engine.megatron import parallel_state as mpu
 from engine.model import build_bridge, build_chunks, gpt_model
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
 from engine.random_state import unchanged_random_state
@@ -179,7 +178,7 @@ class Engine:
 
     def _minibatch(self, table: SampleTable) -> MiniBatch:
         bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch)
-        split, chunks = self.config.parallel, 2 * self.layout.context_size if self.layout.context_size > 1 else 1
+        split, chunks = self.config.parallel, context.num_chunks(self.config.parallel)
         multiple = chunks * (split.tensor if split.sequence else 1)
         microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
         counted = np.ones(len(table), bool)
@@ -187,9 +186,7 @@ class Engine:
             counted = table.columns["finish_reason"] != "length"
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
-        if self.layout.context_size > 1:
-            group, uses_ulysses = mpu.get_context_parallel_group(), split.context_attention == "ulysses"
-            microbatches = [context.take_part(micro, group, uses_ulysses=uses_ulysses) for micro in microbatches]
+        microbatches = context.take_parts(microbatches, split)
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
@@ -260,9 +257,7 @@ class Engine:
             return output, partial(report, micro)
 
         def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            values = outputs.values(output, micro.labels, read, chunk_tokens)
-            if part := micro.sequences.context:
-                values = tuple(part.gather(each) for each in values)
+            values = outputs.values(output, micro, read, chunk_tokens)
             return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
 
         iterators = [iter(microbatches) for _ in chunks]
