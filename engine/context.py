@@ -22,9 +22,9 @@ import torch.nn.functional as F
 
 from engine import flash
 from engine.config import MOE_FAMILIES, ParallelConfig
+from engine.megatron import parallel_state as mpu
 
 if TYPE_CHECKING:
-    from engine.attention import PackedSequences
     from engine.batch import MicroBatch
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -121,14 +121,22 @@ def check(hf_config: Any, parallel: ParallelConfig) -> None:
         raise ValueError(f"engine.parallel.context_attention = ulysses: {told}; write allgather in its place")
 
 
-def take_part(micro: MicroBatch, group: dist.ProcessGroup, *, uses_ulysses: bool) -> MicroBatch:
-    """The micro-batch with this context rank's part of what the model reads; what the loss reads stays whole."""
-    sequences: PackedSequences = micro.sequences
-    part = ContextPart.of(sequences.lengths, group, micro.tokens.device, uses_ulysses=uses_ulysses)
-    names = ("tokens", "labels", "position_ids")
-    read: dict[str, Any] = {name: getattr(micro, name)[:, part.own] for name in names}
-    sequences.context = part
-    return dataclasses.replace(micro, **read)
+def num_chunks(parallel: ParallelConfig) -> int:
+    """Into how many every sequence is cut."""
+    return 2 * parallel.context if parallel.context > 1 else 1
+
+
+def take_parts(microbatches: list[MicroBatch], parallel: ParallelConfig) -> list[MicroBatch]:
+    """The micro-batches with this context rank's part of what the model reads; what the loss reads stays whole."""
+    if parallel.context == 1:
+        return microbatches
+    group, uses_ulysses, parts = mpu.get_context_parallel_group(), parallel.context_attention == "ulysses", []
+    for micro in microbatches:
+        part = ContextPart.of(micro.sequences.lengths, group, micro.tokens.device, uses_ulysses=uses_ulysses)
+        read: dict[str, Any] = {name: getattr(micro, name)[:, part.own] for name in ("tokens", "labels", "position_ids")}
+        micro.sequences.context = part
+        parts.append(dataclasses.replace(micro, **read))
+    return parts
 
 
 class _Gather(torch.autograd.Function):

@@ -24,7 +24,6 @@ from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_mic
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
 from engine.megatron import finalize_model_grads, get_forward_backward_func
-from engine.megatron import parallel_state as mpu
 from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
 from engine.offload import HostState
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
@@ -204,7 +203,7 @@ class Engine:
     def _minibatch(self, table: SampleTable) -> MiniBatch:
         limit = self.config.tokens_per_microbatch
         bins = plan_microbatches(table.lengths, self.layout.data_size, limit, self.balance)
-        split, chunks = self.config.parallel, 2 * self.layout.context_size if self.layout.context_size > 1 else 1
+        split, chunks = self.config.parallel, context.num_chunks(self.config.parallel)
         multiple = chunks * (split.tensor if split.sequence else 1)
         microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
         counted = np.ones(len(table), bool)
@@ -215,9 +214,7 @@ class Engine:
             if self.model_config.num_moe_experts:
                 num_microbatches = len(microbatches) * self.layout.data_size
                 router.tell(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
-        if self.layout.context_size > 1:
-            group, uses_ulysses = mpu.get_context_parallel_group(), split.context_attention == "ulysses"
-            microbatches = [context.take_part(micro, group, uses_ulysses=uses_ulysses) for micro in microbatches]
+        microbatches = context.take_parts(microbatches, split)
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
@@ -292,9 +289,7 @@ class Engine:
             return output, partial(report, micro)
 
         def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            values = outputs.values(output, micro.labels, shown, chunk_tokens)
-            if part := micro.sequences.context:
-                values = tuple(part.gather(each) for each in values)
+            values = outputs.values(output, micro, shown, chunk_tokens)
             return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
 
         iterators = [iter(microbatches) for _ in chunks]

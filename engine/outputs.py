@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine import loss
+from engine.batch import MicroBatch
 from engine.entropy import token_entropy
 from engine.megatron import ColumnParallelLinear, tensor_parallel
 from engine.model import gpt_model
@@ -80,9 +81,11 @@ def read_in_chunks(chunk: torch.nn.Module, labels: torch.Tensor, read: Reader, c
         layer.request = None
 
 
-def values(output: torch.Tensor, labels: torch.Tensor, read: Reader, chunk_tokens: int) -> Values:
-    """What is read, from the model's output."""
-    return output[0].unbind(-1) if labels.shape[1] > chunk_tokens else read(output, labels)
+def values(output: torch.Tensor, micro: MicroBatch, read: Reader, chunk_tokens: int) -> Values:
+    """What is read, from the model's output; of the whole micro-batch where context-parallel ranks share it."""
+    found: Values = output[0].unbind(-1) if micro.labels.shape[1] > chunk_tokens else read(output, micro.labels)
+    part = micro.sequences.context
+    return found if part is None else tuple(part.gather(each) for each in found)
 
 
 class _InChunks(torch.autograd.Function):

@@ -121,10 +121,11 @@ def test_router_still_asks_for_a_gemm_that_only_transformer_engine_defines() -> 
 
 def test_checkpoints_still_take_a_false_fp8_for_one() -> None:
     """engine/upstream.py:use_checkpoints_without_fp8"""
-    from megatron.core.tensor_parallel import random
+    from tests.fsdp_cases import as_upstream
 
-    assert as_upstream_has_it(random).CheckpointWithoutOutput().fp8
-    assert not random.CheckpointWithoutOutput(fp8=None).fp8
+    fresh = as_upstream("megatron.core.tensor_parallel.random")
+    assert fresh.CheckpointWithoutOutput().fp8
+    assert not fresh.CheckpointWithoutOutput(fp8=None).fp8
 
 
 def test_mbridge_still_leaves_tied_embeddings_out_of_mixtures() -> None:
