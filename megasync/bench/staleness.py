@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class StalenessBench(BenchRank):
         assert self.pool is not None
         cores = pin(self.pool)
         self.say("warming up")
-        self._run_row(1, "continue", 2)
+        self._run_row(1, "continue", min(2, self.config.bench.num_batches))
         rows = []
         for number in range(self.config.bench.rounds):
             for staleness, on_update in ROWS[:: -1 if number % 2 else 1]:
@@ -127,5 +127,7 @@ def pin(pool: ReplicaPool) -> dict[str, list[int]]:
 
 
 def _pin_threads(process: int, cores: list[int]) -> None:
-    for thread in Path(f"/proc/{process}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+    with suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread.name), cores)
