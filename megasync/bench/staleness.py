@@ -26,6 +26,7 @@ from bridge.replicas.pool import ReplicaPool
 from megasync.bench.config import BenchRoot
 from megasync.bench.lengths import long_tail
 from megasync.bench.rank import BenchRank, Measured
+from megasync.rollouts.dispatch import COLLECT_SECONDS
 from megasync.rollouts.group import Group
 from megasync.rollouts.rewards.pool import Scored
 from megasync.rollouts.rollout import batch_metrics, samples_of, stream_settings
@@ -91,6 +92,8 @@ class StalenessBench(BenchRank):
             stream.serve(step + 1)
         seconds = time.perf_counter() - begin
         stream.close()
+        # these end after the stream's last calls, which would take the samples of the next row
+        pool.gather([pool.collect(replica, COLLECT_SECONDS) for replica in pool.members])
         return {
             "max_staleness": staleness,
             "on_update": on_update,
