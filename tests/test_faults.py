@@ -107,7 +107,8 @@ def test_versions_that_go_back_or_do_not_fit_are_found() -> None:
     assert [text.partition(": ")[2] for text in found] == [
         "versions go back within a sample: [1, 0]", "versions 0 to 0", "versions 3 to 3"
     ]  # fmt: skip
-    commits = [{"replica": 0, "pid": 7, "version": version} for version in (0, 1, 1, 0)] + [{"replica": 0, "pid": 8, "version": 1}]
+    commits = [{"replica": 0, "pid": 7, "version": version} for version in (0, 1, 1, 0)]
+    commits.append({"replica": 0, "pid": 8, "version": 1})
     assert judge.find_steps_back(commits) == ["replica 0 went from version 1 to 0"]
 
 
