@@ -8,7 +8,7 @@ a rank that lives and does not come on: collectives and calls to replicas have l
     heartbeat = Heartbeat(rank, world_size, limit_seconds=300)
     heartbeat.start()
     heartbeat.phase = "train, step 3"
-    heartbeat.close()      # before this rank takes anything down
+    heartbeat.leave()      # at the very end, where all went well; else close(), before this rank takes anything down
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ NUM_WATCHED = 8  # ranks that each looks at: rank 0 and those after its own
 LONGEST_INTERVAL_SECONDS = 10.0
 GRACE_SECONDS = 10.0
 CLOSE_SECONDS = 2.0
+LEAVE_SECONDS = 0.1  # between two looks whether the others have come to their end, too
 PREFIX = "megasync/heartbeat"
 LEFT = "left"  # the phase of a rank that has come to its end
 
@@ -80,7 +81,7 @@ class Heartbeat:
         self.rank, self.world_size, self.limit_seconds = rank, world_size, limit_seconds
         self.phase = "start"
         self._interval_seconds = min(limit_seconds / 10, LONGEST_INTERVAL_SECONDS)
-        self._over = threading.Event()
+        self._over, self._leaves, self._awake = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="heartbeat-store", daemon=True)
         self._asked: float | None = None  # since when the store has owed an answer
@@ -97,9 +98,18 @@ class Heartbeat:
             self._thread.start()
             self._guard.start()
 
+    def leave(self) -> None:
+        """Say that this rank has come to its end, and look at the others until they have: nobody else would miss them."""
+        self._leaves.set()
+        self._awake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._over.set()
+
     def close(self) -> None:
         """Say that this rank leaves, and look no more. Safe to repeat."""
         self._over.set()
+        self._awake.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
@@ -109,13 +119,19 @@ class Heartbeat:
             limit = timedelta(seconds=self.limit_seconds)
             store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False, timeout=limit)
             seen, count = LastSeen(watched_ranks(self.rank, self.world_size), self.limit_seconds, time.monotonic()), 0
-            while not self._over.wait(self._interval_seconds if count else 0.0):
+            while not self._over.is_set():
                 self._asked, count = time.monotonic(), count + 1
-                self._beat(store, count, self.phase)
+                self._beat(store, count, LEFT if self._leaves.is_set() else self.phase)
                 is_over = self._look(store, seen)
                 self._asked = None
                 if is_over:
                     self._end()
+                    return
+                if not self._leaves.is_set():
+                    self._awake.wait(self._interval_seconds)
+                elif seen.ranks:
+                    self._over.wait(LEAVE_SECONDS)
+                else:
                     return
             self._beat(store, count + 1, LEFT)
         self._asked = None

@@ -269,9 +269,13 @@ class Session:
         self.log.timeline.write()
         write_report(self.config.run.folder)
 
-    def close(self) -> None:
-        """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure."""
-        self.heartbeat.close()
+    def close(self, *, is_done: bool = False) -> None:
+        """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
+
+        `is_done`: all went well, and the heartbeat goes on until its `leave`.
+        """
+        if not is_done:
+            self.heartbeat.close()
         if self.rollouts is not None:
             self.rollouts.close()
         self.weights.close()

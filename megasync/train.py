@@ -53,12 +53,13 @@ def run(config: Config, data: RunData | None) -> int:
 
     rank = int(os.environ.get("RANK", "0"))
     end_on_sigterm()
-    session = None
+    session, is_done = None, False
     try:
         with main_errors(speak=rank == 0):
             session = Session(config, data)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         session.finish()
+        is_done = True
     except (NonFiniteError, SyncError, RankZeroError, CanaryError) as error:
         if rank == 0:
             last = session.last_checkpoint if session is not None else None
@@ -67,8 +68,10 @@ def run(config: Config, data: RunData | None) -> int:
         return 1
     finally:
         if session is not None:
-            session.close()
+            session.close(is_done=is_done)
         parallel.shutdown()
+        if session is not None and is_done:
+            session.heartbeat.leave()
     return 0
 
 

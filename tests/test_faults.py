@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from bridge.config import ReplicaConfig
 from bridge.replicas.actors import ReplicaActor, ReplicaActors, TooFewReplicasError
 from bridge.replicas.answers import no_answer
+from bridge.transport.channel import open_store
 from megasync.bench.config import BenchRoot
 from megasync.bench.faults import judge
 from megasync.bench.faults.cases import PHASES, SIGNALS, UNDISTURBED, Case, all_cases, chosen_cases
 from megasync.bench.faults.run import prepare, run_one
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
-from megasync.heartbeat import LastSeen, watched_ranks
+from megasync.heartbeat import Heartbeat, LastSeen, watched_ranks
 from megasync.rollouts.progress import load_progress
 from tests.ranks import ROOT, run_ranks
 from tests.train_cases import write_config
@@ -106,8 +107,9 @@ def test_versions_that_go_back_or_do_not_fit_are_found() -> None:
     assert [text.partition(": ")[2] for text in found] == [
         "versions go back within a sample: [1, 0]", "versions 0 to 0", "versions 3 to 3"
     ]  # fmt: skip
-    commits = [{"replica": 0, "pid": 7, "version": version} for version in (0, 1, 1)] + [{"replica": 0, "pid": 8, "version": 1}]
-    assert judge.find_steps_back(commits) == ["replica 0 went from version 1 to 1"]
+    commits = [{"replica": 0, "pid": 7, "version": version} for version in (0, 1, 1, 0)]
+    commits.append({"replica": 0, "pid": 8, "version": 1})
+    assert judge.find_steps_back(commits) == ["replica 0 went from version 1 to 0"]
 
 
 def test_a_token_of_other_weights_and_a_restart_of_a_healthy_replica_are_found() -> None:
@@ -256,6 +258,22 @@ def test_a_stopped_rank_is_named_and_ends_all() -> None:
     said = r"rank 1 \(train, step 3\): no sign of life for 3 s .* seen from rank 0 \(rollout, step 3\); the run ends"
     with pytest.raises(AssertionError, match=f"failed:[\\s\\S]*{said}"):
         run_ranks(2, "tests.test_faults:stop_rank_one", {}, alone=True)
+
+
+def test_whoever_has_come_to_its_end_watches_the_others_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("127.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    first, second = (Heartbeat(rank, 2, limit_seconds=300.0) for rank in range(2))
+    first.start()
+    second.start()
+    leaving = threading.Thread(target=first.leave)
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    second.leave()
+    leaving.join(60.0)
+    assert not leaving.is_alive()
 
 
 # The table itself.

@@ -101,12 +101,12 @@ def find_wrong_versions(lines: Iterable[Mapping[str, Any]], max_staleness: int) 
 
 
 def find_steps_back(commits: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A replica's process is only ever brought to later versions."""
+    """A replica's process is only ever brought to later versions, or once more to one whose sync failed elsewhere."""
     last: dict[tuple[int, int], int] = {}
     problems = []
     for note in commits:
         key = note["replica"], note["pid"]
-        if note["version"] <= last.get(key, -1):
+        if note["version"] < last.get(key, -1):
             problems.append(f"replica {key[0]} went from version {last[key]} to {note['version']}")
         last[key] = note["version"]
     return problems
