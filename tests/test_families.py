@@ -39,7 +39,7 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "mistral, tied": {"tensor": 2, "fusions": "all"},
     "mixtral": {"tensor": 2, "sequence": True},
     "mixtral, tied": {"wrap": "megatron_fsdp", "expert": 2},
-    "qwen2": {"tensor": 2},
+    "qwen2": {"tensor": 2, "logits_chunk_tokens": 16},
     "qwen2_moe": {"tensor": 2, "sequence": True},
     "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
