@@ -133,7 +133,11 @@ class Balance:
 
     def costs(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """What sequences of these lengths cost: their tokens or, with a finite `attention_length`, their FLOPs in some unit."""
-        return lengths if math.isinf(self.attention_length) else lengths * (round(self.attention_length) + lengths)
+        return lengths * (round(self.attention_length) + lengths) if self.by_cost else lengths
+
+    @property
+    def by_cost(self) -> bool:
+        return math.isfinite(self.attention_length)
 
 
 BY_TOKENS = Balance()
@@ -142,23 +146,45 @@ BY_TOKENS = Balance()
 def plan_microbatches(
     lengths: Lengths, data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
 ) -> list[Bins]:
-    """For each data-parallel rank the same number of micro-batches, balanced as `wanted`.
+    """For each data-parallel rank the same number of micro-batches: all alike in tokens or, by cost, ranks alike in all.
 
     Every index lies in exactly one micro-batch. A micro-batch holds at most `tokens_per_microbatch` tokens unless it is one
     sample that is longer by itself. With fewer samples than micro-batches some are empty lists.
     """
     lengths = np.asarray(lengths, np.int64)
-    costs = wanted.costs(lengths)
+    if wanted.by_cost:
+        return _by_rank(lengths, data_size, tokens_per_microbatch, wanted)
     count = max(1, -(-int(lengths.sum()) // (data_size * tokens_per_microbatch)))
     most = max(1, -(-len(lengths) // data_size))
     num_alone = int((2 * lengths > tokens_per_microbatch).sum())  # no two of these share a micro-batch
     count = max(count, min(most, -(-num_alone // data_size)))
     count += -count % wanted.multiple
     while True:
-        bins = _balance(lengths, costs, data_size * count, tokens_per_microbatch if count < most else None)
+        bins = _balance(lengths, lengths, data_size * count, tokens_per_microbatch if count < most else None)
         if bins is not None:
             return [bins[rank::data_size] for rank in range(data_size)]
         count += wanted.multiple
+
+
+def _by_rank(lengths: npt.NDArray[np.int64], data_size: int, tokens_per_microbatch: int, wanted: Balance) -> list[Bins]:
+    """Ranks alike in cost, then the micro-batches of each; its costliest first, since ranks may wait for each other at each."""
+    costs = wanted.costs(lengths)
+    of_ranks = _balance(lengths, costs, data_size, None)
+    assert of_ranks is not None
+    count = max(1, *(-(-int(lengths[own].sum()) // tokens_per_microbatch) for own in of_ranks))
+    count += -count % wanted.multiple
+    while True:
+        plan = [_cut(lengths, costs, own, count, tokens_per_microbatch) for own in of_ranks]
+        if all(plan):
+            return plan
+        count += wanted.multiple
+
+
+def _cut(lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], own: list[int], count: int, limit: int) -> Bins:
+    """The samples `own` in `count` micro-batches; [] where they do not fit."""
+    bins = _balance(lengths[own], costs[own], count, limit if count < len(own) else None) or []
+    named = [[own[index] for index in members] for members in bins]
+    return sorted(named, key=lambda members: -int(costs[members].sum()))
 
 
 def needed_samples(

@@ -132,7 +132,7 @@ class EngineConfig(Section):
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens of one forward pass, over all context ranks together; a longer sample makes a micro-batch of its own."""
     balance: Literal["tokens", "cost"] = "tokens"
-    """What micro-batches have alike: tokens, or FLOPs with those of attention, which grow with the square of a length."""
+    """tokens: all micro-batches have as many; cost: data-parallel ranks have as many FLOPs, attention's with them."""
     logits_chunk_tokens: PositiveInt = 8192
     """Of a micro-batch of more tokens the logits are computed and read in chunks of up to so many, for less memory."""
     recompute: Literal["none", "selective", "full"] = "none"

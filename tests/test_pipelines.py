@@ -28,7 +28,7 @@ def test_stages_that_differ_and_chunks_do_as_one_rank(tmp_path: Path) -> None:
         (0, {"stages": {"pipeline_layers": (1, 4)}, "fusions": "all", "resumes": True}, [[0]]),
         *((0, {"wrap": wrap, "stages": CHUNKED, "resumes": True}, [[0], [2, 3]]) for wrap in WRAPS),
         *((1, {"wrap": wrap, "stages": CHUNKED, "tokens": 200}, [[0], [2]]) for wrap in WRAPS),
-        *((2, {"wrap": wrap, "stages": CHUNKED, "recompute": "full"}, [[0], [2, 3]]) for wrap in WRAPS),
+        *((2, {"wrap": wrap, "stages": CHUNKED, "recompute": "full", "resumes": True}, [[0], [2, 3]]) for wrap in WRAPS),
     ]
     cases = [{**alone[number], "pipeline": 2, **layout} for number, layout, _ in layouts]
     target, arguments = "tests.pipeline_cases:stages", {"root": str(tmp_path)}
