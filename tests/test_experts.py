@@ -127,6 +127,16 @@ def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {**ranks[0], "worst": {name: worst for rank in ranks for name, worst in rank["worst"].items()}}
 
 
+def test_selective_recompute_keeps_routers_and_shared_experts(tmp_path: Path) -> None:
+    path = str(write_tiny_model(tmp_path, "qwen2_moe", num_hidden_layers=1))
+    plain = {"path": path, "name": "grpo", "load_balancing": 0.1, "tokens": 60}
+    chosen = [{"recompute": "selective"}, {"recompute": "selective", "recompute_modules": ("layernorm", "moe")}]
+    cases = [plain, *({**plain, **each} for each in chosen)]
+    first, *others = run_ranks(1, "tests.engine_cases:losses", {"cases": cases, "num_steps": 2})[0]
+    for history in others:
+        assert history == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in first]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_path: Path, num_ranks: int) -> None:
     """Each tensor's, unclipped, over several micro-batches, and the norm; also with as many expert- as data-parallel ranks."""

@@ -22,6 +22,9 @@ def check_recompute(config: Config, shape: ModelShape) -> None:
     message = f"{key}: {shape.model_type} has no {missing}"
     remedy = f"write {here} in the place of {missing}"
     refuse_if(missing in modules, message, model=config.model.path, choices=choices, remedy=remedy)
+    message = f"{key}: in stages the routers no longer know the micro-batch that is computed again"
+    remedy = "leave moe out, or write engine.recompute=full"
+    refuse_if("moe" in modules and engine.parallel.pipeline > 1, message, choices="layernorm, core_attn, mlp_act", remedy=remedy)
     message = f"{key}: mlp_act is a part of {here}"
     refuse_if(here in modules and "mlp_act" in modules, message, choices=choices, remedy=f"leave mlp_act or {here} out")
 
