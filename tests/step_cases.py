@@ -266,7 +266,7 @@ def host_state(cases: list[dict[str, Any]], root: str) -> list[dict[str, Any]]:
                 reference = [tensor.untyped_storage() for tensor in built.reference.parameters()] if built.reference else []
                 for kind, found in (("optimizer", storages(built, "optimizer")), ("reference", reference)):
                     result[f"{kind} {offload}"] = sum({each._cdata: each.nbytes() for each in found}.values())
-                checkpoint.save(folder, 2, built, whole_tensors(exporter(built)), Path(path), keep=1)
+                checkpoint.save(folder, 2, built, everywhere(built), Path(path), keep=1).wait()
                 history.append(built.update(built.prepare(random_samples(16, seed=2))))
             with engine(path, **checkpoint.start(folder / "step_00000002"), **options) as built:
                 checkpoint.restore(folder / "step_00000002", built)
