@@ -59,6 +59,13 @@ def model(engine: Engine) -> dict[str, Any]:
     }
 
 
-def layout(engine: Engine) -> dict[str, Any]:
+def layout(engine: Engine) -> dict[str, int]:
     """What each rank's random states belong to."""
-    return {"ranks": engine.layout.world_size, **engine.config.parallel.model_dump(mode="json")}
+    own = engine.layout
+    return {
+        "ranks": own.world_size,
+        "tensor": own.tensor_size,
+        "pipeline": own.pipeline_size,
+        "context": own.context_size,
+        "expert": own.expert_size,
+    }
