@@ -23,7 +23,7 @@ entropy.py     the policy's entropy, for the log
 metrics.py     what a step reports
 engine.py      Engine: prepare, update, whole_parameters
 random_state.py  the states of all random generators, and going back to them
-checkpoint.py  save and resume, cut-off safe
+checkpoint/    save and resume: cut-off safe, in any layout, beside the training if wanted
 memory.py      the setting of torch's allocator, and how much memory is in use
 offload.py     parameters, gradients and optimizer state to host memory and back
 """

@@ -45,3 +45,11 @@ def unchanged_random_state() -> Iterator[None]:
         yield
     finally:
         set_random_state(state)
+
+
+def derive_random_state(seed: int) -> None:
+    """Seed all of them anew, for every rank by its place in the layout as at a run's start."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,7 +1,7 @@
 """Takes a run's weights out of its folder: a checkpoint becomes a Hugging Face folder that transformers and vLLM load.
 
 Checkpoints hold their weights in that format already, so this is a checked copy, whole or not there at all. Leaves out
-optimizer states, and writing checkpoints (engine/checkpoint.py). No torch in here.
+optimizer states, and writing checkpoints (engine/checkpoint/). No torch in here.
 
     python -m megasync.export runs/rl --to models/mine [--step 120]
     python -m megasync.export runs/lora --to adapters/mine --adapter      # a folder for peft.PeftModel.from_pretrained
@@ -21,7 +21,7 @@ from megasync.config.errors import ConfigError, main_errors, nearest_name
 from megasync.config.model_folder import check_weights
 from megasync.files import flush
 
-CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint.py names them
+CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint/folder.py names them
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bridge.export.source import whole_tensors
+from bridge.layout.digest import digest_tensor
 from engine import checkpoint, memory, parallel
 from engine.engine import Engine
 from engine.sample import Sample
@@ -31,6 +31,8 @@ from megasync.rollouts.prompts import RunData
 from megasync.rollouts.rewards.pool import RewardPool
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.weights import Weights
+
+GIVE_UP_SECONDS = 60.0  # a checkpoint that is being written when the run fails
 
 
 class Session:
@@ -62,12 +64,14 @@ class Session:
             seed=config.run.seed,
             **(checkpoint.start(self.last_checkpoint) if self.last_checkpoint else {}),
         )
-        if self.last_checkpoint:
-            checkpoint.restore(self.last_checkpoint, self.engine)
+        resumed = checkpoint.restore(self.last_checkpoint, self.engine) if self.last_checkpoint else None
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
         self._data_of_rank = data
         if former:
             self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
+        if resumed:
+            self.log.note(resumed)
+        self.saving: checkpoint.Save | None = None
         for note in data.notes if data is not None else ():
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
@@ -177,19 +181,30 @@ class Session:
 
     def _checkpoint_before_stop(self, step: int) -> None:
         """After `step` whole steps, where there is none yet of a step that this process has done. The replicas end."""
+        self.finish_checkpoint()
         is_there = self.last_checkpoint is not None and checkpoint.step_of(self.last_checkpoint) >= step
         if step > self.first_step and not is_there:
             self.weights.end_replicas()
             self._checkpoint(step)
+            self.finish_checkpoint()
 
     def _checkpoint(self, step: int) -> None:
         self.heartbeat.phase = f"checkpoint after {step} steps"
-        model, keep = Path(self.config.model.path), self.config.checkpoint.keep
-        tensors = whole_tensors(self.weights.exporter)
+        config, model = self.config.checkpoint, Path(self.config.model.path)
         with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
-            self.last_checkpoint = checkpoint.save(
-                self.checkpoints, step, self.engine, tensors, model, keep, self._save_progress
-            )
+            self.finish_checkpoint()
+            self.saving = checkpoint.save(
+                self.checkpoints, step, self.engine, self.weights.tensors_everywhere(), model, config.keep, self._save_progress,
+                digest=digest_tensor, asynchronous=config.asynchronous,
+            )  # fmt: skip
+            if not config.asynchronous:
+                self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            self.last_checkpoint = saving.wait()
 
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
@@ -241,6 +256,7 @@ class Session:
 
     def finish(self) -> None:
         """The last evaluation, the Hugging Face folder if asked for, summary.json and report.html."""
+        self.finish_checkpoint()
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
         if done not in self.evaluated:
             self.evaluate(done)
@@ -276,6 +292,8 @@ class Session:
         """
         if not is_done:
             self.heartbeat.close()
+        if self.saving is not None:
+            self.saving.give_up(GIVE_UP_SECONDS)
         if self.rollouts is not None:
             self.rollouts.close()
         self.weights.close()

@@ -45,6 +45,7 @@ def run(config: Config, data: RunData | None) -> int:
     """Train by a checked config on this rank. Returns the exit code. `data`: None on the ranks that need none."""
     from bridge.messages import SyncError
     from engine import parallel
+    from engine.checkpoint import CheckpointError
     from engine.metrics import NonFiniteError
     from megasync.canary import CanaryError
     from megasync.loop import train_grpo, train_sft
@@ -60,7 +61,7 @@ def run(config: Config, data: RunData | None) -> int:
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         session.finish()
         is_done = True
-    except (NonFiniteError, SyncError, RankZeroError, CanaryError) as error:
+    except (NonFiniteError, SyncError, RankZeroError, CanaryError, CheckpointError) as error:
         if rank == 0:
             last = session.last_checkpoint if session is not None else None
             at = f"step {session.step}: " if session is not None else ""

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+
+import torch
 
 from bridge.config import ReplicaConfig
 from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.export.exporter import Exporter
 from bridge.export.source import WeightSource, whole_tensors
+from bridge.layout.digest import digest_tensor
 from bridge.messages import SyncError, SyncReport
 from bridge.replicas import actors as bridge_actors
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
-from engine import checkpoint, parallel
+from engine import parallel
+from engine.checkpoint import hf_folder
 from engine.engine import Engine
 from megasync.canary import Canary
 from megasync.config.schema import Config
@@ -40,6 +45,7 @@ class Weights:
         self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
         self.exporter = build_exporter(engine)
         self.sync_exporter = build_exporter(engine, on_all_ranks=True) if transport(config) == "ipc" else self.exporter
+        self.everywhere: Exporter | None = self.sync_exporter if transport(config) == "ipc" else None
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.canary: Canary | None = None
@@ -139,15 +145,22 @@ class Weights:
             partial.mkdir(parents=True)
 
         def finish() -> None:
-            checkpoint.finish_folder(partial, Path(self.config.model.path))
+            hf_folder.finish_folder(partial, Path(self.config.model.path))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
 
         on_rank_zero(begin)
         with self.devices.training():
-            checkpoint.save_weights(partial, self.layout.pipeline_rank, whole_tensors(self.exporter))
+            hf_folder.save_weights(partial, self.tensors_everywhere(), hf_folder.Share.of(self.layout), digest_tensor)
         on_rank_zero(lambda: None)  # every stage has written its file
         on_rank_zero(finish)
+
+    def tensors_everywhere(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of this rank's pipeline stage, on all of its ranks, one tensor at a time."""
+        if self.everywhere is None:
+            is_alone = self.layout.world_size == self.layout.pipeline_size
+            self.everywhere = self.exporter if is_alone else build_exporter(self.engine, on_all_ranks=True)
+        yield from whole_tensors(self.everywhere)
 
     def close(self) -> None:
         """Take the bridge, the replicas and a Ray of our own down. Not collective; safe after any failure."""

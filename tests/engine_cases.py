@@ -133,6 +133,11 @@ def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
     )
 
 
+def everywhere(built: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """This stage's tensors on all of its ranks."""
+    return whole_tensors(exporter(built, on_all_ranks=True))
+
+
 def converted(source: Exporter) -> dict[str, torch.Tensor]:
     """The export by mbridge's conversions of the gathered values themselves, without the copies that are recorded of them."""
     tensors: dict[str, torch.Tensor] = {}
@@ -330,7 +335,7 @@ def resumed_losses(path: str, root: str, cases: list[dict[str, Any]], steps: int
                 metrics = built.update(built.prepare(random_samples(16, seed=step)))
                 history.append((metrics["loss/policy"], metrics["grad_norm"]))
                 if step + 1 == stop and first == 0:
-                    checkpoint.save(folder, stop, built, whole_tensors(exporter(built)), Path(path), keep=2)
+                    checkpoint.save(folder, stop, built, everywhere(built), Path(path), keep=2).wait()
             return history
 
         with engine(path, **options) as built:
@@ -341,7 +346,7 @@ def resumed_losses(path: str, root: str, cases: list[dict[str, Any]], steps: int
             checkpoint.restore(saved, built)
             rest = run(built, checkpoint.step_of(saved))
             final = log_probs(built, random_samples(6, seed=99))
-            checkpoint.save(folder, steps, built, whole_tensors(exporter(built)), Path(path), keep=1)
+            checkpoint.save(folder, steps, built, everywhere(built), Path(path), keep=1).wait()
         reference = hf_log_probs(str(folder / f"step_{steps:08d}" / "hf"), random_samples(6, seed=99))
         worst = max(float((a - b).abs().max()) for a, b in zip(final, reference, strict=True))
         results.append(

@@ -13,7 +13,8 @@ from engine import checkpoint, lora, peft
 from engine.engine import Engine
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
-from tests.engine_cases import converted, engine, exporter, log_probs, random_samples
+from engine.checkpoint.shards import local
+from tests.engine_cases import converted, engine, everywhere, exporter, log_probs, random_samples
 
 
 def write_peft_adapter(
@@ -172,7 +173,7 @@ def resumed(path: str, root: str, cases: list[dict[str, Any]], steps: int, stop:
                 metrics = built.update(built.prepare(random_samples(16, seed=step)))
                 history.append((metrics["loss/policy"], metrics["grad_norm"]))
                 if step + 1 == stop and first == 0:
-                    checkpoint.save(folder, stop, built, whole_tensors(exporter(built)), Path(path), keep=2)
+                    checkpoint.save(folder, stop, built, everywhere(built), Path(path), keep=2).wait()
             return history
 
         with engine(path, **options) as built:
@@ -215,9 +216,9 @@ def trained_state(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
             }
             for optimizer in inner_optimizers(built.optimizer):
                 for group in optimizer.param_groups:
-                    counts["main"] += sum(checkpoint._local(p).numel() for p in group["params"])
+                    counts["main"] += sum(local(p).numel() for p in group["params"])
                 for state in optimizer.state.values():
-                    counts["state"] += sum(checkpoint._local(v).numel() for k, v in state.items() if k != "step")
+                    counts["state"] += sum(local(v).numel() for k, v in state.items() if k != "step")
             results.append(counts)
     return results
 

@@ -13,7 +13,7 @@ from bridge.export.source import whole_tensors
 from engine import checkpoint
 from engine.engine import Engine
 from engine.model import gpt_model
-from tests.engine_cases import engine, exporter, log_probs, random_samples
+from tests.engine_cases import engine, everywhere, exporter, log_probs, random_samples
 
 UNCLIPPED = {"clip_grad_norm": 0.0, "learning_rate": 1e-2}
 
@@ -34,7 +34,7 @@ def stages(cases: list[dict[str, Any]], root: str, num_steps: int = 3) -> list[d
             history, counts = _train(built, range(num_steps - 1))
             history += _train(built, range(1), num_samples=1)[0]  # chunks get an empty micro-batch with it
             if resumes:
-                checkpoint.save(folder, num_steps - 1, built, whole_tensors(source), Path(path), keep=1)
+                checkpoint.save(folder, num_steps - 1, built, everywhere(built), Path(path), keep=1).wait()
             last, _ = _train(built, range(num_steps - 1, num_steps))
         result: dict[str, Any] = {
             "layers": layers,

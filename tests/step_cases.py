@@ -18,7 +18,7 @@ from engine.metrics import NonFiniteError
 from engine.optimizer import inner_optimizers
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
-from tests.engine_cases import engine, exporter, log_probs, random_samples
+from tests.engine_cases import engine, everywhere, exporter, log_probs, random_samples
 from tests.lora_cases import save_adapter
 
 
@@ -236,15 +236,15 @@ class Planted:
 
 
 def restore_planted(path: str, root: str, how: str, marker: str) -> str:
-    """What resuming says to a checkpoint with such an object in it, as the whole of a rank's file or as one of its values."""
+    """What resuming says to a checkpoint with such an object in it: random states, one of their values, or other files."""
     from engine import checkpoint
 
     with engine(path, name="sft") as built:
-        folder = checkpoint.save(Path(root), 1, built, whole_tensors(exporter(built)), Path(path), keep=1)
-        file = folder / "rank_00000.pt"
-        state = torch.load(file, weights_only=True)
-        torch.save(Planted(marker) if how == "whole" else {**state, "schedule": Planted(marker)}, file)
-        with pytest.raises(ValueError, match="holds objects") as caught:
+        folder = checkpoint.save(Path(root), 1, built, everywhere(built), Path(path), keep=1).wait()
+        file = folder / {"tensors": "rank_00000-000.safetensors", "index": "index.json"}.get(how, "random_00000.pt")
+        state = torch.load(file, weights_only=True) if how == "one value" else {}
+        torch.save({**state, "numpy": Planted(marker)} if how == "one value" else Planted(marker), file)
+        with pytest.raises(ValueError, match=str(folder)) as caught:
             checkpoint.restore(folder, built)
     return str(caught.value)
 
@@ -266,7 +266,7 @@ def host_state(cases: list[dict[str, Any]], root: str) -> list[dict[str, Any]]:
                 reference = [tensor.untyped_storage() for tensor in built.reference.parameters()] if built.reference else []
                 for kind, found in (("optimizer", storages(built, "optimizer")), ("reference", reference)):
                     result[f"{kind} {offload}"] = sum({each._cdata: each.nbytes() for each in found}.values())
-                checkpoint.save(folder, 2, built, whole_tensors(exporter(built)), Path(path), keep=1)
+                checkpoint.save(folder, 2, built, everywhere(built), Path(path), keep=1).wait()
                 history.append(built.update(built.prepare(random_samples(16, seed=2))))
             with engine(path, **checkpoint.start(folder / "step_00000002"), **options) as built:
                 checkpoint.restore(folder / "step_00000002", built)

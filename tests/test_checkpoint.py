@@ -1,11 +1,17 @@
-"""What a checkpoint may hold and whose it is; that resuming is bit for bit is in test_engine.py and test_lora.py."""
+"""What a checkpoint may hold and whose it is; resuming is in test_resume.py, test_engine.py and test_lora.py."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine.checkpoint.boxes import Dim, boxes, pieces
 from megasync.config.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
@@ -15,14 +21,46 @@ from tests.tiny_models import write_tiny_model
 from tests.train_cases import launch, metrics, write_config
 
 
-@pytest.mark.parametrize("how", ["whole", "one value"])
+@pytest.mark.parametrize("how", ["whole", "one value", "tensors", "index"])
 def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, how: str) -> None:
     model = str(write_tiny_model(tmp_path / "model", "qwen3", True, num_hidden_layers=1))
     arguments = {"path": model, "root": str(tmp_path / "checkpoints"), "how": how, "marker": str(tmp_path / "executed")}
     (told,) = run_ranks(1, "tests.step_cases:restore_planted", arguments)
     print(told)
     assert not (tmp_path / "executed").exists()
-    assert "rank_00000.pt" in told and "none of which was loaded" in told and "model.path=" in told
+    expected = {"tensors": "rank_00000-000.safetensors: cannot be read", "index": "index.json: is damaged"}
+    assert expected.get(how, "random_00000.pt: holds objects that no checkpoint of this version has") in told
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_a_range_of_elements_is_a_few_boxes(shape: list[int], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(start, size))
+    whole = np.arange(size).reshape(shape)
+    found = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].ravel() for box in boxes(tuple(shape), start, end)]
+    assert [value for part in found for value in part.tolist()] == list(range(start, end))
+    assert len(found) <= 2 * len(shape) - 1
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.data())
+def test_shards_of_any_layout_fill_the_tensor(rows: int, columns: int, ranks: int, padding: int, data: st.DataObject) -> None:
+    """Two halves of rows, as gate and up are, over tensor-parallel ranks, each cut over data-parallel ranks; rows of padding."""
+    padded = rows * ranks
+    whole = max(1, padded - padding)
+    filled = np.zeros((whole, 2, columns), int)
+    for rank in range(ranks):
+        dims = [Dim(rows, whole, rows * rank), Dim(2, 2, 0), Dim(columns, columns, 0)]
+        size = rows * 2 * columns
+        cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
+        for start, end in itertools.pairwise([0, *cuts, size]):
+            local = np.arange(size)[start:end]
+            for (offsets, sizes), begin in pieces(dims, start, end):
+                inside = tuple(slice(o - dim.offset, o - dim.offset + n) for o, n, dim in zip(offsets, sizes, dims, strict=True))
+                expected = np.arange(size).reshape(rows, 2, columns)[inside].ravel()
+                assert local[begin : begin + math.prod(sizes)].tolist() == expected.tolist()
+                filled[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    assert (filled == 1).all()
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -37,7 +37,7 @@ from bridge.messages import Spans, StageSpan
 from bridge.send.publish import Publisher
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
-from engine import checkpoint
+from engine.checkpoint import hf_folder
 from engine.engine import Engine
 from engine.experts import split_experts
 from engine.model import gpt_model
@@ -182,11 +182,11 @@ class Ways(BenchRank):
             folder.mkdir(parents=True)
         with spans.measure("save"):
             dist.barrier()
-            checkpoint.save_weights(folder, self.layout.pipeline_rank, whole_tensors(self.exporter))
+            hf_folder.save_weights(folder, whole_tensors(self.exporter), hf_folder.Share(self.layout.pipeline_rank))
             dist.barrier()
             if self.pool is None:
                 return {}
-            checkpoint.finish_folder(folder, Path(self.config.model.path))
+            hf_folder.finish_folder(folder, Path(self.config.model.path))
         with spans.measure("flush"):
             files = list(folder.glob("*.safetensors"))
             for path in files:

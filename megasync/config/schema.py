@@ -268,6 +268,8 @@ class CheckpointConfig(Section):
     """How many of the newest stay."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint in the run's folder."""
+    asynchronous: bool = False
+    """Copy to host memory, and write while training goes on."""
 
 
 class Config(Section):

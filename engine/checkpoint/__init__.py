@@ -1,0 +1,26 @@
+"""Checkpoints: written by all ranks, atomically, beside the training if wanted, and resumed in any layout and wrap.
+
+    checkpoints/step_00000010/hf/                         the weights, a Hugging Face folder that transformers and vLLM load
+                              adapter/                    with LoRA in its place: the adapter alone, a folder that PEFT loads
+                              rank_00000-000.safetensors  a rank's part of main weights and optimizer state
+                              random_00000.pt             a rank's random states: tensors, numbers and text only
+                              index.json                  which file has which part of which tensor, schedule, layout
+
+A checkpoint is written under a temporary name and renamed when every rank is done, so a folder named step_* is whole.
+Resuming builds the engine from `start(folder)` and then calls `restore`. With the same layout it goes on bit for bit; with
+another one all tensors are the same and random states are derived anew. Leaves out another dtype and other adapters.
+
+saving.py     save: what is written, and when it gets its name
+resuming.py   restore; what a run starts from
+folder.py     names of checkpoints, and what an index says of the run that wrote it
+state.py      files of main weights and optimizer state: each rank writes what it has and reads what it needs
+shards.py     which part of which tensor of the whole model each of a rank's optimizer parameters is
+boxes.py      ranges of elements as boxes of a tensor (pure functions)
+hf_folder.py  the folder that other programs load
+"""
+
+from engine.checkpoint.folder import newest, start, step_of
+from engine.checkpoint.resuming import restore
+from engine.checkpoint.saving import CheckpointError, Save, save
+
+__all__ = ["CheckpointError", "Save", "newest", "restore", "save", "start", "step_of"]

@@ -1,0 +1,111 @@
+"""A Hugging Face folder of the weights, written by all ranks of a stage side by side.
+
+    for name, tensors in files(weights, Share(stage, index, size)): save_file(tensors, folder / name, ...)
+    finish_folder(folder, model_path)      # on rank 0, once all files are there
+
+Leaves out where the tensors come from (the weight bridge's export) and adapters (peft.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.parallel import Layout
+
+FILE_BYTES = 2**29
+NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf")
+Digest = Callable[[torch.Tensor], int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of a stage's files are this rank's: one of every `size`, the number of ranks that share them."""
+
+    stage: int
+    index: int = 0
+    size: int = 1
+    file_bytes: int = FILE_BYTES
+
+    @classmethod
+    def of(cls, layout: Layout, file_bytes: int = FILE_BYTES) -> Share:
+        """Of all ranks of a stage."""
+        index = layout.copy_rank * layout.tensor_size + layout.tensor_rank
+        return cls(layout.pipeline_rank, index, layout.world_size // layout.pipeline_size, file_bytes)
+
+
+@dataclass
+class File:
+    """One file of the folder, on its way."""
+
+    name: str
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # on the CPU, copied
+    digests: dict[str, int] = field(default_factory=dict)  # of the tensors that were copied
+
+    def write(self, folder: Path, digest: Digest | None) -> Path:
+        """Write the file and, with a digest, read it again; returns its path.
+
+        Raises:
+            RuntimeError: what is in the file is not what was exported.
+        """
+        path = folder / self.name
+        save_file(self.tensors, path, metadata={"format": "pt"})
+        if digest is None:
+            return path
+        with safe_open(path, framework="pt") as file:
+            for name, expected in self.digests.items():
+                if digest(file.get_tensor(name)) != expected:
+                    raise RuntimeError(f"{path}: {name} differs from what was exported; is the disk or the memory broken?")
+        return path
+
+
+def files(weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Digest | None = None) -> Iterator[File]:
+    """This rank's files, each of at least `share.file_bytes` or a stage's last. Iterates all `weights`, in their order."""
+    number, num_bytes, current = 0, 0, None
+    for name, tensor in weights:
+        if num_bytes >= share.file_bytes:
+            if current is not None:
+                yield current
+            number, num_bytes, current = number + 1, 0, None
+        num_bytes += tensor.nbytes
+        if number % share.size == share.index:
+            current = current or File(f"model-{share.stage:03d}-{number:05d}.safetensors")
+            current.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            if digest is not None:
+                current.digests[name] = digest(tensor)
+    if current is not None:
+        yield current
+
+
+def save_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Digest | None = None) -> None:
+    """Write this rank's files, one at a time; with a digest each is verified."""
+    for file in files(weights, share, digest):
+        file.write(folder, digest)
+
+
+def finish_folder(folder: Path, model_path: Path) -> None:
+    """Index the files and add config, tokenizer and what else stands beside the start model's weights."""
+    shards = sorted(folder.glob("model-*.safetensors"))
+    if len(shards) == 1:
+        shards[0].rename(folder / "model.safetensors")
+    else:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for shard in shards:
+            with safe_open(shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is no dict
+                    assert name not in weight_map, name
+                    weight_map[name] = shard.name
+                    total += file.get_tensor(name).nbytes  # mapped, not read
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for path in model_path.iterdir():
+        if path.is_file() and not path.name.endswith(NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)

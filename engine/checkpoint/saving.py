@@ -1,0 +1,217 @@
+"""Writes a checkpoint: all ranks their files, then rank 0 the index, and the folder gets its name.
+
+What is written is in host memory, so that it may be done beside the training. Leaves out how tensors lie in files (state.py,
+hf_folder.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from engine import peft
+from engine.checkpoint import folder as names
+from engine.checkpoint import hf_folder, state
+from engine.checkpoint.shards import Shard, optimizer_shards
+from engine.engine import Engine
+from engine.random_state import random_state
+
+GROUP_TIMEOUT = timedelta(days=1)  # files may take their time
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank, with what each rank says."""
+
+
+class Save:
+    """A checkpoint on its way to the disk. `wait` in any case; every rank does."""
+
+    def __init__(self, folder: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
+        """`write`: writes what is in host memory. If it is to run beside the training, it uses no device."""
+        self.folder = folder
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        if asynchronous:
+            self._thread.start()
+        else:
+            self._run(write)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is whole; returns its folder.
+
+        Raises:
+            CheckpointError: a rank failed; the folder is not there.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self.folder
+
+    def give_up(self, seconds: float) -> None:
+        """Wait so long at most and whatever comes of it: for a rank that ends with an error."""
+        self._join(seconds)
+
+    def _join(self, seconds: float | None = None) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+
+def save(  # noqa: PLR0913
+    root: Path,
+    step: int,
+    engine: Engine,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    model_path: Path,
+    keep: int,
+    write_more: Callable[[Path], None] = lambda folder: None,
+    *,
+    digest: hf_folder.Digest | None = None,
+    asynchronous: bool = False,
+    file_bytes: int = hf_folder.FILE_BYTES,
+) -> Save:
+    """Write the checkpoint of `step`, then drop all but the newest `keep`. Every rank calls, and has waited for the one before.
+
+    `weights` is this stage's export, on all of its ranks: each writes a part, and verifies it with a `digest`. With LoRA it is
+    left alone, and the adapter is written; the base model stays in `model_path`. `write_more` is called with the folder on rank
+    0, before this returns. `asynchronous`: all is copied to host memory, and written while the caller goes on.
+    """
+    final, folder = root / f"step_{step:08d}", root / f".partial_step_{step:08d}"
+    has_adapters, rank, about = bool(engine.config.lora.rank), engine.layout.rank, names.about(engine, step)
+    group = _writers(dist.group.WORLD)
+    if rank == 0:
+        for leftover in (*root.glob(".partial_*"), *root.glob(".old_*")):
+            shutil.rmtree(leftover)
+        (folder / ("adapter" if has_adapters else "hf")).mkdir(parents=True)
+        write_more(folder)
+    dist.barrier()
+    torch.save(random_state(), folder / f"random_{rank:05d}.pt")
+    state_files = state.plan(optimizer_shards(engine), rank)
+    part = state.entries(state_files)
+    share = hf_folder.Share.of(engine.layout, file_bytes)
+    jobs: Iterator[Job] = itertools.chain(
+        _state(engine, folder, state_files),
+        _adapter(engine, folder) if has_adapters else _hf_folder(folder, hf_folder.files(weights, share, digest), digest),
+    )
+
+    def finish(index: dict[str, Any]) -> None:
+        if has_adapters:
+            peft.finish_folder(folder / "adapter", engine.config.lora, model_path)
+        else:
+            hf_folder.finish_folder(folder / "hf", model_path)
+        (folder / names.INDEX_FILE).write_text(json.dumps({**about, "tensors": index}))
+        _commit(folder, final, keep)
+
+    pending = list(jobs) if asynchronous else jobs
+    return Save(final, lambda: _write(pending, part, group, finish), asynchronous=asynchronous)
+
+
+Job = Callable[[], Path]
+"""Writes a file out of host memory; its path."""
+
+
+def _state(engine: Engine, folder: Path, files: list[tuple[str, list[Shard]]]) -> Iterator[Job]:
+    with engine.state_on_device():
+        for name, shards in files:
+            yield partial(_write_tensors, folder / name, state.host_tensors(shards))
+
+
+def _hf_folder(folder: Path, files: Iterable[hf_folder.File], digest: hf_folder.Digest | None) -> Iterator[Job]:
+    return (partial(file.write, folder / "hf", digest) for file in files)
+
+
+def _adapter(engine: Engine, folder: Path) -> Iterator[Job]:
+    """Written at once, since it is small."""
+    peft.save_stage(folder / "adapter", engine.layout.pipeline_rank, engine.adapter_tensors())
+    return iter(())
+
+
+def _write(jobs: Iterable[Job], part: dict[str, Any], group: Any, finish: Callable[[dict[str, Any]], None]) -> None:
+    """Write this rank's files; when all have theirs, rank 0 does the rest. A failure of any rank is every rank's."""
+    failure: Exception | None = None
+    for job in jobs:  # to the end, also after a failure: the other ranks take part in it
+        try:
+            if failure is None:
+                flush(job())
+        except Exception as error:  # noqa: BLE001 - handed on to every rank below
+            failure = error
+    parts = _told(part if failure is None else failure, group)
+    outcome: dict[str, Any] | Exception = {}
+    if dist.get_rank() == 0:
+        try:
+            finish(state.join(parts))
+        except Exception as error:  # noqa: BLE001 - as above
+            outcome = error
+    _told(outcome, group)
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def _told(mine: dict[str, Any] | Exception, group: Any) -> list[dict[str, Any]]:
+    """What every rank has to tell.
+
+    Raises:
+        CheckpointError: some rank has a failure to tell.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, repr(mine) if isinstance(mine, Exception) else mine, group=group)
+    failed = {rank: told for rank, told in enumerate(everyone) if isinstance(told, str)}
+    if failed:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        cause = mine if isinstance(mine, Exception) else None
+        raise CheckpointError(f"the checkpoint was not written: {told}") from cause
+    return everyone
+
+
+@lru_cache(maxsize=1)
+def _writers(world: Any) -> Any:  # noqa: ARG001 # the key of the cache
+    """A gloo group of all ranks for the threads that write. Made once for each `world`."""
+    return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+
+
+def _commit(folder: Path, final: Path, keep: int) -> None:
+    """Bring the folder onto the disk, then give it its name; then drop the oldest."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+    if final.exists():  # a resumed run comes by the same step again
+        _drop(final)
+    folder.rename(final)
+    flush(final.parent)
+    for old in names.steps(final.parent)[:-keep]:
+        _drop(old)
+
+
+def _drop(folder: Path) -> None:
+    """Under another name first: what is called step_* is whole."""
+    old = folder.with_name(f".old_{folder.name}")
+    folder.rename(old)
+    shutil.rmtree(old)
+
+
+def flush(path: Path) -> None:
+    """Force a file or a folder's entries onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,130 @@
+"""Which part of which tensor of the whole model each of this rank's optimizer parameters is, in any layout and wrap.
+
+A tensor of the whole model has megatron-core's name with the layer counted over all stages, and a shape that no layout changes:
+[rows, columns]; [2, rows, columns] where gate and up are one linear; [experts, ...] where a layer has experts. Data parallelism
+gives a rank a range of elements of its tensor- and expert-parallel shard, which is a few boxes of the whole tensor. Leaves out
+files (state.py). Sources: megatron-core 0.16.1 optimizer/distrib_optimizer.py, megatron-fsdp 0.6.1
+param_and_grad_buffer.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.checkpoint.boxes import Dim, Piece, pieces
+from engine.engine import Engine
+from engine.megatron import parallel_state as mpu
+from engine.model import global_name, is_tied_copy
+from engine.optimizer import inner_optimizers
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+GATE_AND_UP = re.compile(r"linear_fc1\.(weight|bias|lora_b)$")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one parameter of a torch optimizer is of a tensor of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    pieces: tuple[Piece, ...]  # none where this rank has nothing of it
+    optimizer: Any
+    group: dict[str, Any]  # the optimizer's, which holds the parameter
+    parameter: torch.Tensor  # the optimizer's: main weights
+    dtype: torch.dtype  # of the model's weight
+    is_written: bool  # by this rank: of shards that are the same on several ranks, one is
+
+
+class _Source(NamedTuple):
+    """A parameter of an optimizer, and of which parameter of the model it is which elements."""
+
+    chunk: torch.nn.Module
+    name: str  # in the chunk
+    weight: Any  # the model's, as it was before it was wrapped
+    start: int
+    end: int
+    optimizer: Any
+    group: dict[str, Any]
+    parameter: Any  # the optimizer's
+
+
+def optimizer_shards(engine: Engine) -> list[Shard]:
+    """Of every parameter that this rank's optimizers step, in their order."""
+    sources = _fsdp_sources if engine.config.wrap == "megatron_fsdp" else _ddp_sources
+    return [_shard(engine, source) for source in sources(engine)]
+
+
+def _ddp_sources(engine: Engine) -> Iterator[_Source]:
+    """megatron-core's distributed optimizer: a range of each parameter, cut anywhere."""
+    named = {parameter: (chunk, name) for chunk in engine.chunks for name, parameter in chunk.named_parameters()}
+    for member in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for weight, (number, order) in getattr(member, "model_param_group_index_map", {}).items():  # a stub has none
+            span, group = member._get_model_param_range_map(weight)["param"], member.optimizer.param_groups[number]
+            yield _Source(*named[weight], weight, span.start, span.end, member.optimizer, group, group["params"][order])
+
+
+def _fsdp_sources(engine: Engine) -> Iterator[_Source]:
+    """Megatron-FSDP: a range of each parameter, most often whole rows."""
+    named: dict[Any, tuple[torch.nn.Module, str]] = {}
+    chunk: Any
+    for chunk in engine.chunks:
+        named |= {parameter: (chunk, name) for name, parameter in chunk.param_and_grad_buffer.optimizer_named_parameters}
+    for optimizer in inner_optimizers(engine.optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                span = parameter.megatron_fsdp_slice
+                yield _Source(*named[parameter], parameter.orig_param, span.start, span.stop, optimizer, group, parameter)
+
+
+def _shard(engine: Engine, source: _Source) -> Shard:
+    name, weight = global_name(source.chunk, source.name), source.weight
+    dims = _dims(engine, name, weight)
+    assert math.prod(dim.local for dim in dims) == weight.numel(), name
+    assert source.end - source.start == local(source.parameter).numel(), name
+    is_tied = is_tied_copy(source.chunk, source.name)  # the last stage's copy of what is the first stage's
+    is_replica = mpu.get_tensor_model_parallel_rank() > 0 and not getattr(weight, "tensor_model_parallel", False)
+    return Shard(
+        EMBEDDING if is_tied else name,
+        tuple(dim.whole for dim in dims),
+        tuple(pieces(dims, source.start, source.end)),
+        source.optimizer,
+        source.group,
+        source.parameter,
+        weight.dtype,
+        is_written=not (is_tied or is_replica),
+    )
+
+
+def _dims(engine: Engine, name: str, weight: Any) -> list[Dim]:
+    """How this rank's shard of a parameter lies in the whole tensor; the shard's elements in their order."""
+    num_experts = getattr(weight, "num_local_experts", 0)
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if num_experts:
+        size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    sharded = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) and size > 1 else None
+    shape = list(weight.shape)
+    if num_experts:
+        shape[0] //= num_experts
+    halves = 2 if GATE_AND_UP.search(name) and engine.model_config.gated_linear_unit else 1
+    shape[0] //= halves
+    dims = [Dim(n, n * size, n * rank) if dim == sharded else Dim(n, n, 0) for dim, n in enumerate(shape)]
+    if name in (EMBEDDING, OUTPUT):
+        dims[0] = dims[0]._replace(whole=engine.hf_bridge.hf_config.vocab_size)
+    if halves > 1:
+        dims.insert(0, Dim(2, 2, 0))
+    if num_experts:
+        first = mpu.get_expert_model_parallel_rank() * num_experts
+        dims.insert(0, Dim(num_experts, num_experts * weight.expert_parallel_size, first))
+    return dims
+
+
+def local(value: Any) -> torch.Tensor:
+    """This rank's part of a DTensor; anything else as it is."""
+    result: torch.Tensor = getattr(value, "_local_tensor", value)
+    return result
