@@ -20,6 +20,7 @@ TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and
 ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
 CHUNK_FACTOR = GAMMA
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
+FOLD_FACTOR = 0x5BD1E995  # odd, so that a word's two halves count with different numbers
 FEWEST_POWERS = 1024
 
 
@@ -49,10 +50,11 @@ def _powers(device: torch.device, count: int) -> torch.Tensor:
 def digest_bytes(data: torch.Tensor) -> int:
     """A position-sensitive 64-bit digest of `data` [n], uint8 and contiguous, on any device.
 
-    Words x, the last filled up with zeros, are mixed to x + (x >> 32), multiplied by their position's odd number and summed
-    over a chunk of 32 KiB; the chunks' sums are weighted with powers of an odd number and added, the length as well, all
-    modulo 2**64. Any one changed byte changes it, since every step is one to one for that change; other changes, exchanged
-    words among them, escape with a chance of about 2**-64. It finds faults, it does not stop forgers.
+    Words x, the last filled up with zeros, are mixed to x + FOLD_FACTOR * (x >> 32), whose shift keeps the sign, multiplied by
+    their position's odd number and summed over a chunk of 32 KiB; the chunks' sums are weighted with powers of an odd number and
+    added, the length as well, all modulo 2**64. The mixed word is H * (FOLD_FACTOR + 2**32) + L, for its halves H and L: any one
+    changed byte changes it, since both factors are odd. Other changes escape with a chance of about 2**-64, and of 2**-30 where
+    only the highest bits of 32-bit numbers change, as the signs of a float32 tensor. It finds faults, it does not stop forgers.
     """
     return (int(_sum(data)) + data.numel() * LENGTH_FACTOR) & MASK
 
@@ -125,7 +127,7 @@ def _sum_on_cpu(data: torch.Tensor) -> torch.Tensor:
 def _chunk_sums(chunks: torch.Tensor) -> torch.Tensor:
     """int64 [rows] of chunks [rows, up to CHUNK_WORDS]."""
     mixed = torch.bitwise_right_shift(chunks, 32)
-    mixed.add_(chunks).mul_(multipliers(chunks.device)[: chunks.shape[1]])
+    mixed.mul_(FOLD_FACTOR).add_(chunks).mul_(multipliers(chunks.device)[: chunks.shape[1]])
     return mixed.sum(1)
 
 

@@ -6,13 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
+from bridge.layout.digest import FOLD_FACTOR
+
 BLOCK_WORDS = 2048
+FOLD = tl.constexpr(FOLD_FACTOR)
+
+
+@triton.jit
+def mix(words):  # type: ignore[no-untyped-def]
+    """What a word, int64, counts with, before its position's multiplier."""
+    return words + (words >> 32) * FOLD
 
 
 @triton.jit
 def sum_of_words(words, factors):  # type: ignore[no-untyped-def]
     """The digest's sum over words of one chunk; `factors` are their positions' multipliers."""
-    return tl.sum((words + (words >> 32)) * factors, axis=0)
+    return tl.sum(mix(words) * factors, axis=0)
 
 
 @triton.jit(do_not_specialize=["num_words", "num_rest"])  # type: ignore[untyped-decorator]
@@ -28,7 +37,7 @@ def _add_digest(data, multipliers, powers, total, num_words, num_rest, CHUNK: tl
         byte = tl.arange(0, 8)
         values = tl.load(data + start * 8 + byte, mask=byte < num_rest, other=0).to(tl.int64)
         word = tl.sum(values << (8 * byte).to(tl.int64), axis=0)
-        part = (word + (word >> 32)) * tl.load(multipliers + start % CHUNK)
+        part = mix(word) * tl.load(multipliers + start % CHUNK)
     tl.atomic_add(total, part * tl.load(powers + start // CHUNK), sem="relaxed")
 
 
