@@ -5,9 +5,12 @@ device.py      the device that a rank computes on; stand_in.py lets megatron-cor
 megatron.py    what is used of megatron-core, imported once that is in place
 parallel.py    process groups
 stages.py      which layers each stage of the pipeline has (pure functions); costs.py says what layers and attention cost
-model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge
-experts.py     mixtures of experts in that
-attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm
+model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge; families.py, rope.py: how these differ
+vocabulary.py  a vocabulary that tensor parallelism does not divide
+experts.py     mixtures of experts in that; router.py chooses them, or takes those that a rollout had
+attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm; flash.py has the kernels of GPUs
+context.py     sequences that several ranks share
+recompute.py   what the backward pass computes again
 fused.py       rotary embedding and log-probs in one kernel each, with CUDA
 lora.py        low-rank adapters on the frozen linears
 peft.py        adapters to and from PEFT's folders; peft_folder.py says what a folder may be, without torch
@@ -18,6 +21,8 @@ optimizer.py   Adam, clipping and the learning-rate schedule
 sample.py      Sample: a prompt with a response, as arrays; batch.py packs them into balanced micro-batches (pure functions)
 advantages.py  rewards become advantages (pure functions)
 correction.py  ratios of two policies by token or sequence, weights for off-policy rollouts (pure functions)
+outputs.py     what is read of the logits, in chunks where there are many
+passes.py      micro-batches through the model, by megatron-core's schedule
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 entropy.py     the policy's entropy, for the log
 metrics.py     what a step reports

@@ -244,19 +244,17 @@ def pack(
     lengths = table.lengths[chosen].tolist()
     spans = [length + -length % sequence_multiple for length in lengths]
     padding = -sum(spans) % multiple
-    size = sum(spans) + padding
     starts = [0, *np.cumsum(spans).tolist()]
-    tokens, labels, positions, segment = (np.zeros(size, np.int64) for _ in range(4))
-    mask, advantages, rollout_log_probs = (np.zeros(size, np.float32) for _ in range(3))
-    routed = None if table.routed is None else np.full((size, *table.routed[:2]), NO_EXPERT, np.int16)
-    for number, (index, length) in enumerate(zip(chosen, lengths, strict=True)):
-        sample = table.samples[index]
+    positions = np.concatenate([np.arange(span) for span in (*spans, padding)])
+    tokens, labels = np.zeros_like(positions), np.zeros_like(positions)
+    segment = np.repeat([*range(len(spans)), len(spans) - 1], [*spans, padding])
+    mask, advantages, rollout_log_probs = (np.zeros(len(positions), np.float32) for _ in range(3))
+    routed = None if table.routed is None else np.full((len(positions), *table.routed[:2]), NO_EXPERT, np.int16)
+    for index, begin, length in zip(chosen, starts, lengths, strict=False):
+        sample, end = table.samples[index], begin + length
         assert sample is not None, f"the tokens of sample {index} are on another rank"
-        begin, end, span = starts[number], starts[number] + length, slice(starts[number], starts[number + 1])
         tokens[begin:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
         labels[begin : end - 1] = tokens[begin + 1 : end]
-        positions[span] = np.arange(spans[number])
-        segment[span] = number
         advantages[begin:end] = table.advantages[index]
         predictions = slice(end - len(sample.response_ids) - 1, end - 1)
         mask[predictions] = 1.0 if indices else 0.0
@@ -264,7 +262,6 @@ def pack(
             rollout_log_probs[predictions] = sample.rollout_log_probs
         if routed is not None:
             routed[begin : end - 1] = sample.routed_experts if len(sample.routed_experts) else 0
-    positions[starts[-1] :], segment[starts[-1] :] = np.arange(padding), len(chosen) - 1
 
     def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)

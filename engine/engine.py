@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,21 +19,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft, router, stages, vocabulary
+from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft, router, stages
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
-from engine.megatron import finalize_model_grads, get_forward_backward_func
+from engine.megatron import finalize_model_grads
 from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
 from engine.offload import HostState
 from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
+from engine.passes import Passes
 from engine.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.weights import WeightItem
 from engine.wrap import FrozenModel, WrappedModel
-
-LossFunction = Callable[[MicroBatch, outputs.Values], tuple[torch.Tensor, Any]]
-
 
 @dataclass
 class MiniBatch:
@@ -72,12 +70,9 @@ class Engine:
         self.device = device.compute_device()
         self.hf_bridge = build_bridge(model, engine, algorithm.load_balancing)
         self.use_fused = fused.is_enabled(engine.fusions)
-        if device.has_cuda() and self.layout.rank == 0:
-            print(fused.describe(engine.fusions), file=sys.stderr, flush=True)
         self.stage_layers = pipeline_layers(self.hf_bridge, engine.parallel)
-        if self.layout.pipeline_size > 1 and self.layout.rank == 0:
-            print(stages.describe(self.stage_layers, self.layout.pipeline_size), file=sys.stderr, flush=True)
         self.balance = balance(engine, self.hf_bridge)
+        self._describe_choices()
         chunks = self._start_chunks(weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
@@ -88,13 +83,23 @@ class Engine:
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
-        self.reference: WrappedModel | FrozenModel | None = None
-        if has_reference and engine.lora.rank:
-            self.reference = self.wrapped
-        elif has_reference:
-            self.reference = FrozenModel(engine, self.model_config, build_chunks(self.hf_bridge, model.path))
+        self.reference = self._build_reference(model.path) if has_reference else None
         self._host_state = HostState(self) if engine.optimizer.offload else None
+        self._passes = Passes(self.hf_bridge, engine.logits_chunk_tokens, use_fused=self.use_fused)
         self._set_functions_of_the_schedule()
+
+    def _describe_choices(self) -> None:
+        """Of what was left to the engine, on rank 0."""
+        if self.layout.rank == 0 and device.has_cuda():
+            print(fused.describe(self.config.fusions), file=sys.stderr, flush=True)
+        if self.layout.rank == 0 and self.layout.pipeline_size > 1:
+            print(stages.describe(self.stage_layers, self.layout.pipeline_size), file=sys.stderr, flush=True)
+
+    def _build_reference(self, path: str) -> WrappedModel | FrozenModel:
+        """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
+        if self.config.lora.rank:
+            return self.wrapped
+        return FrozenModel(self.config, self.model_config, build_chunks(self.hf_bridge, path))
 
     def _set_functions_of_the_schedule(self) -> None:
         self.model_config.finalize_model_grads_func = finalize_model_grads
@@ -220,7 +225,7 @@ class Engine:
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
         with lora.training(self.chunks):
-            reports = self._run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
+            reports = self._passes.run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
         if self.model_config.num_moe_experts:
@@ -262,53 +267,12 @@ class Engine:
         # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size
         return value * len(minibatch.microbatches) * self.layout.data_size, sums
 
-    def _run(
-        self,
-        microbatches: list[MicroBatch],
-        chunks: list[torch.nn.Module],
-        read: outputs.Reader,
-        loss_function: LossFunction | None = None,
-    ) -> list[Any]:
-        """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].
-
-        Without one there is no backward pass, and the first of what is read is reported.
-        """
-        options, chunk_tokens = {}, self.config.logits_chunk_tokens
-        shown = vocabulary.hiding(read, self.hf_bridge)
-        if self.use_fused and self.hf_bridge.dtype is not torch.float32:
-            options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
-
-        def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            micro = next(iterator)
-            if self.use_fused and micro.sequences.rotary is None:
-                micro.sequences.rotary = fused.rotary_tables(
-                    gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q
-                )
-            with outputs.read_in_chunks(chunk, micro.labels, shown, chunk_tokens):
-                output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
-            return output, partial(report, micro)
-
-        def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            values = outputs.values(output, micro, shown, chunk_tokens)
-            return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
-
-        iterators = [iter(microbatches) for _ in chunks]
-        return get_forward_backward_func()(  # type: ignore[no-any-return]
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(chunks) > 1 else iterators[0],
-            model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(microbatches),
-            seq_length=max(micro.num_tokens for micro in microbatches),
-            micro_batch_size=1,
-            forward_only=loss_function is None,
-        )
-
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def _log_probs(self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]) -> list[torch.Tensor] | list[None]:
         """float32 [T] of each micro-batch on the last stage; no gradients."""
         with torch.no_grad():
-            values = self._run(microbatches, chunks, outputs.LogProbs(self.temperature, self.use_fused))
+            values = self._passes.run(microbatches, chunks, outputs.LogProbs(self.temperature, self.use_fused))
         return values or [None] * len(microbatches)
 
     def _response_values(self, samples: Sequence[Sample], read: outputs.Reader) -> list[torch.Tensor]:
@@ -316,7 +280,7 @@ class Engine:
         table = SampleTable.of(samples)
         microbatches = self._minibatch(table).microbatches
         with torch.no_grad():
-            values = self._run(microbatches, self.chunks, read)
+            values = self._passes.run(microbatches, self.chunks, read)
         prompts, answers = table.prompt_lengths.tolist(), table.response_lengths.tolist()
         offsets = [0, *np.cumsum(answers).tolist()]
         flat = torch.zeros(offsets[-1], device=self.device)

@@ -1,0 +1,68 @@
+"""Micro-batches through the model: megatron-core's pipeline schedule, forward and backward.
+
+Leaves out what is read of the logits (outputs.py), the loss (loss.py) and what becomes of gradients (engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine import fused, outputs, vocabulary
+from engine.batch import MicroBatch
+from engine.megatron import get_forward_backward_func
+from engine.model import gpt_model
+
+LossFunction = Callable[[MicroBatch, outputs.Values], tuple[torch.Tensor, Any]]
+
+
+class Passes:
+    """Of one engine."""
+
+    def __init__(self, hf_bridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
+        """`hf_bridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
+        self.hf_bridge, self.logits_chunk_tokens, self.use_fused = hf_bridge, logits_chunk_tokens, use_fused
+
+    def run(
+        self,
+        microbatches: list[MicroBatch],
+        chunks: list[torch.nn.Module],
+        read: outputs.Reader,
+        loss_function: LossFunction | None = None,
+    ) -> list[Any]:
+        """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].
+
+        Without one there is no backward pass, and the first of what is read is reported.
+        """
+        options, chunk_tokens = {}, self.logits_chunk_tokens
+        shown = vocabulary.hiding(read, self.hf_bridge)
+        if self.use_fused and self.hf_bridge.dtype is not torch.float32:
+            options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(iterator)
+            if self.use_fused and micro.sequences.rotary is None:
+                micro.sequences.rotary = fused.rotary_tables(
+                    gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q
+                )
+            with outputs.read_in_chunks(chunk, micro.labels, shown, chunk_tokens):
+                output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
+            return output, partial(report, micro)
+
+        def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            values = outputs.values(output, micro, shown, chunk_tokens)
+            return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
+
+        iterators = [iter(microbatches) for _ in chunks]
+        return get_forward_backward_func()(  # type: ignore[no-any-return]
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=max(micro.num_tokens for micro in microbatches),
+            micro_batch_size=1,
+            forward_only=loss_function is None,
+        )
