@@ -96,10 +96,10 @@ class StampedReplica(OpenReplica):
         plain = vllm_api.to_completion
         self.stamps: list[list[int]] = []
 
-        def to_completion(output: object, marks: object, version: int) -> Completion:
+        def to_completion(output: object, *rest: Any) -> Completion:
             spans = output.outputs[0].weight_versions  # type: ignore[attr-defined]
             self.stamps.append([int(span.version) for span in spans for _ in range(span.start, span.end)])
-            return plain(output, marks, version)  # type: ignore[arg-type]
+            return plain(output, *rest)
 
         vllm_api.to_completion = to_completion  # type: ignore[assignment]
         return await super().start()

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from bridge.layout.bucket import ALIGNMENT_BYTES, buffer_bytes, plan_buckets
 from bridge.layout.digest import (
-    FOLD_FACTOR,
     CHUNK_FACTOR,
     CHUNK_WORDS,
     LENGTH_FACTOR,
@@ -25,6 +24,7 @@ from bridge.layout.digest import (
     digest_value,
     multipliers,
 )
+from bridge.layout.splitmix import FOLD_FACTOR
 from bridge.layout.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
 from bridge.replicas.output import find_errors

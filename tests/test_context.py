@@ -20,7 +20,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         {"context": 2, "tensor": 2, "sequence": True},
-        {"context": 2, "pipeline": 2, "wrap": "megatron_fsdp", "context_attention": "ulysses"},
+        {"context": 2, "pipeline": 2, "stages": {"virtual_pipeline": 2}, "wrap": "megatron_fsdp", "context_attention": "ulysses"},
         {"context": 4, "wrap": "megatron_fsdp"},
     ],
 }
@@ -28,7 +28,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, num_hidden_layers=2))
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, num_hidden_layers=4))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from bridge.layout.splitmix import GAMMA, splitmix64
+from bridge.layout.splitmix import FOLD_FACTOR, GAMMA, splitmix64
 
 MASK = 2**64 - 1
 CHUNK_WORDS = 4096  # 32 KiB: the multipliers, one a position, stay in a GPU core's cache
@@ -20,7 +20,6 @@ TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and
 ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
 CHUNK_FACTOR = GAMMA
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
-FOLD_FACTOR = 0x5BD1E995  # odd, so that a word's two halves count with different numbers
 FEWEST_POWERS = 1024
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bridge.layout.digest import FOLD_FACTOR
+from bridge.layout.splitmix import FOLD_FACTOR
 
 BLOCK_WORDS = 2048
 FOLD = tl.constexpr(FOLD_FACTOR)

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 GAMMA = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
+FOLD_FACTOR = 0x5BD1E995  # of the digest: odd, so that a word's two halves count with different numbers
 
 Words = npt.NDArray[np.uint64]
 
