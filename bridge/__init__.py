@@ -4,6 +4,7 @@ Each room imports only from those above it:
 
 config.py     the YAML key `sync`, and what a replica is started with
 messages.py   the typed messages and states of a sync
+generation.py what is to be generated, and what comes back
 layout/       what a sync carries, in which bytes: manifest, buckets, regions, copies, digests
 export/       megatron-core parameters become Hugging Face tensors: gathered, merged with their adapters, renamed
 transport/    how buckets travel: shm, nccl, ipc

@@ -144,7 +144,7 @@ class FrozenModel:
         """`model_config` is megatron-core's TransformerConfig."""
         for chunk in chunks:
             chunk.requires_grad_(False)
-        is_sharded = ddp_config(config).data_parallel_sharding_strategy == "optim_grads_params" and config.wrap == "megatron_fsdp"
+        is_sharded = ddp_config(config).data_parallel_sharding_strategy == "optim_grads_params"  # of DDP it is no_shard
         self._shards: list[FsdpChunk] = []
         if is_sharded and mpu.get_data_parallel_world_size(with_context_parallel=True) > 1:
             self._shards = [FsdpChunk(model_config, ddp_config(config), chunk) for chunk in chunks]

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.config import SyncConfig
-from bridge.messages import GenerationRequest, SyncError
+from bridge.generation import GenerationRequest
+from bridge.messages import SyncError
 from bridge.send.publish import Publisher
 from engine.sample import Sample
 from megasync.canary import Canary, probe_sequences

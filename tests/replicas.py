@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from bridge.config import OnUpdate, ReplicaConfig
-from bridge.messages import Completion
+from bridge.generation import Completion
 from bridge.replicas import vllm_api
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from bridge.messages import Completion
+from bridge.generation import Completion
 from engine.batch import Balance, MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
 from engine.router import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample

@@ -9,7 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -180,9 +179,8 @@ def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
         assert children
         process.send_signal(kind)
         assert process.wait(timeout=20) == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
-        started = time.monotonic()
         _, alive = psutil.wait_procs(children, timeout=10)
-        assert not alive, f"still there after {time.monotonic() - started:.0f} s"
+        assert not alive
 
 
 def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

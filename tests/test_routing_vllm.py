@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.messages import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest
 from bridge.send.publish import Publisher
 from engine.sample import Sample
 from megasync.launch.ray_cluster import start_ray

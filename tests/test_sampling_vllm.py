@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.messages import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest
 from bridge.send.publish import Publisher
 from megasync.assets import VOCABULARY, Assets, write_assets
 from megasync.launch.ray_cluster import start_ray

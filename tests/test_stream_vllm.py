@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.messages import Completion, GenerationRequest, GroupRequest
+from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.send.publish import Publisher
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.rewards.pool import Scored

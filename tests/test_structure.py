@@ -25,7 +25,7 @@ WITHOUT_TORCH = [
 ]
 COMMANDS = ["train", "submit", "quickstart", "num_ranks", "launch.driver", "config.check", "config.json_schema"]
 # A room imports from itself and from those before it.
-ROOMS = {"bridge": ["config", "messages", "layout", "export", "transport", "send", "receive", "replicas"]}
+ROOMS = {"bridge": ["config", "messages", "generation", "layout", "export", "transport", "send", "receive", "replicas"]}
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
 
 

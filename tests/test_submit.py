@@ -11,7 +11,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,12 +122,10 @@ def test_interrupted_leaves_no_process(config: str, kind: signal.Signals) -> Non
     ],
 )
 def test_wrong_commands_start_nothing(config: str, arguments: list[str], words: list[str]) -> None:
-    started = time.monotonic()
     done = submit(config, *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - started < 10
 
 
 def test_no_cluster_at_the_address() -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from bridge.config import OnUpdate
-from bridge.messages import Collected, Completion, Finished, GenerationRequest, GroupRequest
+from bridge.generation import Collected, Completion, Finished, GenerationRequest, GroupRequest
 from bridge.receive import vllm_routing
 from bridge.replicas import vllm_api
 
@@ -104,7 +104,9 @@ class Generator:
             task.add_done_callback(self._tasks.discard)
 
     async def collect(self, seconds: float) -> Collected:
-        """The samples that have ended since the last call, at once or as soon as one has; none after `seconds`.
+        """The samples that have ended since the last call, or as soon as one has; none after `seconds`.
+
+        While others run it answers every ANSWER_SECONDS at most.
 
         Raises:
             RuntimeError: a sample cannot be completed, such as after vLLM died.

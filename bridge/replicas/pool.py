@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from bridge.messages import BeginSync, Completion, GenerationRequest, GroupRequest, ReplicaState, StageSpan
+from bridge.generation import Completion, GenerationRequest, GroupRequest
+from bridge.messages import BeginSync, ReplicaState, StageSpan
 from bridge.replicas.actors import ReplicaActor, ReplicaActors
 from bridge.replicas.answers import wait_while_alive
 

@@ -14,20 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.config import ReplicaConfig
-from bridge.messages import (
-    FOLDER_VERSION,
-    BeginSync,
-    Collected,
-    Completion,
-    Event,
-    GenerationRequest,
-    GroupRequest,
-    NotServingError,
-    ReplicaState,
-    Spans,
-    StageSpan,
-    next_state,
-)
+from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
+from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
 from bridge.receive import vllm_routing
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.generator import Generator

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.config import ReplicaConfig
+from bridge.generation import Completion, GenerationRequest
 from bridge.layout.splitmix import GAMMA, mix64
-from bridge.messages import Completion, GenerationRequest
 from bridge.receive import vllm_adapter, vllm_routing
 from bridge.replicas import processes
 

@@ -56,8 +56,7 @@ class _Source(NamedTuple):
 
 def optimizer_shards(engine: Engine) -> list[Shard]:
     """Of every parameter that this rank's optimizers step, in their order."""
-    sources = _fsdp_sources if engine.config.wrap == "megatron_fsdp" else _ddp_sources
-    return [_shard(engine, source) for source in sources(engine)]
+    return [_shard(engine, source) for source in SOURCES[engine.config.wrap](engine)]
 
 
 def _ddp_sources(engine: Engine) -> Iterator[_Source]:
@@ -80,6 +79,9 @@ def _fsdp_sources(engine: Engine) -> Iterator[_Source]:
             for parameter in group["params"]:
                 span = parameter.megatron_fsdp_slice
                 yield _Source(*named[parameter], parameter.orig_param, span.start, span.stop, optimizer, group, parameter)
+
+
+SOURCES = {"ddp": _ddp_sources, "megatron_fsdp": _fsdp_sources}
 
 
 def _shard(engine: Engine, source: _Source) -> Shard:

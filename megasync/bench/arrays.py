@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bridge.messages import GenerationRequest
+from bridge.generation import GenerationRequest
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.parallel import Layout
 from engine.sample import Sample

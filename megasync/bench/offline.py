@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from bridge.messages import GenerationRequest
+from bridge.generation import GenerationRequest
 from bridge.replicas import processes, vllm_api
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import CLOSE_SECONDS, Replica

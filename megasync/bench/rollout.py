@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bridge.export.source import WeightSource
-from bridge.messages import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest
 from bridge.send.publish import Publisher
 from megasync.bench.config import BenchRoot
 from megasync.bench.lora import LoraSide

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from bridge.messages import GenerationRequest
+from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from megasync.bench.config import BenchRoot
 from megasync.bench.lengths import long_tail

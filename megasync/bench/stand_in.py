@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.messages import Collected, Completion, Finished, GroupRequest
+from bridge.generation import Collected, Completion, Finished, GroupRequest
 from megasync.bench.config import ArraysBenchConfig
 
 NUM_REPLICAS = 8

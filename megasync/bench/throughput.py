@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import ray
 
-from bridge.messages import GenerationRequest, GroupRequest
+from bridge.generation import GenerationRequest, GroupRequest
 from bridge.replicas.pool import ReplicaPool
 from megasync.bench.config import BenchRoot
 from megasync.bench.lengths import long_tail

@@ -13,7 +13,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bridge.messages import Finished, GroupRequest, NotServingError
+from bridge.generation import Finished, GroupRequest
+from bridge.messages import NotServingError
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.scheduler import Load, choose_replica
 

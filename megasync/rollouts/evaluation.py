@@ -20,7 +20,7 @@ from megasync.rollouts.data import Example
 from megasync.rollouts.requests import SEED_STRIDE, Sampling
 
 if TYPE_CHECKING:
-    from bridge.messages import Completion, GenerationRequest
+    from bridge.generation import Completion, GenerationRequest
     from megasync.config.schema import Config
     from megasync.rollouts.prompts import Prompts, RunData
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from bridge.messages import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest
 from megasync.rollouts.progress import SavedSample
 from megasync.rollouts.rewards.pool import Scored
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.messages import Completion
+from bridge.generation import Completion
 
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")

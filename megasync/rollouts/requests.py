@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge.messages import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest
 from megasync.rollouts.data import Example
 from megasync.rollouts.rewards.functions import RewardInput
 

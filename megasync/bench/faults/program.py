@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from bridge.config import ReplicaConfig
-from bridge.messages import GroupRequest
+from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from megasync import train, weights
