@@ -52,6 +52,18 @@ moe_assets() { # six layers of 30b-a3b
     --mean-response-tokens 64 2>&1 | tail -1
 }
 
+long_assets() { # responses of 500 tokens on average
+  [ -d /tmp/assets-500 ] || CUDA_VISIBLE_DEVICES=${GPUS:-0} "$python" -m megasync.assets --to /tmp/assets-500 --shapes 3b \
+    --mean-response-tokens 500 2>&1 | tail -1
+}
+
+grpo_stream() { # CASE [key=value ...]: 256 samples a step, 2048 new tokens at most
+  local case=$1; shift
+  long_assets
+  grpo "$case" 0,1 1 model.path=/tmp/assets-500/model data.train=/tmp/assets-500/train.jsonl rollout.on_update=continue \
+    rollout.max_new_tokens=2048 rollout.max_model_len=2304 rollout.kv_cache_bytes=24GiB "$@"
+}
+
 moe_grpo=(
   model.path=/tmp/assets-moe/model data.train=/tmp/assets-moe/train.jsonl run.steps=20 engine.parallel.expert=2
   rollout.placement=colocated rollout.max_staleness=0 rollout.replicas=2
@@ -101,6 +113,8 @@ for case in "$@"; do
       grpo moe-grpo-ep2-replay 0,1 2 "${moe_grpo[@]}" algorithm.router_replay=rollout algorithm.log_router_gap=true ;;
     grpo) assets; grpo grpo 0,1 1 ;;
     grpo-colocated) assets; grpo grpo-colocated 2,3 2 rollout.placement=colocated rollout.max_staleness=0 rollout.replicas=2 ;;
+    grpo-stream-4) grpo_stream grpo-stream-4 rollout.max_staleness=4 run.steps=40 ;;
+    grpo-stream-1) grpo_stream grpo-stream-1 rollout.max_staleness=1 run.steps=20 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;
   esac
 done
