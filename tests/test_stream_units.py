@@ -5,6 +5,7 @@ python -m pytest tests/test_stream_units.py
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import ITEM_BYTES, Manifest
 from bridge.messages import SyncError
+from bridge.replicas.generator import Generator
 from bridge.send.publish import Publisher
 from bridge.send.sender import StageSender
 from bridge.transport.errors import TransportError
@@ -254,3 +256,27 @@ def test_each_reader_has_one_rank_for_each_stage(num_stages, width, num_readers,
     assert served == [(stage, reader) for stage in range(num_stages) for reader in range(num_readers)]
     if spread and on_all_ranks:
         assert all(reader in shared[reader] for reader in range(min(num_readers, len(roles))))
+
+
+def test_a_sync_goes_before_groups_that_wait_to_be_handed_in() -> None:
+    async def order() -> list[str]:
+        generator, taken = Generator(None, 0, "continue", serving=lambda: (0, False), explain=lambda error: error), []
+
+        async def hand_in(name: str, *, lets_sync_pass: bool = True) -> None:
+            async with generator._turn(lets_sync_pass=lets_sync_pass):
+                taken.append(name)
+
+        await generator.lock.acquire()
+        waiting = [asyncio.create_task(hand_in("batch", lets_sync_pass=False))]
+        waiting += [asyncio.create_task(hand_in(f"group {number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        sync = asyncio.create_task(generator.acquire_for_sync())
+        await asyncio.sleep(0)
+        generator.lock.release()
+        await sync
+        taken.append("sync")
+        generator.lock.release()
+        await asyncio.gather(*waiting)
+        return taken
+
+    assert asyncio.run(order()) == ["batch", "sync", "group 0", "group 1", "group 2"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,8 +64,9 @@ class Generator:
         self._live: dict[str, Live] = {}  # by vLLM's id
         self._finished: list[Finished] = []
         self._problem: Exception | None = None
-        self._has_news, self._is_open = asyncio.Event(), asyncio.Event()
+        self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._is_open.set()
+        self._is_no_sync_waiting.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked = self._answered = self._next_answer = time.monotonic()
 
@@ -95,9 +96,9 @@ class Generator:
     # ------------------------------------------------------------------------------------------------ a stream of groups
 
     async def hand_in(self, groups: Sequence[GroupRequest]) -> None:
-        """Begin to generate; `collect` has each sample once it has ended."""
+        """Begin to generate; `collect` has each sample once it has ended. A sync that waits for `lock` goes first."""
         wanted = [(group, sample) for group in groups for sample in group.samples]
-        lives = await self._begin([(group.request, sample) for group, sample in wanted])
+        lives = await self._begin([(group.request, sample) for group, sample in wanted], lets_sync_pass=True)
         for (group, sample), live in zip(wanted, lives, strict=True):
             task = asyncio.create_task(self._finish(group.key, sample, live))
             self._tasks.add(task)
@@ -131,6 +132,14 @@ class Generator:
         self._has_news.set()
 
     # ------------------------------------------------------------------------------------------------ at an update
+
+    async def acquire_for_sync(self) -> None:
+        """Take `lock` before all groups that wait to be handed in."""
+        self._is_no_sync_waiting.clear()
+        try:
+            await self.lock.acquire()
+        finally:
+            self._is_no_sync_waiting.set()
 
     async def pause(self, *, drain: bool = False) -> None:
         """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held."""
@@ -171,7 +180,7 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    async def _begin(self, wanted: Sequence[tuple[GenerationRequest, int]]) -> list[Live]:
+    async def _begin(self, wanted: Sequence[tuple[GenerationRequest, int]], *, lets_sync_pass: bool = False) -> list[Live]:
         """Hand samples in as one batch."""
         queues: list[Any] = []
         lives: list[Live] = []
@@ -183,7 +192,7 @@ class Generator:
                 queues.append(await submit(request, sample, self.new_id(), returns_experts=self._returns_experts))
                 lives.append(Live(request, sample, queues[-1], version))
 
-        await self._enter(submit_all, queues)
+        await self._enter(submit_all, queues, lets_sync_pass=lets_sync_pass)
         self._live |= {live.queue.request_id: live for live in lives}
         return lives
 
@@ -201,15 +210,30 @@ class Generator:
             if output.outputs[0].finish_reason != "abort":
                 return vllm_api.to_completion(output, live.marks, live.version, experts)
             await self._is_open.wait()
-            (live,) = await self._begin([(live.request, live.sample)])
+            (live,) = await self._begin([(live.request, live.sample)], lets_sync_pass=True)
 
-    async def _enter(self, submit: Callable[[list[Any]], Awaitable[None]], queues: list[Any]) -> None:
+    @asynccontextmanager
+    async def _turn(self, *, lets_sync_pass: bool) -> AsyncIterator[None]:
+        """With `lock`, which is given to its waiters in order."""
+        await self.lock.acquire()
+        while lets_sync_pass and not self._is_no_sync_waiting.is_set():
+            self.lock.release()
+            await self._is_no_sync_waiting.wait()
+            await self.lock.acquire()
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    async def _enter(
+        self, submit: Callable[[list[Any]], Awaitable[None]], queues: list[Any], *, lets_sync_pass: bool = False
+    ) -> None:
         """Hand requests in as one batch; `submit` appends a queue for each.
 
         A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
         input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
         """
-        async with self.lock:
+        async with self._turn(lets_sync_pass=lets_sync_pass):
             self._serving()
             alone = self._num_running == 0
             try:

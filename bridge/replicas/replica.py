@@ -119,7 +119,7 @@ class Replica:
     async def _stop(self, event: Event, num_calls: int) -> None:
         while self._generator.num_calls < num_calls:  # they are on their way here
             await asyncio.sleep(1e-3)
-        await self._generator.lock.acquire()
+        await self._generator.acquire_for_sync()
         self._in_sync = True
         before = self._state
         try:
