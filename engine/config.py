@@ -139,6 +139,8 @@ class EngineConfig(Section):
     """For less memory activations are computed again in the backward pass: full, whole layers; selective, recompute_modules."""
     recompute_modules: Annotated[tuple[RecomputeModule, ...], *OneOrMore] = ("layernorm", "mlp_act")
     """selective: norms, core attention, the MLP (or mixture of experts, moe), or what lies between its linears (mlp_act)."""
+    recompute_inputs: Literal["device", "host"] = "device"
+    """full: where the inputs of layers wait for the backward pass; host: in pinned host memory, for longer contexts."""
     fusions: Literal["auto", "all", "none"] = "auto"
     """One kernel for each memory-bound piece of a step; auto: with CUDA."""
     optimizer: OptimizerConfig = OptimizerConfig()

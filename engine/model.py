@@ -33,7 +33,7 @@ class _LocalSpec:
 
     config: Any
     has_vp_stage: bool
-    recomputes_activation = False
+    recomputes_activation = keeps_inputs_on_host = False
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -95,6 +95,7 @@ def build_bridge(model: ModelConfig, engine: EngineConfig, load_balancing: float
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
     use_fused = fused.is_enabled(engine.fusions)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
+    bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
@@ -152,6 +153,8 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
     for chunk in chunks:
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
         router.tell_routers(chunk)
+        if bridge.keeps_inputs_on_host:
+            recompute.keep_inputs_on_host(gpt_model(chunk).decoder)
     if path is None:
         return chunks
     try:

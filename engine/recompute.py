@@ -38,6 +38,32 @@ def use_recomputed_activation(layer: Any) -> None:
         mlp.submodules = dataclasses.replace(mlp.submodules, experts=_RecomputingExperts)
 
 
+def keep_inputs_on_host(decoder: torch.nn.Module) -> None:
+    """Of full recompute: what each of a decoder's layers was given waits in host memory for the backward pass.
+
+    The copies are in order with what the device computes, which nothing has to wait for. Parameters, and what wants no
+    gradient, such as the rotary embedding that all layers share, stay where they are.
+    """
+    inner = decoder.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device):
+            return inner(*args, **kwargs)
+
+    decoder.forward = forward  # type: ignore[method-assign]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.device]:
+    if not tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach(), non_blocking=True), tensor.device
+
+
+def _to_device(kept: torch.Tensor | tuple[torch.Tensor, torch.device]) -> torch.Tensor:
+    return kept if isinstance(kept, torch.Tensor) else kept[0].to(kept[1], non_blocking=True)
+
+
 class _RecomputingMLP(MLP):  # type: ignore[misc]
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         gate_and_up, _bias = self.linear_fc1(hidden_states)

@@ -71,7 +71,7 @@ def engine(
         ),
         tokens_per_microbatch=options.pop("tokens", 120),
         recompute=options.pop("recompute", "none"),
-        **{name: options.pop(name) for name in ("recompute_modules",) if name in options},
+        **{name: options.pop(name) for name in ("recompute_modules", "recompute_inputs") if name in options},
         logits_chunk_tokens=options.pop("logits_chunk_tokens", 8192),
         fusions=options.pop("fusions", "auto"),
         overrides=options.pop("overrides", {}),

@@ -53,6 +53,8 @@ def test_recompute_takes_what_the_model_has(runnable: Path) -> None:
     check_config(load_config(runnable, ["engine.recompute=selective"]), 1)
     chosen = ["engine.recompute=selective", "engine.recompute_modules=[layernorm,core_attn,mlp]"]
     check_config(load_config(runnable, chosen), 1)
+    check_config(load_config(runnable, ["engine.recompute=full", "engine.recompute_inputs=host"]), 1)
+    assert "engine.recompute = none keeps more than" in cannot_run(runnable, "engine.recompute_inputs=host")
     assert "engine.recompute = none knows no modules" in cannot_run(runnable, chosen[1])
     message = cannot_run(runnable, chosen[0], "engine.recompute_modules=[moe]")
     assert "engine.recompute_modules = moe: qwen3 has no moe" in message

@@ -15,7 +15,7 @@ from tests.tiny_models import write_tiny_model
 LORA = {"rank": 4, "alpha": 8.0}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
-        {"context": 2, "fusions": "all", "logits_chunk_tokens": 16, "recompute": "full"},
+        {"context": 2, "fusions": "all", "logits_chunk_tokens": 16, "recompute": "full", "recompute_inputs": "host"},
         {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "lora": LORA, "recompute": "selective"},
     ],
     4: [

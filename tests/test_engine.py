@@ -53,7 +53,7 @@ def test_wraps_and_layouts_train_alike(shallow: str) -> None:
         {**one[0], "overrides": {"overlap_grad_reduce": True}},
         {**one[0], "pipeline": 2, "fusions": "all", "logits_chunk_tokens": 16, "overrides": {"overlap_grad_reduce": True}},
         {**one[0], "tensor": 2, "sequence": True, "fusions": "all", "logits_chunk_tokens": 16},
-        {**one[1], "fusions": "all", "recompute": "full", "logits_chunk_tokens": 16},
+        {**one[1], "fusions": "all", "recompute": "full", "recompute_inputs": "host", "logits_chunk_tokens": 16},
     ]
     reference, fsdp = run_ranks(1, "tests.engine_cases:losses", {"cases": one})[0]
     assert_close(fsdp, reference, 1e-5)

@@ -15,6 +15,9 @@ def check_recompute(config: Config, shape: ModelShape) -> None:
     is_given = modules != EngineConfig().recompute_modules
     message = f"{key}: engine.recompute = {engine.recompute} knows no modules"
     refuse_if(is_given and engine.recompute != "selective", message, remedy="write engine.recompute=selective, or leave them out")
+    message = f"engine.recompute_inputs = host: engine.recompute = {engine.recompute} keeps more than the inputs of layers"
+    remedy = "write engine.recompute=full, or engine.recompute_inputs=device"
+    refuse_if(engine.recompute_inputs == "host" and engine.recompute != "full", message, remedy=remedy)
     if engine.recompute != "selective":
         return
     here, missing = ("moe", "mlp") if shape.num_experts else ("mlp", "moe")
