@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.rollouts.scheduler import Candidate, Load, choose_batch, choose_replica, expired, num_admissible
+from megasync.rollouts.scheduler import Candidate, Lead, Load, choose_batch, choose_replica, expired, num_admissible
 
 
 @settings(deadline=None, max_examples=200)
@@ -27,9 +27,10 @@ def test_every_group_is_trained_once_and_none_is_too_old(
     waiting: list[int] = []
     done: set[int] = set()
     trained: list[int] = []
-    num_admitted = 0
+    num_admitted, lead = 0, Lead(staleness + 1, patience=1)
     for step in range(num_steps):
-        wanted = num_admissible(len(trained), staleness, batch_size, num_steps - step)
+        assert min(2, staleness + 1) <= lead.batches <= staleness + 1
+        wanted = num_admissible(len(trained), lead.batches, batch_size, num_steps - step)
         waiting += range(num_admitted, wanted)
         num_admitted = max(num_admitted, wanted)
         while True:
@@ -48,8 +49,25 @@ def test_every_group_is_trained_once_and_none_is_too_old(
         for ordinal in batch:
             assert ordinal in done and begun.pop(ordinal) >= step - staleness
         trained += batch
+        lead.observe(source.choice((0.0, 0.5)), sum(ordinal in done for ordinal in begun) / batch_size)
     assert sorted(trained) == list(range(num_steps * batch_size))
     assert not begun and not waiting
+
+
+def test_replicas_run_ahead_as_far_as_the_trainer_needs() -> None:
+    """Further after a wait that counts; less far once whole batches are ready, tried more seldom each time that was wrong."""
+    lead = Lead(4, patience=2)
+    for wait, ready, expected in ((0.01, 0, 2), (0.2, 0, 3), (0.2, 0, 4), (0.2, 0, 4), (0, 1, 4), (0, 1, 3), (0.1, 0, 4)):
+        lead.observe(wait, ready)
+        assert lead.batches == expected
+    assert lead.patience == 4
+    for _ in range(3):
+        lead.observe(0, 1)
+    assert lead.batches == 4
+    for _ in range(50):
+        lead.observe(0, 1)
+    assert lead.batches == 2
+    assert Lead(1).batches == 1
 
 
 def test_without_staleness_batches_are_those_of_the_data() -> None:

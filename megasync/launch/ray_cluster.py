@@ -92,11 +92,24 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
 
     try:
         with environment(variables):
-            ray.init(**options)
+            _connect(options)
     except BaseException:
         stop()
         raise
     return stop
+
+
+def _connect(options: dict[str, Any]) -> None:
+    """Once more where a Ray of our own does not start: it gives itself 30 s (ray 2.60.0 _private/node.py:428)."""
+    import ray
+
+    try:
+        ray.init(**options)
+    except Exception:
+        if options["address"] != "local":
+            raise
+        ray.shutdown()
+        ray.init(**options)
 
 
 def free_port() -> int:

@@ -77,6 +77,8 @@ class Rollouts:
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
+        if self.config.rollout.max_staleness:
+            metrics["rollout/lead_batches"] = self.stream.lead.batches
         if self.config.algorithm.filter_groups:
             metrics["rollout/filtered_groups"] = self.stream.num_filtered
         return RolloutBatch(SampleTable.of(samples), metrics, self._lines(groups))

@@ -6,6 +6,8 @@ on version s of the weights and makes version s + 1. Leaves out who generates an
 The bound of `rollout.max_staleness` = n holds by two rules, without anything thrown away: at most n + 1 batches of groups have
 begun and are not trained (the admission of AReaL, arXiv:2505.24298, section 5.1); and a step waits where, without it, more groups
 would be left than the steps until version oldest + n can train: earliest deadline first, which leaves as few as any order can.
+With these alone replicas that are faster than the trainer would make every sample n versions old: of n + 1 batches as few
+begin as keep the trainer from waiting (Lead).
 """
 
 from __future__ import annotations
@@ -32,12 +34,50 @@ class Load:
     tokens: float = 0.0
 
 
-def num_admissible(num_trained: int, max_staleness: int, batch_size: int, steps_left: int, num_replaced: int = 0) -> int:
+SHORT_WAIT = 0.05  # of the time from one batch to the next: what costs less is not worth older samples
+CALM_STEPS = 8
+
+
+@dataclass
+class Lead:
+    """How many batches of groups may have begun and are not trained: `batches`, from min(2, most) up to `most`.
+
+    One more after a step that waited; one fewer after `patience` steps in a row behind which a whole batch was ready. Each time
+    that fewer turn out to be too few, the next trial waits twice as long.
+    """
+
+    most: int
+    patience: int = CALM_STEPS
+    _calm: int = 0
+    _is_trial: bool = False
+
+    def __post_init__(self) -> None:
+        self.batches = self.least
+
+    @property
+    def least(self) -> int:
+        return min(2, self.most)
+
+    def observe(self, wait_share: float, spare_batches: float) -> None:
+        """A batch was taken. `wait_share`: of the time since the one before, what the trainer waited for it; `spare_batches`: how
+        many more were ready.
+        """
+        if wait_share > SHORT_WAIT:
+            self.patience *= 2 if self._is_trial else 1
+            self.batches, self._calm, self._is_trial = min(self.most, self.batches + 1), 0, False
+            return
+        self._calm = self._calm + 1 if spare_batches >= 1 else 0
+        if self._calm >= self.patience and self.batches > self.least:
+            self.batches, self._calm, self._is_trial = self.batches - 1, 0, True
+
+
+def num_admissible(num_trained: int, lead: int, batch_size: int, steps_left: int, num_replaced: int = 0) -> int:
     """How many groups may have begun, in all, when `num_trained` of them are trained and `steps_left` steps follow.
 
+    `lead`: how many batches of them may be under way; at most `rollout.max_staleness` + 1.
     `num_replaced`: those that have begun and will not be trained, each of which makes room for another.
     """
-    return num_trained + min(max_staleness + 1, steps_left) * batch_size + num_replaced
+    return num_trained + min(lead, steps_left) * batch_size + num_replaced
 
 
 def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | None) -> int | None:

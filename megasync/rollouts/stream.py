@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from megasync.rollouts.dispatch import Dispatcher
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.rewards.pool import Scored
-from megasync.rollouts.scheduler import Candidate, choose_batch, expired, num_admissible
+from megasync.rollouts.scheduler import Candidate, Lead, choose_batch, expired, num_admissible
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -46,6 +47,8 @@ class RolloutStream:
         self.step = 0
         self.num_begun = self.num_trained = 0  # ordinals that were admitted; that were taken
         self.num_replaced = self.replaced_in_step = self.num_filtered = 0
+        self.lead = Lead(settings.max_staleness + 1)
+        self._taken_seconds: float | None = None  # when the last batch was
         self._groups: dict[int, Group] = {}  # admitted and not taken
         self._equal: dict[int, Group] = {}  # done since the last batch, with rewards that are all equal
         self._unreplaced: set[int] = set()  # of these
@@ -113,17 +116,25 @@ class RolloutStream:
         if step != self.step:
             self.step, self.replaced_in_step = step, 0
         own = self.settings
-        wanted = num_admissible(self.num_trained, own.max_staleness, own.batch_size, own.num_steps - step, self.num_replaced)
+        wanted = num_admissible(self.num_trained, self.lead.batches, own.batch_size, own.num_steps - step, self.num_replaced)
         admitted = {ordinal: self.make_group(ordinal) for ordinal in range(self.num_begun, wanted)}
         self.num_begun = max(self.num_begun, wanted)
         self._groups |= admitted
         self._dispatcher.add(list(admitted.values()))
 
     async def _take(self, step: int) -> list[Group] | None:
+        begin_seconds = time.monotonic()
         batch = await self._wait_for(lambda: self._choose(step))
-        if batch is not None:
-            self.num_trained += len(batch)
-        return None if batch is None else [self._groups.pop(ordinal) for ordinal in batch]
+        if batch is None:
+            return None
+        self.num_trained += len(batch)
+        taken = [self._groups.pop(ordinal) for ordinal in batch]
+        before, self._taken_seconds = self._taken_seconds, time.monotonic()
+        if before is not None:  # nothing could be ready for the first
+            num_ready = sum(group.is_done for group in self._groups.values())
+            wait_share = (self._taken_seconds - begin_seconds) / (self._taken_seconds - before)
+            self.lead.observe(wait_share, num_ready / self.settings.batch_size)
+        return taken
 
     async def _wait_for(self, look: Callable[[], Result | None]) -> Result | None:
         """What `look` finds once it is not None; None once there are fewer than `min_replicas` replicas."""
