@@ -50,7 +50,7 @@ def keep_inputs_on_host(decoder: torch.nn.Module) -> None:
         with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device):
             return inner(*args, **kwargs)
 
-    decoder.forward = forward  # type: ignore[method-assign]
+    decoder.forward = forward
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.device]:
