@@ -35,12 +35,12 @@ class Load:
 
 
 SHORT_WAIT = 0.05  # of the time from one batch to the next: what costs less is not worth older samples
-CALM_STEPS = 8
+CALM_STEPS = 4
 
 
 @dataclass
 class Lead:
-    """How many batches of groups may have begun and are not trained: `batches`, from min(2, most) up to `most`.
+    """How many batches of groups may have begun and are not trained: `batches`, at first `most`, at least min(2, most).
 
     One more after a step that waited; one fewer after `patience` steps in a row behind which a whole batch was ready. Each time
     that fewer turn out to be too few, the next trial waits twice as long.
@@ -52,11 +52,7 @@ class Lead:
     _is_trial: bool = False
 
     def __post_init__(self) -> None:
-        self.batches = self.least
-
-    @property
-    def least(self) -> int:
-        return min(2, self.most)
+        self.batches = self.most
 
     def observe(self, wait_share: float, spare_batches: float) -> None:
         """A batch was taken. `wait_share`: of the time since the one before, what the trainer waited for it; `spare_batches`: how
@@ -67,7 +63,7 @@ class Lead:
             self.batches, self._calm, self._is_trial = min(self.most, self.batches + 1), 0, False
             return
         self._calm = self._calm + 1 if spare_batches >= 1 else 0
-        if self._calm >= self.patience and self.batches > self.least:
+        if self._calm >= self.patience and self.batches > 2:
             self.batches, self._calm, self._is_trial = self.batches - 1, 0, True
 
 
