@@ -20,7 +20,11 @@ from tests.ranks import run_ranks
 from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
+GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
+    "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
+    "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
     "llama": ("llama", True, {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "mistral": ("mistral", False, {"sliding_window": None}),
@@ -33,6 +37,9 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
 }
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "glm4_moe": {"tensor": 2, "sequence": True},
+    "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "llama": {"wrap": "megatron_fsdp", "tensor": 2},
     "llama, linear": {"tensor": 2, "sequence": True, "fusions": "all"},
     "mistral": {"pipeline": 2},
