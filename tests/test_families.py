@@ -106,7 +106,8 @@ def test_the_biases_of_routers_are_frozen_or_move_by_a_rate(
     """On two ranks as on one: by the tokens of both."""
     moved = {name: [round(number / BIAS_RATE, 3) for number in result["biases"]] for name, result in alone.items()}
     assert set(moved["glm4_moe"]) == set(moved["glm4_moe, stages"]) == {0.0} and moved["llama"] == []
-    assert {-1.0, 1.0} & set(moved["glm4_moe, tied"]) and set(moved["glm4_moe, tied"]) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
+    assert set(moved["glm4_moe, tied"]) <= {-2.0, -1.0, 0.0, 1.0, 2.0}, "two steps"
+    assert min(moved["glm4_moe, tied"]) < 0 < max(moved["glm4_moe, tied"])
     for name, ranks in shared.items():
         assert [number for rank in ranks for number in rank["biases"]] == alone[name]["biases"], name
 

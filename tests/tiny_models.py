@@ -7,6 +7,7 @@ Leaves out anything trained: the models speak gibberish, but a wrong weight chan
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     if family == "glm4_moe":
         fields |= {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
         fields |= {"attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
-    fields |= config
+    fields |= copy.deepcopy(config)  # transformers adds to rope_parameters
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
