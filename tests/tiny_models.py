@@ -104,8 +104,7 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
             parameter.copy_(1 + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
-        model = model.to(dtype)
-        for module in model.modules():
+        for module in model.to(dtype).modules():
             if hasattr(module, "e_score_correction_bias"):  # float32 in folders of any dtype
                 module.e_score_correction_bias = 0.2 * torch.randn(module.e_score_correction_bias.shape, generator=generator)
     return model
