@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, context, device, fused, lora, loss, metrics, outputs, parallel, peft, router, stages
+from engine import advantages, context, device, families, fused, lora, loss, metrics, outputs
+from engine import parallel, peft, router, router_bias, stages
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.correction import Sums
@@ -68,7 +69,7 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
-        self.hf_bridge = build_bridge(model, engine, algorithm.load_balancing)
+        self.hf_bridge = build_bridge(model, engine, algorithm.load_balancing, algorithm.router_bias_update_rate)
         self.use_fused = fused.is_enabled(engine.fusions)
         self.stage_layers = pipeline_layers(self.hf_bridge, engine.parallel)
         self.balance = balance(engine, self.hf_bridge)
@@ -90,10 +91,11 @@ class Engine:
 
     def _describe_choices(self) -> None:
         """Of what was left to the engine, on rank 0."""
-        if self.layout.rank == 0 and device.has_cuda():
-            print(fused.describe(self.config.fusions), file=sys.stderr, flush=True)
-        if self.layout.rank == 0 and self.layout.pipeline_size > 1:
-            print(stages.describe(self.stage_layers, self.layout.pipeline_size), file=sys.stderr, flush=True)
+        told = families.describe(self.hf_bridge.hf_config)
+        told += [fused.describe(self.config.fusions)] if device.has_cuda() else []
+        told += [stages.describe(self.stage_layers, self.layout.pipeline_size)] if self.layout.pipeline_size > 1 else []
+        for line in told if self.layout.rank == 0 else ():
+            print(line, file=sys.stderr, flush=True)
 
     def _build_reference(self, path: str) -> WrappedModel | FrozenModel:
         """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
@@ -102,6 +104,7 @@ class Engine:
         return FrozenModel(self.config, self.model_config, build_chunks(self.hf_bridge, path))
 
     def _set_functions_of_the_schedule(self) -> None:
+        router_bias.leave_to_engine(self.model_config)
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
@@ -239,6 +242,7 @@ class Engine:
             raise metrics.non_finite_error(sums["loss"], norm, self.wrapped.gradients(), self.device)
         else:
             self._zero_gradients()
+        router_bias.update(self.chunks, 0.0 if skipped else self.algorithm.router_bias_update_rate)
         rate = self.optimizer.param_groups[0]["lr"]
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 

@@ -52,8 +52,10 @@ def rotary_tables(embedding: Any, position_ids: torch.Tensor, longest: int) -> t
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    size = 2 * cos.shape[-1]
+    first, second = x[..., :size].float().chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
 
 
 @device.compiled
@@ -93,7 +95,7 @@ def rotate(
 
     Args:
         query, key: [T, heads, dim] and [T, groups, dim].
-        tables: those of `rotary_tables`.
+        tables: those of `rotary_tables`; of more elements than they turn the first ones are turned.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(query, key, *tables)  # type: ignore[no-untyped-call]
     return result

@@ -63,6 +63,7 @@ def _bridge_class(model_type: str) -> type[Bridge]:
     assert issubclass(base, LLMBridge)
     layer = "model.layers.{layer_number}."
     tables: dict[str, Any] = {
+        "_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf,  # glm4moe.py's lacks a norm
         "_DIRECT_MAPPING": dict(base._DIRECT_MAPPING),
         "_ATTENTION_MAPPING": dict(base._ATTENTION_MAPPING),
         "_MLP_MAPPING": {
@@ -82,10 +83,12 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
 
 
-def build_bridge(model: ModelConfig, engine: EngineConfig, load_balancing: float = 0.0) -> Bridge:
+def build_bridge(
+    model: ModelConfig, engine: EngineConfig, load_balancing: float = 0.0, router_bias_update_rate: float = 0.0
+) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
 
-    `load_balancing`: see experts.config_arguments.
+    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig.
     """
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     families.complete(hf_config)
@@ -112,6 +115,8 @@ def build_bridge(model: ModelConfig, engine: EngineConfig, load_balancing: float
         **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config, load_balancing),
+        **families.config_arguments(hf_config),
+        moe_router_bias_update_rate=router_bias_update_rate,
         **rope.config_arguments(hf_config),
     )
     return bridge

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def _scaled(hf_config: Any) -> tuple[torch.Tensor, float] | None:
-    """Frequencies, float32 [head_dim / 2], and what cosine and sine are multiplied by; None where nothing is scaled."""
+    """Frequencies, float32 [turned elements of a head / 2], and a factor of cosine and sine; None where nothing is scaled."""
     rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type = {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
@@ -33,12 +33,15 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig, for mbridge's set_extra_args.
 
     Raises:
-        ValueError: for a `rope_type` out of ROPE_TYPES; megasync/config/model_folder.py says the same before anything starts.
+        ValueError: for a `rope_type` out of ROPE_TYPES, or one that scales logits of which rotary embedding makes a part only;
+            megasync/config/model_folder.py says the same before anything starts.
     """
     scaled = _scaled(hf_config)
     if scaled is None or scaled[1] == 1.0:
         return {}
-    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(2 * len(scaled[0]))}
+    if 2 * len(scaled[0]) != hf_config.head_dim:
+        raise ValueError("rope scaling that multiplies cosine and sine is not supported with partial_rotary_factor")
+    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(hf_config.head_dim)}
 
 
 def set_frequencies(model: Any, hf_config: Any) -> None:

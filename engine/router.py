@@ -71,6 +71,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         self.told: Routing | None = None
         self.router_replay = SimpleNamespace(get_replay_topk=self._choose)  # topk_routing_with_score_function asks it
         self.sums: dict[str, torch.Tensor] = {}
+        self.num_tokens: torch.Tensor | int = 0  # int64 [experts]: of the step so far, where biases move by it
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
         if self.is_aux_loss_enabled() and self.told is not None:
@@ -107,6 +108,14 @@ class Router(TopKRouter):  # type: ignore[misc]
         chosen = torch.where(is_given, given, chosen)
         values, order = scores.gather(1, chosen).sort(descending=True, stable=True)
         return values, chosen.gather(1, order)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count each expert's tokens for router_bias.update.
+
+        megatron-core's takes padding off along the experts (router.py:542), and counts in the model's dtype (module.py:440).
+        """
+        if self.config.moe_router_bias_update_rate and self.told is not None and torch.is_grad_enabled():
+            self.num_tokens = self.num_tokens + (routing_map * self._own(self.told.counts)[:, None]).sum(0)
 
     def _own(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """[T, ...] to the rows of this tensor-parallel rank."""

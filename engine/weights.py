@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine import router_bias
 from engine.experts import split_experts
 from engine.lora import adapted_linears
 from engine.model import global_name, is_tied_copy, local_name
@@ -52,7 +53,7 @@ class ChunkWeights:
         self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's weight: for each of its experts the names
         self._views: dict[str, list[torch.Tensor]] = {}  # its experts, the same objects while it is where it was
         parameter: Any
-        for local, parameter in chunk.named_parameters():
+        for local, parameter in (*chunk.named_parameters(), *router_bias.named(chunk)):
             if not is_tied_copy(chunk, local):
                 name = self._names[local_name(local)] = global_name(chunk, local)
                 is_sharded = getattr(parameter, "tensor_model_parallel", False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine import ddp_fields, device, upstream
+from engine import ddp_fields, device, router_bias, upstream
 from engine.config import EngineConfig
 from engine.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from engine.megatron import parallel_state as mpu
@@ -188,7 +188,7 @@ class WrappedModel:
         return itertools.chain.from_iterable(chunk.main_weights() for chunk in self._chunks)
 
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
-        """All parameters of this pipeline stage in layer order, a transformer layer at a time.
+        """All parameters of this pipeline stage in layer order, a transformer layer at a time; the routers' biases at the end.
 
         Tensors are valid until the next layer is asked for. Collective over data-parallel ranks, to the end.
         """
@@ -196,6 +196,8 @@ class WrappedModel:
             for unit in chunk.units(only_trained=False):
                 if items := weights.weights(unit):
                     yield items
+            if biases := weights.weights(router_bias.named(chunk.module)):
+                yield biases
 
     def whole_adapters(self) -> Iterator[list[AdapterItem]]:
         """The adapters alone, of which only their own parameters are gathered; otherwise as `whole_parameters`."""

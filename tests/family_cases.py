@@ -18,7 +18,8 @@ OPTIMIZER = {"epsilon": 1e-3}  # Adam would make steps of what is noise, such as
 
 def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each case: the largest log-prob difference to transformers, tensors that are exported otherwise than they are on disk
-    (before training), those that training left in another shape, and (loss, gradient norm, entropy) of some steps."""
+    (before training), those that training left in another shape, by how much it moved biases of routers, and (loss, gradient
+    norm, entropy) of some steps."""
     results = []
     for case in cases:
         case = dict(case)
@@ -31,7 +32,7 @@ def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for step in range(NUM_STEPS):
                 metrics = built.update(built.prepare(random_samples(8, seed=step)))
                 history.append([metrics[name] for name in ("loss/policy", "grad_norm", "entropy/mean")])
-            after = dict(whole_tensors(source))
+            after = {name: tensor.clone() for name, tensor in whole_tensors(source)}
             padding = _padding(built.chunks[-1], built.hf_bridge)
         pairs = zip(mine, hf_log_probs(path, samples), strict=True)
         results.append(
@@ -41,6 +42,12 @@ def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "disk": sorted(disk),
                 "differing": [name for name, tensor in exported.items() if not torch.equal(tensor, disk[name])],
                 "reshaped": [name for name, tensor in after.items() if tensor.shape != disk[name].shape],
+                "biases": [
+                    number
+                    for name in exported
+                    if name.endswith("e_score_correction_bias")
+                    for number in (after[name] - exported[name]).tolist()
+                ],
                 "history": history,
                 "padding": padding,
             }

@@ -217,11 +217,15 @@ def _random_experts(samples: list[Sample], chosen: list[Any]) -> list[Any]:
 def hf_routed(
     path: str, samples: list[Sample], given: list[Any] | None
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[Any]]:
-    """Log-probs of the responses, gradients of their mean, and each token's experts, which are `given` or the model's choice."""
+    """Log-probs of the responses, gradients of their mean, and each token's experts, which are `given` or the model's choice.
+
+    As vLLM tells them: 0 in layers without experts.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    gates = [layer.mlp.gate for layer in model.model.layers]
+    gates = {number: layer.mlp.gate for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
+    factor = getattr(model.config, "routed_scaling_factor", None)  # of routers with sigmoid scores
     chosen: dict[int, Any] = {}
     rows: Any = None
 
@@ -229,12 +233,12 @@ def hf_routed(
         logits, scores, indices = result
         if rows is not None:
             indices = torch.from_numpy(rows[:, number].astype(np.int64))
-            scores = logits.softmax(-1).gather(1, indices)
-            scores = scores / scores.sum(-1, keepdim=True)
+            scores = (logits.sigmoid() if factor else logits.softmax(-1)).gather(1, indices)
+            scores = scores / scores.sum(-1, keepdim=True) * (factor or 1.0)
         chosen[number] = indices
         return logits, scores, indices
 
-    for number, gate in enumerate(gates):
+    for number, gate in gates.items():
         gate.register_forward_hook(lambda _module, _inputs, result, number=number: route(number, result))
     num_answers = sum(len(sample.response_ids) for sample in samples)
     values, experts_of = [], []
@@ -245,6 +249,8 @@ def hf_routed(
         picked = every.gather(1, ids[0, len(sample.prompt_ids) :, None]).squeeze(1)
         (-picked.sum() / num_answers).backward()
         values.append(picked.detach())
-        experts_of.append(torch.stack([chosen[number] for number in range(len(gates))], 1).numpy().astype(np.uint8))
+        none = torch.zeros_like(next(iter(chosen.values())))
+        layers = [chosen.get(number, none) for number in range(model.config.num_hidden_layers)]
+        experts_of.append(torch.stack(layers, 1).numpy().astype(np.uint8))
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return values, gradients, experts_of

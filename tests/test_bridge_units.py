@@ -25,8 +25,9 @@ from bridge.layout.digest import (
     multipliers,
 )
 from bridge.layout.splitmix import FOLD_FACTOR
-from bridge.layout.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest
+from bridge.layout.manifest import Manifest, TensorSpec, find_differences, read_folder_manifest, without_predictors
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
+from bridge.receive.vllm_readback import in_dtypes
 from bridge.replicas.output import find_errors
 from bridge.replicas.vllm_api import mix_seed
 from tests.shards import Packed, assemble, pack
@@ -91,6 +92,28 @@ def test_differences_are_named() -> None:
         "shape of t0 is [3, 2], expected [2, 3]",
         "dtype of t3 is float16, expected float32",
     ]
+
+
+def test_biases_of_routers_are_float32_in_folders_of_any_dtype() -> None:
+    names = "a.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+    sent = Manifest((TensorSpec(names[0], "bfloat16", (9,)), TensorSpec(names[1], "float32", (4,))))
+    for dtype in ("float32", "bfloat16"):
+        held = Manifest(tuple(TensorSpec(spec.name, dtype, spec.shape) for spec in sent.tensors))
+        assert find_differences(sent, held, "bfloat16", tied=False) == []
+    assert find_differences(held, sent, "bfloat16", tied=False) == [f"dtype of {names[1]} is bfloat16, expected float32"]
+
+
+def test_predictors_of_further_tokens_are_left_out() -> None:
+    names = "model.layers.1.a", "model.layers.2.eh_proj.weight", "model.layers.12.b", "model.norm.weight"
+    manifest = Manifest(tuple(TensorSpec(name, "float32", (1,)) for name in names))
+    assert [spec.name for spec in without_predictors(manifest, 2).tensors] == [names[0], names[3]]
+
+
+def test_a_router_that_vllm_has_in_float32_is_read_back_as_it_was_sent() -> None:
+    sent = {"gate": TensorSpec("gate", "bfloat16", (2,))}
+    ((_, _, same), (_, _, other)) = in_dtypes([(name, (0,), torch.tensor([0.5, 1 / 3])) for name in ("gate", "norm")], sent)
+    assert same.dtype is torch.bfloat16 and same[0] == 0.5 and same[1].isnan(), "a third is no bfloat16"
+    assert torch.equal(other, torch.tensor([0.5, 1 / 3]))
 
 
 def test_tied_head_may_come_or_stay_away() -> None:

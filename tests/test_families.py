@@ -7,12 +7,14 @@ Mixtures of experts in more layouts: test_experts.py; on their way to vLLM: test
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from bridge.receive import vllm_experts
@@ -20,7 +22,11 @@ from tests.ranks import run_ranks
 from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
+GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
+    "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
+    "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
     "llama": ("llama", True, {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "mistral": ("mistral", False, {"sliding_window": None}),
@@ -33,6 +39,9 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
 }
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "glm4_moe": {"tensor": 2, "sequence": True},
+    "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "llama": {"wrap": "megatron_fsdp", "tensor": 2},
     "llama, linear": {"tensor": 2, "sequence": True, "fusions": "all"},
     "mistral": {"pipeline": 2},
@@ -44,7 +53,12 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
-LORA = {"llama, linear": {"rank": 4}}
+BIAS_RATE = 0.01
+ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
+    "glm4_moe": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
+    "glm4_moe, tied": {"router_bias_update_rate": BIAS_RATE},
+    "llama, linear": {"lora": {"rank": 4}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +74,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def alone(paths: dict[str, str]) -> dict[str, dict[str, Any]]:
     """On one rank, with fusions where two have none."""
     fusions = {name: "none" if "fusions" in TENSOR[name] else "all" for name in paths}
-    cases = [{"path": path, "lora": LORA.get(name, {}), "fusions": fusions[name]} for name, path in paths.items()]
+    cases = [{"path": path, **ANYWHERE.get(name, {}), "fusions": fusions[name]} for name, path in paths.items()]
     return dict(zip(paths, run_ranks(1, "tests.family_cases:against_folder", {"cases": cases})[0], strict=True))
 
 
 @pytest.fixture(scope="module")
 def shared(paths: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """On two, each."""
-    cases = [{"path": path, "lora": LORA.get(name, {}), **TENSOR[name]} for name, path in paths.items()]
+    cases = [{"path": path, **ANYWHERE.get(name, {}), **TENSOR[name]} for name, path in paths.items()]
     ranks = run_ranks(2, "tests.family_cases:against_folder", {"cases": cases})
     return dict(zip(paths, zip(*ranks, strict=True), strict=True))
 
@@ -86,6 +100,29 @@ def test_a_family_is_that_of_transformers(
         assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
+def test_the_biases_of_routers_are_frozen_or_move_by_a_rate(
+    alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]
+) -> None:
+    """On two ranks as on one: by the tokens of both."""
+    moved = {name: [round(number / BIAS_RATE, 3) for number in result["biases"]] for name, result in alone.items()}
+    assert set(moved["glm4_moe, stages"]) == {0.0} and moved["llama"] == []
+    for name in ("glm4_moe", "glm4_moe, tied"):
+        assert set(moved[name]) <= {-2.0, -1.0, 0.0, 1.0, 2.0}, "two steps"
+        assert min(moved[name]) < 0 < max(moved[name])
+    for name, ranks in shared.items():
+        assert [number for rank in ranks for number in rank["biases"]] == alone[name]["biases"], name
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "megatron_fsdp"])
+def test_biases_of_routers_are_float32_beside_bfloat16(tmp_path: Path, wrap: str) -> None:
+    path = str(write_tiny_model(tmp_path, "glm4_moe", num_hidden_layers=2, dtype=torch.bfloat16))
+    case = {"path": path, "wrap": wrap, "dtype": "bfloat16", "router_bias_update_rate": BIAS_RATE}
+    (result,) = run_ranks(1, "tests.engine_cases:export_differences", {"cases": [case]})[0]
+    assert result["differing"] == [] and result["names"] == result["disk"]
+    bias = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert not torch.equal(bias, bias.bfloat16().float())
+
+
 def test_padding_of_the_vocabulary_stays_zero(alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]) -> None:
     """Also after training with weight decay; there is none on one rank and under pipeline parallelism."""
     assert [rank["padding"] for rank in shared["qwen2"]] == [(0, 0.0), (256 - ODD, 0.0)]
@@ -94,11 +131,15 @@ def test_padding_of_the_vocabulary_stays_zero(alone: dict[str, dict[str, Any]], 
 
 
 def test_a_run_with_a_padded_vocabulary_resumes(paths: dict[str, str], tmp_path: Path) -> None:
-    """Bit for bit, and the checkpoint is a folder that transformers loads."""
-    arguments = {"path": paths["qwen2"], "root": str(tmp_path), "cases": [{"tensor": 2, "wrap": "ddp"}], "steps": 3, "stop": 1}
+    """Bit for bit, with biases of routers that move, and the checkpoint is a folder that transformers loads."""
+    case = {"tensor": 2, "sequence": True, "wrap": "ddp", "router_bias_update_rate": 0.05}
+    arguments = {"path": paths["glm4_moe, tied"], "root": str(tmp_path), "cases": [case], "steps": 3, "stop": 1}
     ((result,), _) = run_ranks(2, "tests.engine_cases:resumed_losses", arguments)
     assert result["resumed"] == result["whole"]
     assert result["worst"] < 1e-4
+    (folder,) = (tmp_path / "0").iterdir()
+    fields = json.loads((folder / "hf" / "config.json").read_text())
+    assert fields["num_nextn_predict_layers"] == 0, "what the folder does not hold"
 
 
 def test_vllms_experts_of_mixtral_are_read_back_by_their_names(paths: dict[str, str]) -> None:

@@ -79,6 +79,51 @@ def test_unsupported_mixtures_of_experts(tmp_path: Path, changes: dict[str, obje
     assert "remedy:" in message
 
 
+GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+GLM |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True, "partial_rotary_factor": 0.5}
+
+
+def test_routers_with_a_bias(tmp_path: Path) -> None:
+    shape = check_model_folder(write_model(tmp_path, **GLM, n_group=4, topk_group=2, num_nextn_predict_layers=1))
+    assert (shape.num_experts, shape.first_k_dense_replace) == (8, 1)
+    assert shape.split_sizes == ("moe_intermediate_size", "intermediate_size")
+    shape = check_model_folder(write_model(tmp_path, **GLM | {"first_k_dense_replace": 0}))
+    assert shape.split_sizes == ("moe_intermediate_size",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = true on glm4_moe, which vLLM ignores"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ({"n_group": 4, "topk_group": 4}, "n_group = 4"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0"),
+        ({"first_k_dense_replace": 4}, "first_k_dense_replace = 4"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "'yarn' with partial_rotary_factor"),
+    ],
+)
+def test_unsupported_routers_with_a_bias(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    assert word in model_refused(write_model(tmp_path, **{**GLM, **changes}))
+
+
+def test_what_biases_of_routers_need(runnable: Path, tmp_path: Path) -> None:
+    for name, fields in {"glm": GLM, "experts": EXPERTS}.items():
+        build_tokenizer().save_pretrained(tmp_path / name)
+        write_model(tmp_path / name, **fields)
+    moving = "algorithm.router_bias_update_rate=0.001"
+    check_config(load_config(runnable, [f"model.path={tmp_path / 'glm'}", moving]), 2)
+    message = cannot_run(runnable, f"model.path={tmp_path / 'experts'}", moving)
+    assert "algorithm.router_bias_update_rate = 0.001: the routers of qwen3_moe have no bias" in message
+    lora = ("engine.lora.rank=8", "engine.lora.targets=[linear_qkv,linear_proj]")
+    assert "checkpoints hold adapters alone" in cannot_run(runnable, f"model.path={tmp_path / 'glm'}", moving, *lora)
+    odd = f"model.path={write_model(tmp_path / 'glm', **{**GLM, 'intermediate_size': 97})}"
+    message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
+    assert "intermediate_size = 97" in message
+    assert "intermediate_size = 97" in cannot_run(runnable, odd, "rollout.tensor_parallel=2")
+
+
 def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path / "experts")
     model = f"model.path={write_model(tmp_path / 'experts', **EXPERTS)}"
@@ -109,7 +154,6 @@ def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     ("family", "feature"),
     [
         ("deepseek_v3", "multi-latent attention"),
-        ("glm4_moe", "partial rotary embedding"),
         ("gemma3_text", "sliding-window attention"),
         ("qwen2_5_vl", "vision layers"),
         ("mimo", "multi-token prediction"),

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
 # whether embeddings are tied; experts first, since vLLM builds their group only with the others, for a first model that has some
-FAMILIES = {"qwen3_moe": False, "qwen2": False, "qwen3": True, "llama": False}
+FAMILIES = {"glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen2": False, "qwen3": True, "llama": False}
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +48,8 @@ def test_the_load_balancing_loss_is_that_of_transformers_by_layer_and_micro_batc
             assert found["difference"] < 1e-5 and found["worst"] < 1e-5
 
 
-def test_given_experts_are_gone_through_as_in_transformers(model: str) -> None:
-    """Of all tokens: log-probs, gradients and gaps; the router's own choice, given, changes no bit."""
+def test_given_experts_are_gone_through_as_in_transformers(model: str, tmp_path: Path) -> None:
+    """Of all tokens: log-probs, gradients and gaps; the router's own choice, given, changes no bit. Also with biases."""
     cases: list[dict[str, Any]] = [
         {"expert": 2},
         {"wrap": "megatron_fsdp", "expert": 2, "recompute": "full"},
@@ -56,8 +57,10 @@ def test_given_experts_are_gone_through_as_in_transformers(model: str) -> None:
         {"tensor": 2, "sequence": True},
         {"pipeline": 2},
     ]
+    biased = str(write_tiny_model(tmp_path, "glm4_moe", num_hidden_layers=2))
     ranks = run_ranks(2, "tests.router_cases:replay_against_hf", {"path": model, "cases": cases})
-    for case, *each in zip(cases, *ranks, strict=True):
+    others = run_ranks(2, "tests.router_cases:replay_against_hf", {"path": biased, "cases": cases[1:2]})
+    for case, *each in zip([*cases, biased], *(one + other for one, other in zip(ranks, others, strict=True)), strict=True):
         for found in each:
             print(case, found)
             assert found.pop("own same") and not found.pop("drawn same")

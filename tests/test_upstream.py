@@ -138,6 +138,18 @@ def test_mbridge_still_leaves_tied_embeddings_out_of_mixtures() -> None:
     assert Qwen3MoEBridge._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights
 
 
+def test_mbridge_still_lacks_a_norm_of_glm4_moe_and_megatron_core_takes_padding_off_along_experts() -> None:
+    """engine/model.py:_bridge_class; engine/router.py:Router._apply_expert_bias"""
+    from mbridge.models.glm4moe import GLM4MoEBridge
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    with pytest.raises(NotImplementedError):
+        object.__new__(GLM4MoEBridge)._weight_name_mapping_mcore_to_hf("decoder.layers.0.input_layernorm.weight")
+    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
+    with pytest.raises(RuntimeError):
+        TopKRouter._apply_expert_bias(router, torch.ones(5, 3, dtype=torch.bool), torch.zeros(5, dtype=torch.bool))
+
+
 def test_transformers_still_keeps_rope_theta_elsewhere(tmp_path: Path) -> None:
     """engine/upstream.py:rope_theta"""
     config = AutoConfig.from_pretrained(write_tiny_model(tmp_path, "qwen3"))

@@ -7,12 +7,15 @@ Leaves out anything trained: the models speak gibberish, but a wrong weight chan
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -37,6 +40,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -89,7 +93,10 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
         fields["shared_expert_intermediate_size"] = 96
     if family == "mixtral":
         fields |= {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
-    fields |= config
+    if family == "glm4_moe":
+        fields |= {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        fields |= {"attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
+    fields |= copy.deepcopy(config)  # transformers adds to rope_parameters
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -97,7 +104,10 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
             parameter.copy_(1 + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
-    return model.to(dtype)
+        for module in model.to(dtype).modules():
+            if hasattr(module, "e_score_correction_bias"):  # float32 in folders of any dtype
+                module.e_score_correction_bias = 0.2 * torch.randn(module.e_score_correction_bias.shape, generator=generator)
+    return model
 
 
 def write_tiny_model(

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,7 @@ DTYPES = (  # in safetensors, in torch, bytes of an element
 ITEM_BYTES = {name: num_bytes for _, name, num_bytes in DTYPES}
 SAFETENSORS_DTYPES = {code: name for code, name, _ in DTYPES}
 TIED_HEAD = "lm_head.weight"
+ALWAYS_FLOAT32 = ".e_score_correction_bias"  # of routers, in the trainer and in vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +126,16 @@ def read_folder_manifest(path: str | Path) -> Manifest:
     return Manifest(tuple(spec for file in files for spec in read_safetensors_header(file)))
 
 
+def without_predictors(manifest: Manifest, num_layers: int) -> Manifest:
+    """Without layers beyond the model's `num_layers`, which predict further tokens (multi-token prediction)."""
+    layers = ((spec, re.match(r"model\.layers\.(\d+)\.", spec.name)) for spec in manifest.tensors)
+    return Manifest(tuple(spec for spec, layer in layers if layer is None or int(layer[1]) < num_layers))
+
+
 def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bool) -> list[str]:
     """Why a replica that holds `held` and computes in `dtype` cannot take `manifest`; empty when it can.
 
-    Tensors travel in the replica's `dtype`, except those that the folder itself keeps in a dtype of their own.
+    Tensors travel in the replica's `dtype`, except ALWAYS_FLOAT32 and those that the folder itself keeps in a dtype of their own.
     With tied embeddings the head may come along or stay away.
     """
     main_dtype = _main_dtype(held)
@@ -142,6 +150,8 @@ def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bo
         if own is None:
             continue
         expected_dtype = dtype if own.dtype == main_dtype else own.dtype
+        if spec.name.endswith(ALWAYS_FLOAT32):
+            expected_dtype = "float32"
         if spec.shape != own.shape:
             reasons.append(f"shape of {spec.name} is {list(spec.shape)}, expected {list(own.shape)}")
         if spec.dtype != expected_dtype:

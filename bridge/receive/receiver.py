@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from bridge.layout.bucket import SyncPlan
-from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest
+from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors
 from bridge.messages import BeginSync
 from bridge.receive import vllm_adapter, vllm_readback, vllm_reload, vllm_routing
 from bridge.receive.bake import bake
@@ -120,7 +120,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def _find_differences(self, manifest: Manifest) -> list[str]:
         if self._held is None:
-            self._held = read_folder_manifest(Path(self.model_config.model))
+            layers = self.model_config.hf_text_config.num_hidden_layers
+            self._held = without_predictors(read_folder_manifest(Path(self.model_config.model)), layers)
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         return find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
 
@@ -196,7 +197,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
         """Of the adapter where one is served, all; else of the weights, those of these names at least."""
         if self.lora_manager is None:
-            return vllm_readback.hf_slices(self.model, lambda name: names is None or name in names)
+            slices = vllm_readback.hf_slices(self.model, lambda name: names is None or name in names)
+            return vllm_readback.in_dtypes(slices, self._manifest.by_name if self._manifest is not None else {})
         assert self._manifest is not None
         return vllm_adapter.held_slices(self.lora_manager, self._manifest.by_name)
 

@@ -17,6 +17,7 @@ AS_LOADED = ("TRITON", "BATCHED_TRITON")  # oracle/unquantized.py:416; Hopper's 
 KEPT_IN_VIEWS = ".experts."  # until a layer is complete, vLLM keeps views of such tensors: routed_experts.py:1060
 PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 MIXTRAL_PARTS = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",)}  # model_executor/models/mixtral.py:131
+ROUTER_BIAS = "e_score_correction_bias"  # the layer has it as well as its router, which is a layer of its own
 DIGIT = 256  # all below it are exact in every dtype of weights
 
 
@@ -57,6 +58,8 @@ def parameter_names(loaded: set[str]) -> set[str]:
 
 def hf_names(path: str, layer: Any, name: str) -> list[str]:
     """The tensors that parameter `name` of the layer at `path` is made of, expert by expert."""
+    if name == ROUTER_BIAS:
+        return []
     prefix = path.removesuffix(".routed_experts")
     parts = (MIXTRAL_PARTS if ".block_sparse_moe." in path else PARTS)[name]
     return [f"{prefix}.{e}.{part}.weight" for e in range(layer.local_num_experts) for part in parts]

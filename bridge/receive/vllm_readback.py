@@ -6,14 +6,14 @@ full tensors (shards.py) and fused experts (vllm_experts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bridge.layout.digest import as_bytes, digest_value
-from bridge.layout.manifest import TIED_HEAD
+from bridge.layout.manifest import TIED_HEAD, TensorSpec
 from bridge.receive import vllm_experts
 from bridge.receive.shards import Part, assemble_one
 
@@ -118,6 +118,18 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
     parts = torch.split(tensor, sizes)
     for hf_name, part, part_rank, size in zip(hf_names, parts, ranks, sizes, strict=True):
         yield hf_name, (part_rank * size, *other_dims), part
+
+
+def in_dtypes(slices: Iterable[Slice], sent: Mapping[str, TensorSpec]) -> Iterator[Slice]:
+    """In the dtypes in which they were sent, where a layer has its own: routers of glm4_moe are float32 in vLLM.
+
+    Values that the sent dtype does not have come as NaN, which differs from anything that was sent.
+    """
+    for name, offsets, held in slices:
+        tensor = held.to(getattr(torch, sent[name].dtype)) if name in sent else held
+        if tensor.dtype != held.dtype:
+            tensor = tensor.where(tensor.to(held.dtype) == held, torch.nan)
+        yield name, offsets, tensor
 
 
 def tensor_group() -> Any:

@@ -13,11 +13,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.families import PREDICTORS
 from engine.parallel import Layout
 
 FILE_BYTES = 2**29
@@ -109,3 +111,11 @@ def finish_folder(folder: Path, model_path: Path) -> None:
     for path in model_path.iterdir():
         if path.is_file() and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
+    _say_no_predictors(folder / "config.json")
+
+
+def _say_no_predictors(path: Path) -> None:
+    """Layers that predict further tokens are not in the folder (families.describe): programs may not look for them."""
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if given := [name for name in PREDICTORS if fields.get(name)]:
+        path.write_text(json.dumps({**fields, **dict.fromkeys(given, 0)}, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ Leaves out sizes (check_sizes.py) and what the keys mean (engine/config.py).
 
 from __future__ import annotations
 
-from engine.config import AlgorithmConfig
+from engine.config import BIASED_ROUTERS, AlgorithmConfig
 from megasync.config.errors import refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
@@ -35,15 +35,26 @@ def check_routing(config: Config, shape: ModelShape) -> None:
         message = f"algorithm.{key} = {value}: {shape.model_type} has no experts"
         is_unused = value != AlgorithmConfig.model_fields[key].default and not shape.num_experts
         refuse_if(is_unused, message, model=config.model.path, remedy=f"leave algorithm.{key} out")
+    _check_bias(config, shape)
     message = "algorithm.log_router_gap = true: algorithm.router_replay = off is what the gap would be compared with"
     is_same = algorithm.log_router_gap and algorithm.router_replay == "off"
     refuse_if(is_same, message, needs="rollout", remedy="write algorithm.router_replay=rollout, or leave it out")
     context = config.engine.parallel.context
-    for key in ("load_balancing", "router_replay"):
+    for key in ("load_balancing", "router_replay", "router_bias_update_rate"):
         value, default = getattr(algorithm, key), AlgorithmConfig.model_fields[key].default
         message = f"algorithm.{key} = {value}: not supported with engine.parallel.context = {context}"
         remedy = f"write algorithm.{key}={default}, or engine.parallel.context=1"
         refuse_if(value != default and context > 1, message, choices=str(default), remedy=remedy)
+
+
+def _check_bias(config: Config, shape: ModelShape) -> None:
+    rate = config.algorithm.router_bias_update_rate
+    given, remedy = f"algorithm.router_bias_update_rate = {rate:g}", "leave algorithm.router_bias_update_rate out"
+    message = f"{given}: the routers of {shape.model_type} have no bias"
+    is_unused = rate > 0 and shape.model_type not in BIASED_ROUTERS
+    refuse_if(is_unused, message, model=config.model.path, needs=", ".join(BIASED_ROUTERS), remedy=remedy)
+    message = f"{given}: with engine.lora.rank = {config.engine.lora.rank} checkpoints hold adapters alone, and no biases"
+    refuse_if(rate > 0 and config.engine.lora.rank > 0, message, choices="0", remedy=remedy)
 
 
 def _check_supervised(algorithm: AlgorithmConfig) -> None:

@@ -55,7 +55,7 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     parallel = config.engine.parallel
-    split_by_tensor = ("num_attention_heads", "num_key_value_heads", shape.split_size, "shared_expert_intermediate_size")
+    split_by_tensor = ("num_attention_heads", "num_key_value_heads", *shape.split_sizes, "shared_expert_intermediate_size")
     _check_divides(config, "engine.parallel.tensor", parallel.tensor, shape, split_by_tensor)
     if found := stages.problem(parallel, shape.num_hidden_layers):
         raise ConfigError(found[0], model=config.model.path, remedy=found[1])
@@ -159,6 +159,7 @@ def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
     good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
     of_experts = {name: getattr(shape, name) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
+    of_experts |= {"intermediate_size": shape.intermediate_size} if shape.first_k_dense_replace else {}
     good = [divisor for divisor in good if all(number % divisor == 0 for number in of_experts.values())]
     if size not in good:
         problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"

@@ -14,9 +14,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.config import FAMILIES, MOE_FAMILIES
+from engine.config import BIASED_ROUTERS, FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, sliding_window
+from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, refused_router, sliding_window
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
@@ -39,15 +39,21 @@ class ModelShape:
     max_position_embeddings: int = 0  # 0: no limit is given
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     sliding_window: int = 0  # 0: none
-    shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through
+    shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
+    first_k_dense_replace: int = 0  # layers before those with experts
 
     @property
-    def split_size(self) -> str:
-        """Which of the sizes above tensor parallelism cuts in the layers' feed-forward part."""
-        return "moe_intermediate_size" if self.num_experts else "intermediate_size"
+    def split_sizes(self) -> tuple[str, ...]:
+        """Which of the sizes above tensor parallelism cuts in the layers' feed-forward parts."""
+        if not self.num_experts:
+            return ("intermediate_size",)
+        return ("moe_intermediate_size", *(("intermediate_size",) if self.first_k_dense_replace else ()))
 
 
-OPTIONAL_SIZES = ("max_position_embeddings", "head_dim", "sliding_window", "shared_expert_intermediate_size")
+OPTIONAL_SIZES = (
+    *("max_position_embeddings", "head_dim", "sliding_window", "shared_expert_intermediate_size"),
+    "first_k_dense_replace",
+)
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -99,7 +105,10 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
     if family == "mixtral":
         defaults["moe_intermediate_size"] = "intermediate_size"
+    if family in BIASED_ROUTERS:
+        defaults["num_experts"] = "n_routed_experts"
     fields = {name: fields.get(other) for name, other in defaults.items()} | fields
+    fields["first_k_dense_replace"] = fields.get("first_k_dense_replace", 1) or None if family in BIASED_ROUTERS else None
     fields["sliding_window"] = sliding_window(family, fields) or None
     unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
@@ -119,9 +128,10 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
     """What the engine's layers would compute wrongly is refused."""
     windowed = fields.get("use_sliding_window") or "sliding_attention" in (fields.get("layer_types") or ())
     refused = {
-        **refused_rope(fields),
+        **refused_rope(family, fields),
+        **refused_router(family, fields),
         "sliding-window attention (use_sliding_window, layer_types)": bool(windowed),
-        f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family != "qwen2",
+        f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
         f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
         f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
         "a quantised checkpoint (quantization_config)": bool(fields.get("quantization_config")),
