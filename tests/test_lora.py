@@ -89,7 +89,7 @@ def test_experts_equal_peft(root: Path) -> None:
     shared = tuple(f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down"))
     adapted = {"qwen3_moe": experts, "qwen2_moe": (*experts, *shared), "mixtral": experts[1:]}
     for family, parameters in adapted.items():
-        path = str(write_tiny_model(root / f"{family}_experts", family))
+        path = str(write_tiny_model(root / f"{family}_experts", family, num_hidden_layers=1))
         adapter = str(write_peft_adapter(root / f"{family}_adapter", path, shared=True, parameters=parameters))
         cases.append({"path": path, "lora": {**LORA, "adapter_path": adapter}})
     cases[2]["lora"]["targets"] = ("linear_qkv", "linear_proj", "linear_fc2")
@@ -136,15 +136,17 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
             assert rank["merge_error"] < 1e-3
 
 
-def test_attention_of_a_mixture_of_experts_is_merged_as_by_peft(root: Path) -> None:
-    path = str(write_tiny_model(root / "experts", "qwen3_moe"))
-    lora = {**LORA, "targets": ("linear_qkv", "linear_proj")}
-    case = {"name": "sft", "lora": lora, "optimizer": FAST, "tensor": 2, "sequence": True}
+@pytest.mark.parametrize("targets", [("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")])
+def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, targets: tuple[str, ...]) -> None:
+    path = str(write_tiny_model(root / "experts", "qwen2_moe"))
+    case = {"name": "sft", "lora": {**LORA, "targets": targets}, "optimizer": FAST, "tensor": 2, "sequence": True}
     arguments = {"path": path, "folder": str(root / "trained_experts"), "case": case}
     rank = run_ranks(2, "tests.lora_cases:merged_export", arguments)[0]
     assert rank["in_order"] and rank["copied"]
     assert rank["worst"] < 1e-6
-    assert all(("self_attn" in name and "proj" in name) != (name in rank["unmoved"]) for name in rank["names"])
+    of_target = "self_attn" if "linear_qkv" in targets else "mlp"
+    adapted = [name for name in rank["names"] if of_target in name and "_proj.weight" in name]
+    assert sorted(rank["names"]) == sorted([*adapted, *rank["unmoved"]])
 
 
 def test_a_thousand_merged_exports_drift_by_no_bit(root: Path) -> None:
