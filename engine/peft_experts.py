@@ -51,8 +51,8 @@ def whole_factors(item: AdapterItem, group: Any, tensor_size: int) -> tuple[torc
 
 def _gather(part: torch.Tensor, split_dim: int | None, group: Any, tensor_size: int) -> torch.Tensor:
     """Experts are its dimension 0; `split_dim`: which tensor parallelism shards."""
-    gathered = part.new_empty(group.size(), *part.shape)
-    dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
+    gathered = part.new_empty(group.size() * part.numel())
+    dist.all_gather_into_tensor(gathered, part.reshape(-1), group=group)
     by_rank = gathered.view(-1, tensor_size, *part.shape)
     whole = [torch.cat(list(shards), split_dim) if split_dim is not None else shards[0] for shards in by_rank]
     return torch.cat(whole)

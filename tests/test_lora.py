@@ -95,7 +95,7 @@ def test_experts_equal_peft(root: Path) -> None:
     cases[2]["lora"]["targets"] = ("linear_qkv", "linear_proj", "linear_fc2")
     cases.append({**cases[0], "wrap": "megatron_fsdp", "recompute": "selective"})
     arguments = {"cases": cases, "folder": str(root / "experts_again")}
-    for case, result in zip(cases, run_ranks(1, "tests.lora_cases:experts_against_peft", arguments)[0], strict=True):
+    for case, result in zip(cases, run_ranks(1, "tests.expert_lora_cases:experts_against_peft", arguments)[0], strict=True):
         print(case, {name: value for name, value in result.items() if isinstance(value, float)})
         assert max(result[name] for name in ("log_probs", "again", "loss", "gradients")) < 1e-5
         assert result["rewritten"] == [] and result["unmerged"] == []
