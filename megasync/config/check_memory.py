@@ -35,10 +35,6 @@ def check_recompute(config: Config, shape: ModelShape) -> None:
 def check_context(config: Config, shape: ModelShape) -> None:
     """engine/context.py:check says the same."""
     parallel, model = config.engine.parallel, config.model.path
-    message = f"engine.parallel.context = {parallel.context}: not supported for the mixture of experts {shape.model_type}"
-    refuse_if(
-        parallel.context > 1 and shape.num_experts, message, model=model, choices="1", remedy="write engine.parallel.context=1"
-    )
     if parallel.context_attention != "ulysses":
         return
     message = "engine.parallel.context_attention = ulysses: needs engine.parallel.context above 1, which is 1"
