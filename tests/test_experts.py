@@ -265,12 +265,17 @@ def test_a_whole_run_with_experts_over_ranks_goes_on_in_another_layout(model: st
 
 @pytest.mark.gpu(2)
 def test_experts_over_gpus_train_as_on_one(model: str) -> None:
-    """bf16, the losses of 6 steps of several micro-batches; over one GPU, and over two with NCCL."""
+    """bf16, the losses of 6 steps of several micro-batches; over one GPU, and over two with NCCL.
+
+    Also of adapters, and of sequences that two ranks share.
+    """
     target, common = "tests.engine_cases:losses", {"path": model, "name": "sft", "tokens": 120, "dtype": "bfloat16"}
-    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 6})[0]
-    cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    lora = {"lora": {"rank": 8, "alpha": 16.0}, "optimizer": {"learning_rate": 1e-2}}
+    plain, adapted = run_ranks(1, target, {"cases": [common, {**common, **lora}], "num_steps": 6})[0]
+    layouts: list[dict[str, Any]] = [{"expert": 2}, {"expert": 2, **lora}, {"expert": 2, "context": 2}]
+    cases = [{**common, "wrap": wrap, **layout} for wrap in ("ddp", "megatron_fsdp") for layout in layouts]
     for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 6})[0], strict=True):
-        print(case, history, alone)
-        for (loss, norm), (expected_loss, expected_norm) in zip(history, alone, strict=True):
+        print(case, history)
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, adapted if "lora" in case else plain, strict=True):
             assert loss == pytest.approx(expected_loss, rel=5e-3)
             assert norm == pytest.approx(expected_norm, rel=5e-2)
