@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     return {
         "qwen3": str(write_tiny_model(root / "dense", "qwen3", tied=True, num_hidden_layers=4)),
-        "qwen3_moe": str(write_tiny_model(root / "experts", "qwen3_moe")),
+        "qwen3_moe": str(write_tiny_model(root / "experts", "qwen3_moe", num_hidden_layers=1)),
     }
 
 
