@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from engine import flash
-from engine.config import ParallelConfig
+from engine.config import BIASED_ROUTERS, ParallelConfig
 from engine.megatron import parallel_state as mpu
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class ContextPart:
 
 def check(hf_config: Any, parallel: ParallelConfig) -> None:
     """ValueError for what does not go with it: megasync/config/check_memory.py says the same before anything starts."""
+    if parallel.context > 1 and hf_config.model_type in BIASED_ROUTERS:
+        raise ValueError(f"engine.parallel.context = {parallel.context}: not supported for {hf_config.model_type}; write 1")
     heads = hf_config.num_key_value_heads // parallel.tensor
     if parallel.context_attention == "ulysses" and heads % parallel.context:
         told = f"engine.parallel.context = {parallel.context} does not divide the {heads} KV heads of a tensor-parallel rank"

@@ -39,10 +39,6 @@ def check_routing(config: Config, shape: ModelShape) -> None:
     message = "algorithm.log_router_gap = true: algorithm.router_replay = off is what the gap would be compared with"
     is_same = algorithm.log_router_gap and algorithm.router_replay == "off"
     refuse_if(is_same, message, needs="rollout", remedy="write algorithm.router_replay=rollout, or leave it out")
-    rate, context = algorithm.router_bias_update_rate, config.engine.parallel.context
-    message = f"algorithm.router_bias_update_rate = {rate:g}: not supported with engine.parallel.context = {context}"
-    remedy = "write algorithm.router_bias_update_rate=0.0, or engine.parallel.context=1"
-    refuse_if(rate > 0 and context > 1, message, choices="0.0", remedy=remedy)
 
 
 def _check_bias(config: Config, shape: ModelShape) -> None:

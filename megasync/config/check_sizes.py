@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from engine import stages
-from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
+from engine.config import BIASED_ROUTERS, DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
 from megasync.config.check_memory import check_context, check_recompute
 from megasync.config.errors import ConfigError, refuse_if
@@ -158,6 +158,8 @@ def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
     if not adapted:
         return
     attention = "engine.lora.targets=[linear_qkv,linear_proj]"
+    message = f"engine.lora.targets = {', '.join(lora.targets)}: {adapted[0]} is in the experts of {shape.model_type}"
+    refuse_if(shape.model_type in BIASED_ROUTERS, message, model=model, remedy=f"write {attention}")
     message = f"engine.lora.dropout = {lora.dropout:g}: PEFT has none for experts, of which {adapted[0]} is"
     refuse_if(lora.dropout > 0, message, model=model, remedy=f"write engine.lora.dropout=0, or {attention}")
     multiple = EXPERT_ROW_BYTES // DTYPE_BYTES[config.model.dtype]
