@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from engine import flash
-from engine.config import MOE_FAMILIES, ParallelConfig
+from engine.config import BIASED_ROUTERS, ParallelConfig
 from engine.megatron import parallel_state as mpu
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ContextPart:
 
 def check(hf_config: Any, parallel: ParallelConfig) -> None:
     """ValueError for what does not go with it: megasync/config/check_memory.py says the same before anything starts."""
-    if parallel.context > 1 and hf_config.model_type in MOE_FAMILIES:
+    if parallel.context > 1 and hf_config.model_type in BIASED_ROUTERS:
         raise ValueError(f"engine.parallel.context = {parallel.context}: not supported for {hf_config.model_type}; write 1")
     heads = hf_config.num_key_value_heads // parallel.tensor
     if parallel.context_attention == "ulysses" and heads % parallel.context:
@@ -135,6 +135,8 @@ def take_parts(microbatches: list[MicroBatch], parallel: ParallelConfig) -> list
         part = ContextPart.of(micro.sequences.lengths, group, micro.tokens.device, uses_ulysses=uses_ulysses)
         read: dict[str, Any] = {name: getattr(micro, name)[:, part.own] for name in ("tokens", "labels", "position_ids")}
         micro.sequences.context = part
+        if micro.sequences.routing is not None:
+            micro.sequences.routing = micro.sequences.routing.part(part.own)
         parts.append(dataclasses.replace(micro, **read))
     return parts
 

@@ -156,14 +156,18 @@ class ExpertLinear(torch.nn.Module):
         weight.num_local_experts, weight.expert_parallel_size = num_experts, config.expert_model_parallel_size
 
     def forward(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[T, columns] to [T, rows]; the rows of an expert end at `ends`, int32 [experts]."""
-        weights = self.weight.view(len(ends), -1, self.weight.shape[1])
-        return F.grouped_mm(inputs, weights.transpose(1, 2), offs=ends)
+        return grouped_linear(inputs, self.weight, ends)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         del keep_vars  # the views are for mbridge, which writes through them
         for index, weight in enumerate(split_experts(self.weight, self.num_experts)):
             destination[f"{prefix}weight{index}"] = weight
+
+
+def grouped_linear(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[T, columns] to [T, rows], by `weight` [experts * rows, columns]; an expert's inputs end at `ends`, int32 [experts]."""
+    weights = weight.view(len(ends), -1, weight.shape[1])
+    return F.grouped_mm(inputs, weights.transpose(1, 2), offs=ends)
 
 
 class GroupedExperts(torch.nn.Module):

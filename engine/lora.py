@@ -5,8 +5,8 @@
 
 `A` and `B` are the linear's own parameters `lora_a` and `lora_b`; the base's names stay as they are. Gradients of the
 whole factor are complete on every tensor-parallel rank; under sequence parallelism each rank has its tokens' part, and
-megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Leaves out files (peft.py), the merge
-(the weight bridge's) and experts, which take no adapters.
+megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Every expert has an adapter of its own, and those
+of a rank's experts are stacked as their weights are. Leaves out files (peft.py) and the merge (the weight bridge's).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.config import LoraConfig
+from engine.config import EXPERT_ROW_BYTES, LoraConfig
+from engine.experts import ExpertLinear, grouped_linear
 from engine.megatron import ColumnParallelLinear, RowParallelLinear, tensor_parallel
+from engine.megatron import parallel_state as mpu
 from engine.model import global_name, gpt_model
 
 NamedLinears = Iterator[tuple[str, Any]]
@@ -82,7 +84,25 @@ class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[mis
         return output + F.linear(low, factors[1]), bias
 
 
-ADAPTED = {ColumnParallelLinear: AdaptedColumnParallelLinear, RowParallelLinear: AdaptedRowParallelLinear}
+class AdaptedExpertLinear(_Adapted, ExpertLinear):
+    """y = W_e x + scale B_e (A_e x) of each expert e; A [experts * rank, in], B [experts * out, rank].
+
+    Under tensor parallelism the dispatcher gathers inputs and sums outputs and, in the backward pass, the inputs' gradients. Of
+    these each rank has its part, and of the whole factor's gradient, too.
+    """
+
+    def forward(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        output = super().forward(inputs, ends)
+        if (factors := self._factors()) is None:
+            return output
+        return output + grouped_linear(grouped_linear(inputs, factors[0], ends) * self.lora_scale, factors[1], ends)
+
+
+ADAPTED = {
+    ColumnParallelLinear: AdaptedColumnParallelLinear,
+    RowParallelLinear: AdaptedRowParallelLinear,
+    ExpertLinear: AdaptedExpertLinear,
+}
 
 
 def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -> None:
@@ -92,19 +112,22 @@ def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -
     B is zero.
 
     Raises:
-        ValueError: no linear is called so, or the rank is larger than a linear's dimension.
+        ValueError: no linear is called so, the rank is larger than a linear's dimension, or does not go with experts.
     """
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.requires_grad = False
         linears = dict(_layer_linears(chunk))
+        if gpt_model(chunk).config.moe_router_score_function == "sigmoid" and {"linear_fc1", "linear_fc2"} & set(config.targets):
+            raise ValueError("engine.lora.targets: not of these experts; write engine.lora.targets=[linear_qkv,linear_proj]")
         present = sorted({name.rpartition(".")[2] for name in linears})
         unknown = [target for target in config.targets if target not in present]
         if unknown:
             raise ValueError(f"engine.lora.targets: no linear {unknown[0]!r} in this model; it has {', '.join(present)}")
         for name, linear in linears.items():
             if name.rpartition(".")[2] in config.targets:
-                _adapt(linear, global_name(chunk, name), config, seed)
+                adapt = _adapt_experts if isinstance(linear, ExpertLinear) else _adapt
+                adapt(linear, global_name(chunk, name), config, seed)
         embedding = getattr(gpt_model(chunk), "embedding", None)
         if embedding is not None:
             embedding.register_forward_hook(_begin_graph)
@@ -148,7 +171,7 @@ def _flag(chunks: list[torch.nn.Module], name: str) -> Iterator[None]:
 
 def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:
     for name, module in chunk.named_modules():
-        if type(module) in ADAPTED and "decoder.layers." in name and ".experts." not in name:
+        if type(module) in ADAPTED and "decoder.layers." in name:
             yield name, module
 
 
@@ -165,9 +188,7 @@ def _begin_graph(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -
 def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
     is_column = isinstance(linear, ColumnParallelLinear)
     rows, columns = linear.weight.shape
-    smallest = min(linear.input_size, linear.output_size)
-    if config.rank > smallest:
-        raise ValueError(f"engine.lora.rank={config.rank} is larger than a dimension of {name} ({smallest}); lower it")
+    _check_rank(config, name, min(linear.input_size, linear.output_size))
     first = _initial_a(config.rank, linear.input_size, name, seed)
     if not is_column:
         first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()].contiguous()
@@ -181,6 +202,41 @@ def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
         whole.sequence_parallel = True
     linear.lora_scale = config.scale
     linear.lora_dropout = config.dropout
+
+
+def _adapt_experts(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
+    """megasync/config/check_sizes.py refuses the same before anything starts."""
+    weight, count = linear.weight, linear.num_experts
+    size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    is_column = weight.partition_dim == 0
+    rows, columns = weight.shape[0] // count, weight.shape[1]
+    num_inputs = columns if is_column else columns * size
+    _check_rank(config, name, min(num_inputs, rows * size if is_column else rows))
+    if config.rank * weight.element_size() % EXPERT_ROW_BYTES:
+        raise ValueError(
+            f"engine.lora.rank={config.rank}: torch's grouped matrix product takes rows of multiples of {EXPERT_ROW_BYTES} bytes "
+            f"in {name}; write a multiple of {EXPERT_ROW_BYTES // weight.element_size()}"
+        )
+    if config.dropout:
+        raise ValueError(f"engine.lora.dropout={config.dropout:g}: PEFT has none of {name}; write engine.lora.dropout=0")
+    first_expert = mpu.get_expert_model_parallel_rank() * count
+    experts = range(first_expert, first_expert + count)
+    a = torch.cat([_initial_a(config.rank, num_inputs, f"{name}.{expert}", seed) for expert in experts])
+    linear.__class__ = AdaptedExpertLinear
+    linear.lora_a = torch.nn.Parameter((a if is_column else a.chunk(size, dim=1)[rank].contiguous()).to(weight))
+    linear.lora_b = torch.nn.Parameter(weight.new_zeros(count * rows, config.rank))
+    for factor in (linear.lora_a, linear.lora_b):
+        factor.allreduce = weight.allreduce
+        factor.num_local_experts, factor.expert_parallel_size = count, weight.expert_parallel_size
+    sharded, whole = (linear.lora_b, linear.lora_a) if is_column else (linear.lora_a, linear.lora_b)
+    tensor_parallel.set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
+    whole.sequence_parallel = size > 1
+    linear.lora_scale, linear.lora_dropout = config.scale, 0.0
+
+
+def _check_rank(config: LoraConfig, name: str, smallest: int) -> None:
+    if config.rank > smallest:
+        raise ValueError(f"engine.lora.rank={config.rank} is larger than a dimension of {name} ({smallest}); lower it")
 
 
 def _initial_a(rank: int, num_inputs: int, name: str, seed: int) -> torch.Tensor:

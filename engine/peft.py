@@ -2,7 +2,7 @@
 
 A fused linear has one A; in a folder each of q, k, v (gate, up) has its own. Writing copies it. Reading takes equal ones
 as one; different ones are stacked, which takes engine.lora.rank times as many ranks and computes the same.
-Leaves out what a folder's config may say: see peft_folder.py.
+Leaves out experts (peft_experts.py) and what a folder's config may say (peft_folder.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from engine.config import LoraConfig
+from engine import peft_experts
+from engine.config import MOE_FAMILIES, LoraConfig
+from engine.experts import ExpertLinear
 from engine.lora import adapted_linears
 from engine.megatron import ColumnParallelLinear
-from engine.parallel import Layout
-from engine.peft_folder import CONFIG_FILE, KEY, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint
+from engine.parallel import Layout, expert_group
+from engine.peft_folder import CONFIG_FILE, EXPERTS, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint, read_fields
+from engine.peft_folder import adapted_linears as linears_of_keys
 from engine.weights import AdapterItem
-
 
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
 
@@ -79,14 +81,26 @@ def adapter_tensors(units: Iterable[list[AdapterItem]], hf_bridge: Any, layout: 
     Views of parameters where nothing is gathered. Linears that are fused into one share its A: the same object.
     """
     heads, group = Heads.of(hf_bridge.hf_config), hf_bridge.mpu.tp_group
-    for items in units:
-        if layout.copy_rank:
+    for unit in units:
+        yield from _experts_tensors([item for item in unit if item.num_experts], group, layout)
+        items = [item for item in unit if not item.num_experts]
+        if layout.copy_rank or not items:
             continue
         factors = _gather(items, group) if layout.tensor_size > 1 else [(each.adapter.a, each.adapter.b) for each in items]
         for item, (a, b) in zip(items, factors if layout.is_sender else [], strict=False):
             whole_a, parts = a.detach(), split_rows(item.linear, b.detach(), heads, layout.tensor_size)
             for name, part in zip(hf_linears(hf_bridge, item.linear), parts, strict=True):
                 yield PeftFactors(f"{PREFIX}{name}", whole_a, part)
+
+
+def _experts_tensors(items: list[AdapterItem], tensor_group: Any, layout: Layout) -> Iterator[PeftFactors]:
+    """Of a layer's experts, on the sender; over the ranks that have the same experts, the first takes part."""
+    group = expert_group() or (tensor_group if layout.tensor_size > 1 else None)
+    for item in items if layout.expert_data_rank == 0 else ():
+        a, b = peft_experts.whole_factors(item, group, layout.tensor_size)
+        if layout.is_sender:
+            name = peft_experts.peft_name(item.linear, [each.linear for each in items])
+            yield PeftFactors(f"{PREFIX}{name}", a.detach(), b.detach())
 
 
 def _gather(items: list[AdapterItem], group: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -130,13 +144,32 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(name for name, target in TARGET_OF.items() if target in lora.targets),
+        **_targets(tensors, lora),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1))
+
+
+def _targets(names: Iterable[str], lora: LoraConfig) -> dict[str, list[str]]:
+    """PEFT's fields.
+
+    With experts it takes shared experts' linears for theirs (0.21.2, transformers_weight_conversion.py:_convert_peft_config_moe),
+    unless they are given as parameters.
+    """
+    modules = [name for name, target in TARGET_OF.items() if target in lora.targets]
+    linears = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
+    if not any(linear.removesuffix(".base_layer").endswith(EXPERTS) for linear in linears):
+        return {"target_modules": sorted(modules)}
+    parameters = [f"mlp.experts.{peft_experts.PARAMETERS[kind]}" for kind in peft_experts.PARAMETERS if kind in lora.targets]
+    shared = {".".join(linear.split(".")[-3:]) for linear in linears if ".mlp.shared_expert." in linear}
+    attention = [name for name in modules if name not in ("gate_proj", "up_proj", "down_proj")]
+    return {
+        "target_modules": sorted(attention),
+        "target_parameters": parameters + [f"{linear}.weight" for linear in sorted(shared)],
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -154,8 +187,9 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
     fused: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, (a, _) in factors.items():
         parent, _, last = name.rpartition(".")
-        fused.setdefault((parent, TARGET_OF[last]), []).append(a)
-    needed = max(_needed_rank(members) for members in fused.values())
+        if not parent.endswith(EXPERTS):
+            fused.setdefault((parent, TARGET_OF[last]), []).append(a)
+    needed = max((_needed_rank(members) for members in fused.values()), default=lora.rank)
     if needed != lora.rank:
         raise ValueError(
             f"engine.lora.rank={lora.rank}, but the adapter in {folder} takes {needed} where linears are fused, because their "
@@ -165,6 +199,10 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
     if unknown := sorted(set(factors) - known):
         raise ValueError(f"{folder}: the model in {model_path} has no {unknown[0]}; set model.path to the adapter's base model")
     for name, linear in adapted_linears(chunks):
+        if isinstance(linear, ExpertLinear):
+            if (of_experts := factors.get(peft_experts.linear_name(name))) is not None:
+                peft_experts.load(linear, name, *of_experts, folder)
+            continue
         members = hf_linears(hf_bridge, name)
         if any(member in factors for member in members):
             _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(hf_bridge.hf_config), folder)
@@ -172,10 +210,9 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
 
 def _read_factors(folder: Path) -> Factors:
     halves: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_file(folder / WEIGHTS_FILE).items():
-        match = KEY.fullmatch(key)
-        assert match
-        halves.setdefault(match[1], {})[match[2]] = tensor
+    tensors = load_file(folder / WEIGHTS_FILE)
+    for key, (linear, kind) in linears_of_keys(folder, read_fields(folder), list(tensors)).items():
+        halves.setdefault(linear, {})[kind] = tensors[key]
     for name, pair in halves.items():
         if set(pair) != {"A", "B"}:
             raise ValueError(f"{folder}: {name} has only lora_{next(iter(pair))}; write the adapter again")
@@ -185,8 +222,16 @@ def _read_factors(folder: Path) -> Factors:
 
 
 def _layer_names(hf_bridge: Any, index: int) -> Iterator[str]:
-    for linear in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+    linears, config = ["self_attention.linear_qkv", "self_attention.linear_proj"], hf_bridge.hf_config
+    if config.model_type not in MOE_FAMILIES:
+        linears += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    elif getattr(config, "shared_expert_intermediate_size", None):
+        linears += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    for linear in linears:
         yield from hf_linears(hf_bridge, f"decoder.layers.{index}.{linear}")
+    if config.model_type in MOE_FAMILIES:
+        for kind in peft_experts.PARAMETERS:
+            yield peft_experts.linear_name(f"decoder.layers.{index}.mlp.experts.{kind}")
 
 
 def _needed_rank(members: list[torch.Tensor]) -> int:

@@ -19,6 +19,7 @@ from engine.config import LoraConfig
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+EXPERTS = ".mlp.experts"
 KEY = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
 TARGET_OF = {  # Hugging Face's linears, by the megatron-core linear that they are fused into
     "q_proj": "linear_qkv",
@@ -29,6 +30,7 @@ TARGET_OF = {  # Hugging Face's linears, by the megatron-core linear that they a
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
 }
+TARGET_OF_EXPERTS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}  # parameters of all experts of a layer
 MOST_FUSED = 3
 SAMPLE_BYTES = 64 * 2**10
 
@@ -40,18 +42,56 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
         ValueError: a file is missing, or method, base model, rank, scale or targets are others.
     """
     folder = Path(folder)
-    fields = _read_fields(folder)
+    fields = read_fields(folder)
     names, metadata = _read_names(folder / WEIGHTS_FILE)
     _check_method(folder, fields)
     _check_base(folder, fields, metadata.get("base_fingerprint"), Path(model_path))
     _check_rank(folder, fields, lora)
-    for key in names:
-        match = KEY.fullmatch(key)
-        target = TARGET_OF.get(match[1].rpartition(".")[2]) if match else None
-        if target is None:
-            raise ValueError(f"{folder}: {key} is no adapter of one of {', '.join(TARGET_OF)}; train those only")
+    for key, (linear, _) in adapted_linears(folder, fields, names).items():
+        target = target_of(linear)
         if target not in lora.targets:
             raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {', '.join(lora.targets)}")
+
+
+def target_of(linear: str) -> str | None:
+    """The value of engine.lora.targets for a linear, or a parameter of experts, of Hugging Face's model."""
+    parent, _, last = linear.rpartition(".")
+    return (TARGET_OF_EXPERTS if parent.endswith(EXPERTS) else TARGET_OF).get(last)
+
+
+def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> dict[str, tuple[str, str]]:
+    """By key of a folder's tensors the linear, or the parameter of experts, that it is for, and whether it is A or B.
+
+    Raises:
+        ValueError: a key is for something else.
+    """
+    found = {}
+    for key in keys:
+        match = KEY.fullmatch(key)
+        linear = match[1] if match else ""
+        if re.search(r"\.experts\.\d+\.", linear):
+            remedy = "load it with PEFT on transformers 5 in that rank and save it again"
+            raise ValueError(f"{folder}: {key} is for one expert, as transformers 4 held them; {remedy}")
+        if linear.removesuffix(".base_layer").endswith(EXPERTS):
+            linear = _parameter_of_experts(folder, fields, keys, linear)
+        if match is None or target_of(linear) is None:
+            raise ValueError(f"{folder}: {key} is no adapter of one of {', '.join(TARGET_OF)}; train those only")
+        found[key] = linear, match[2]
+    return found
+
+
+def _parameter_of_experts(folder: Path, fields: dict[str, Any], keys: list[str], module: str) -> str:
+    """Which of them PEFT's `module` adapts: see peft_experts.py."""
+    experts = module.removesuffix(".base_layer")
+    if module != experts:
+        return f"{experts}.gate_up_proj"
+    if f"{PREFIX}{experts}.base_layer.lora_A.weight" in keys:
+        return f"{experts}.down_proj"
+    given = {name.rpartition(".")[2] for name in fields.get("target_parameters") or ()} & TARGET_OF_EXPERTS.keys()
+    if len(given) != 1:
+        told = f"target_parameters in {CONFIG_FILE} does not tell which parameter of {experts} its one adapter is for"
+        raise ValueError(f"{folder}: {told}; write the adapter again")
+    return f"{experts}.{given.pop()}"
 
 
 def _read_names(path: Path) -> tuple[list[str], dict[str, str]]:
@@ -76,7 +116,7 @@ def fingerprint(model_path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_fields(folder: Path) -> dict[str, Any]:
+def read_fields(folder: Path) -> dict[str, Any]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             remedy = "name a folder that PEFT's save_pretrained wrote, or leave it empty"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,20 +35,28 @@ NO_EXPERT = -1
 
 @dataclass
 class Routing:
-    """What the routers are told of a micro-batch of T tokens, padding included."""
+    """What the routers are told of a micro-batch of T tokens, padding included, or of a context rank's part of them."""
 
     counts: torch.Tensor  # bool [T]: false for padding, and for all of a stand-in
     scale: float  # of the load-balancing loss: share of the mini-batch's tokens x number of micro-batches x data-parallel size
     # int16 [T, layers, k]: those to go through; the router chooses where one is NO_EXPERT or there twice
     experts: torch.Tensor | None = None
 
+    def part(self, positions: torch.Tensor) -> Routing:
+        """Of the tokens at `positions`, int64 [*], such as a context rank's."""
+        experts = None if self.experts is None else self.experts[positions]
+        return dataclasses.replace(self, counts=self.counts[positions], experts=experts)
+
 
 def tell(micro: MicroBatch, table: SampleTable, num_microbatches: int, *, replay: bool) -> None:
     """Give a micro-batch its routing. `table`: the mini-batch; `num_microbatches`: of all data-parallel ranks."""
-    num_tokens = int(table.lengths[micro.samples].sum())
-    counts = torch.arange(micro.num_tokens, device=micro.tokens.device) < num_tokens
+    lengths = table.lengths[micro.samples].tolist()
+    counts, num_tokens = np.zeros(micro.num_tokens, bool), sum(lengths)
+    for start, length in zip(micro.starts, lengths, strict=False):  # a stand-in has no samples
+        counts[start : start + length] = True
     scale = num_tokens / int(table.lengths.sum()) * num_microbatches
-    micro.sequences.routing = Routing(counts, scale, micro.routed_experts if replay else None)
+    experts = micro.routed_experts if replay else None
+    micro.sequences.routing = Routing(torch.from_numpy(counts).to(micro.tokens.device), scale, experts)
 
 
 @contextmanager

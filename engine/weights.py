@@ -36,11 +36,12 @@ class WeightItem(NamedTuple):
 
 
 class AdapterItem(NamedTuple):
-    """One adapter without its linear's weight."""
+    """One adapter, or those of this rank's experts, stacked; without the linear's weight."""
 
     linear: str  # the weight's WeightItem.name without `.weight`
     shard_dim: int | None  # the weight's; 0: B is sharded by its dimension 0, 1: A by its dimension 1
     adapter: Adapter
+    num_experts: int = 0  # of this rank; 0: it is no linear of experts
 
 
 class ChunkWeights:
@@ -50,7 +51,7 @@ class ChunkWeights:
         """`chunk`: not yet wrapped, its adapters added."""
         self._shard_dims: dict[str, int | None] = {}  # by global name
         self._names: dict[str, str] = {}  # global by local name
-        self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's weight: for each of its experts the names
+        self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's parameter: for each of its experts the names
         self._views: dict[str, list[torch.Tensor]] = {}  # its experts, the same objects while it is where it was
         parameter: Any
         for local, parameter in (*chunk.named_parameters(), *router_bias.named(chunk)):
@@ -69,12 +70,21 @@ class ChunkWeights:
         items: list[WeightItem] = []
         for name, tensor in tensors.items():
             shard_dim = self._shard_dims[name]
+            linear = name.removesuffix(".weight")
             if name not in self._experts:
-                items.append(WeightItem(name, tensor, shard_dim, adapters.get(name.removesuffix(".weight"))))
+                items.append(WeightItem(name, tensor, shard_dim, adapters.get(linear)))
                 continue
-            for names, expert in zip(self._experts[name], self._split_experts(name, tensor), strict=True):
-                items.append(WeightItem(names[0], expert, shard_dim, None, names if len(names) > 1 else ()))
+            of_experts = self._adapters_of_experts(linear, adapters.get(linear), len(self._experts[name]))
+            experts = zip(self._experts[name], self._split_experts(name, tensor), of_experts, strict=True)
+            for names, expert, adapter in experts:
+                items.append(WeightItem(names[0], expert, shard_dim, adapter, names if len(names) > 1 else ()))
         return items
+
+    def _adapters_of_experts(self, linear: str, stacked: Adapter | None, count: int) -> list[Adapter | None]:
+        if stacked is None:
+            return [None] * count
+        factors = self._split_experts(f"{linear}.lora_a", stacked.a), self._split_experts(f"{linear}.lora_b", stacked.b)
+        return [Adapter(a, b, stacked.scale) for a, b in zip(*factors, strict=True)]
 
     def _split_experts(self, name: str, weight: torch.Tensor) -> list[torch.Tensor]:
         views = self._views.get(name)
@@ -85,7 +95,11 @@ class ChunkWeights:
     def adapters(self, unit: NamedTensors) -> list[AdapterItem]:
         """`unit`: as for `weights`; it may hold adapters' parameters only."""
         _, adapters = self._split(unit)
-        return [AdapterItem(linear, self._shard_dims[f"{linear}.weight"], each) for linear, each in adapters.items()]
+        return [
+            AdapterItem(linear, self._shard_dims[name], each, len(self._experts.get(name, ())))
+            for linear, each in adapters.items()
+            for name in [f"{linear}.weight"]
+        ]
 
     def _split(self, unit: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Adapter]]:
         """Parameters by name without the adapters', and adapters by their linear's name."""

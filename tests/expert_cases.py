@@ -109,8 +109,9 @@ def mbridge_exports(path: str, cases: list[dict[str, Any]]) -> list[list[str]]:
 
 def gradients_against_folder(path: str, folder: str, cases: list[dict[str, Any]], num_samples: int) -> list[dict[str, Any]]:
     """The gradients of each case: written to the folder where it is empty, else compared with what is in it."""
-    results, file = [], Path(folder) / "gradients.safetensors"
+    results = []
     for case in cases:
+        file = Path(folder) / f"gradients{'_lora' * ('lora' in case)}.safetensors"
         with engine(path, name="sft", optimizer=GRADIENT_STEP, **case) as built:
             found, num_microbatches, norm = gradients(built, num_samples)
             values = log_probs(built, random_samples(6, seed=9))

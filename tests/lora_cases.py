@@ -18,21 +18,30 @@ from tests.engine_cases import converted, engine, everywhere, exporter, log_prob
 
 
 def write_peft_adapter(
-    folder: Path, model_path: str, rank: int = 4, *, shared: bool, alpha: int = 8, modules: tuple[str, ...] = ()
+    folder: Path,
+    model_path: str,
+    rank: int = 4,
+    *,
+    shared: bool,
+    alpha: int = 8,
+    modules: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
 ) -> Path:
-    """A PEFT adapter with random A and B on all linears, or `modules`; `shared`: fused linears have one A."""
+    """A PEFT adapter with random A and B on all linears, or `modules` and `parameters`; `shared`: fused linears have one A."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    targets = list(modules) or ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    targets = list(modules) or ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets += [] if modules or parameters else ["gate_proj", "up_proj", "down_proj"]
+    given = {"target_modules": targets, "target_parameters": list(parameters) or None}
+    config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=False, task_type="CAUSAL_LM", **given)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config)
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
         if "lora_A" in name and shared:
             one = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
-            parameter.data.copy_(parameters[one].data)
+            parameter.data.copy_(named[one].data)
     model.save_pretrained(folder)
     return folder
 

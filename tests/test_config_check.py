@@ -144,7 +144,7 @@ def test_expert_parallelism_must_divide_experts_and_ranks(runnable: Path) -> Non
     staged = ["engine.parallel.pipeline=2", "engine.recompute=selective", "engine.recompute_modules=[moe]"]
     assert "in stages the routers no longer know the micro-batch" in cannot_run(runnable, *staged, world_size=2)
     assert "has no mlp" in cannot_run(runnable, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
-    assert "engine.parallel.context = 2: not supported" in cannot_run(runnable, "engine.parallel.context=2", world_size=2)
+    check_config(load_config(runnable, ["engine.parallel={context: 2, expert: 2}", "algorithm.load_balancing=0.1"]), 2)
     assert "choices: 1, 2, 3, 6" in message and "write engine.parallel.expert=3" in message
     message = cannot_run(runnable, "engine.parallel={expert: 2, tensor: 2, sequence: true}", world_size=6)
     assert "engine.parallel.tensor x pipeline x expert = 2 x 1 x 2: 4 does not divide 6 ranks" in message

@@ -13,12 +13,17 @@ from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
 LORA = {"rank": 4, "alpha": 8.0}
+EXPERTS = {"family": "qwen3_moe", "load_balancing": 0.1}  # the loss is one of micro-batches: not the same on more data ranks
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"context": 2, "fusions": "all", "logits_chunk_tokens": 16, "recompute": "full", "recompute_inputs": "host"},
         {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "lora": LORA, "recompute": "selective"},
+        {**EXPERTS, "context": 2, "expert": 2, "recompute": "full"},
+        {**EXPERTS, "context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "lora": LORA},
     ],
     4: [
+        {"family": "qwen3_moe", "context": 2, "expert": 4, "context_attention": "ulysses", "wrap": "megatron_fsdp"},
+        {**EXPERTS, "context": 2, "expert": 2, "tensor": 2, "sequence": True, "lora": LORA},
         {"context": 2, "tensor": 2, "sequence": True},
         {"context": 2, "pipeline": 2, "stages": {"virtual_pipeline": 2}, "wrap": "megatron_fsdp", "context_attention": "ulysses"},
         {"context": 4, "wrap": "megatron_fsdp"},
@@ -27,26 +32,41 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, num_hidden_layers=4))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": str(write_tiny_model(root / "dense", "qwen3", tied=True, num_hidden_layers=4)),
+        "qwen3_moe": str(write_tiny_model(root / "experts", "qwen3_moe", num_hidden_layers=1)),
+    }
+
+
+def case_of(models: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
+    layout = dict(layout)
+    return {"path": models[layout.pop("family", "qwen3")], **layout}
 
 
 @pytest.fixture(scope="module")
-def alone(model: str) -> list[dict[str, Any]]:
-    """One rank, without and with adapters."""
-    cases = [{"path": model}, {"path": model, "lora": LORA}]
-    result: list[dict[str, Any]] = run_ranks(1, "tests.context_cases:steps", {"cases": cases})[0]
-    return result
+def alone(models: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """One rank, by what is computed."""
+    layouts = [{}, {"lora": LORA}, {"family": "qwen3_moe"}, EXPERTS, {**EXPERTS, "lora": LORA}]
+    cases = [case_of(models, layout) for layout in layouts]
+    results = run_ranks(1, "tests.context_cases:steps", {"cases": cases})[0]
+    return {computed(case): result for case, result in zip(cases, results, strict=True)}
+
+
+def computed(case: dict[str, Any]) -> str:
+    """The same for all layouts."""
+    return str([case.get(name) for name in ("path", "load_balancing", "lora")])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_context_ranks_train_as_one_rank(model: str, alone: list[dict[str, Any]], num_ranks: int) -> None:
+def test_context_ranks_train_as_one_rank(models: dict[str, str], alone: dict[str, dict[str, Any]], num_ranks: int) -> None:
     """All metrics, gradient norms among them, of unclipped steps in fp32, one of which has context ranks without a token."""
-    cases = [{"path": model, **layout} for layout in LAYOUTS[num_ranks]]
+    cases = [case_of(models, layout) for layout in LAYOUTS[num_ranks]]
     for ranks in zip(*run_ranks(num_ranks, "tests.context_cases:steps", {"cases": cases}), cases, strict=True):
         *results, case = ranks
         print(case)
-        expected = alone["lora" in case]
+        expected = alone[computed(case)]
         assert all(result["greedy"] == expected["greedy"] for result in results)
         for result in results:
             assert result["log_probs"] == pytest.approx(expected["log_probs"], abs=1e-4)

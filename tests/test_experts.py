@@ -44,6 +44,10 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True},
     ],
 }
+WITH_LORA: dict[int, list[dict[str, Any]]] = {
+    2: [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")],
+    4: [{"wrap": wrap, "expert": 2, "tensor": 2, "sequence": True} for wrap in ("ddp", "megatron_fsdp")],
+}
 COUNTS = ([3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0], [9])
 NUM_SAMPLES = 24
 EXPERT_BYTES = 4 * 2 * 64 * 128  # of the larger parameter of an expert
@@ -139,15 +143,24 @@ def test_selective_recompute_keeps_routers_and_shared_experts(tmp_path: Path) ->
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_path: Path, num_ranks: int) -> None:
-    """Each tensor's, unclipped, over several micro-batches, and the norm; also with as many expert- as data-parallel ranks."""
-    (alone,) = gradients(1, model, tmp_path, {"tokens": 1000})
-    layouts = LAYOUTS[num_ranks]
+    """Each tensor's, unclipped, over several micro-batches, and the norm; also with as many expert- as data-parallel ranks.
+
+    With adapters, also of the experts, what a step adds to each merged tensor.
+    """
+    from tests.lora_cases import write_peft_adapter
+
+    parameters = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    adapter = write_peft_adapter(tmp_path / "adapter", model, shared=True, parameters=parameters)
+    lora = {"rank": 4, "alpha": 8.0, "adapter_path": str(adapter)}
+    plain, with_lora = gradients(1, model, tmp_path, {"tokens": 1000}, {"tokens": 1000, "lora": lora})
+    layouts = [*LAYOUTS[num_ranks], *({**layout, "lora": lora} for layout in WITH_LORA[num_ranks])]
     for layout, found in zip(layouts, gradients(num_ranks, model, tmp_path, *layouts), strict=True):
+        alone, bound = (with_lora, 1e-5) if "lora" in layout else (plain, 1e-6)
         print(layout, found["num_microbatches"], found["norm"], max(found["worst"].values()))
         assert found["num_microbatches"] >= 3
         assert found["num_local_experts"] == 8 // layout.get("expert", 1)
         assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-        assert max(found["worst"].values()) < 1e-6
+        assert max(found["worst"].values()) < bound
         for mine, other in zip(found["log_probs"], alone["log_probs"], strict=True):
             assert mine == pytest.approx(other, abs=1e-4), "after the step, by another layout"
 
@@ -252,12 +265,17 @@ def test_a_whole_run_with_experts_over_ranks_goes_on_in_another_layout(model: st
 
 @pytest.mark.gpu(2)
 def test_experts_over_gpus_train_as_on_one(model: str) -> None:
-    """bf16, the losses of 6 steps of several micro-batches; over one GPU, and over two with NCCL."""
+    """bf16, the losses of 6 steps of several micro-batches; over one GPU, and over two with NCCL.
+
+    Also of adapters, and of sequences that two ranks share.
+    """
     target, common = "tests.engine_cases:losses", {"path": model, "name": "sft", "tokens": 120, "dtype": "bfloat16"}
-    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 6})[0]
-    cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    lora = {"lora": {"rank": 8, "alpha": 16.0}, "optimizer": {"learning_rate": 1e-2}}
+    plain, adapted = run_ranks(1, target, {"cases": [common, {**common, **lora}], "num_steps": 6})[0]
+    layouts: list[dict[str, Any]] = [{"expert": 2}, {"expert": 2, **lora}, {"expert": 2, "context": 2}]
+    cases = [{**common, "wrap": wrap, **layout} for wrap in ("ddp", "megatron_fsdp") for layout in layouts]
     for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 6})[0], strict=True):
-        print(case, history, alone)
-        for (loss, norm), (expected_loss, expected_norm) in zip(history, alone, strict=True):
+        print(case, history)
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, adapted if "lora" in case else plain, strict=True):
             assert loss == pytest.approx(expected_loss, rel=5e-3)
             assert norm == pytest.approx(expected_norm, rel=5e-2)

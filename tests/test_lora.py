@@ -78,6 +78,30 @@ def test_log_probs_equal_peft(root: Path, model: str, shared: str, apart: str, n
         assert result["effect"] > 0.1
 
 
+def test_experts_equal_peft(root: Path) -> None:
+    """Log-probs, loss and each gradient to 1e-5 in fp32; merged bit for bit; the adapter written is the one read.
+
+    Also of shared experts, and with one of the two parameters adapted.
+    """
+    from tests.lora_cases import write_peft_adapter
+
+    experts, cases = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), []
+    shared = tuple(f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down"))
+    adapted = {"qwen3_moe": experts, "qwen2_moe": (*experts, *shared), "mixtral": experts[1:]}
+    for family, parameters in adapted.items():
+        path = str(write_tiny_model(root / f"{family}_experts", family, num_hidden_layers=1))
+        adapter = str(write_peft_adapter(root / f"{family}_adapter", path, shared=True, parameters=parameters))
+        cases.append({"path": path, "lora": {**LORA, "adapter_path": adapter}})
+    cases[2]["lora"]["targets"] = ("linear_qkv", "linear_proj", "linear_fc2")
+    cases.append({**cases[0], "wrap": "megatron_fsdp", "recompute": "selective"})
+    arguments = {"cases": cases, "folder": str(root / "experts_again")}
+    for case, result in zip(cases, run_ranks(1, "tests.expert_lora_cases:experts_against_peft", arguments)[0], strict=True):
+        print(case, {name: value for name, value in result.items() if isinstance(value, float)})
+        assert max(result[name] for name in ("log_probs", "again", "loss", "gradients")) < 1e-5
+        assert result["rewritten"] == [] and result["unmerged"] == []
+        assert any("mlp.experts.lora_A" in name for name in result["compared"])
+
+
 def test_every_layout_trains_alike(shallow: str) -> None:
     """Loss and gradient norm equal to 1e-5 over 10 steps; the KL is to the model with its adapters off."""
     common = {"path": shallow, "lora": LORA, "name": "grpo", "num_minibatches": 2, "optimizer": FAST, "kl_coefficient": 0.1}
@@ -112,15 +136,17 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
             assert rank["merge_error"] < 1e-3
 
 
-def test_attention_of_a_mixture_of_experts_is_merged_as_by_peft(root: Path) -> None:
-    path = str(write_tiny_model(root / "experts", "qwen3_moe"))
-    lora = {**LORA, "targets": ("linear_qkv", "linear_proj")}
-    case = {"name": "sft", "lora": lora, "optimizer": FAST, "tensor": 2, "sequence": True}
+@pytest.mark.parametrize("targets", [("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")])
+def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, targets: tuple[str, ...]) -> None:
+    path = str(write_tiny_model(root / "experts", "qwen2_moe"))
+    case = {"name": "sft", "lora": {**LORA, "targets": targets}, "optimizer": FAST, "tensor": 2, "sequence": True}
     arguments = {"path": path, "folder": str(root / "trained_experts"), "case": case}
     rank = run_ranks(2, "tests.lora_cases:merged_export", arguments)[0]
     assert rank["in_order"] and rank["copied"]
     assert rank["worst"] < 1e-6
-    assert all(("self_attn" in name and "proj" in name) != (name in rank["unmoved"]) for name in rank["names"])
+    of_target = "self_attn" if "linear_qkv" in targets else "mlp"
+    adapted = [name for name in rank["names"] if of_target in name and "_proj.weight" in name]
+    assert sorted(rank["names"]) == sorted([*adapted, *rank["unmoved"]])
 
 
 def test_a_thousand_merged_exports_drift_by_no_bit(root: Path) -> None:

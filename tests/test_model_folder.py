@@ -118,6 +118,9 @@ def test_what_biases_of_routers_need(runnable: Path, tmp_path: Path) -> None:
     assert "algorithm.router_bias_update_rate = 0.001: the routers of qwen3_moe have no bias" in message
     lora = ("engine.lora.rank=8", "engine.lora.targets=[linear_qkv,linear_proj]")
     assert "checkpoints hold adapters alone" in cannot_run(runnable, f"model.path={tmp_path / 'glm'}", moving, *lora)
+    glm = f"model.path={tmp_path / 'glm'}"
+    assert "linear_fc1 is in the experts of glm4_moe" in cannot_run(runnable, glm, lora[0])
+    assert "engine.parallel.context = 2: not supported for glm4_moe" in cannot_run(runnable, glm, "engine.parallel.context=2")
     odd = f"model.path={write_model(tmp_path / 'glm', **{**GLM, 'intermediate_size': 97})}"
     message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
     assert "intermediate_size = 97" in message
@@ -142,12 +145,16 @@ def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     for split in (("engine.parallel.tensor=2", "engine.parallel.sequence=true"), ("rollout.tensor_parallel=2",)):
         assert "shared_expert_intermediate_size = 97" in cannot_run(runnable, odd, *split)
     lora = (model, "engine.lora.rank=8")
-    message = cannot_run(runnable, *lora)
-    assert "linear_fc1 is in the experts of qwen3_moe" in message
-    assert "write engine.lora.targets=[linear_qkv,linear_proj]" in message
-    lora = (*lora, "engine.lora.targets=[linear_qkv,linear_proj]")
     check_config(load_config(runnable, lora), 2)
     assert "write engine.lora.sync=merged" in cannot_run(runnable, *lora, "engine.lora.sync=adapter")
+    attention = "engine.lora.targets=[linear_qkv,linear_proj]"
+    message = cannot_run(runnable, *lora, "engine.lora.dropout=0.1")
+    assert "engine.lora.dropout = 0.1: PEFT has none for experts" in message and f"or {attention}" in message
+    message = cannot_run(runnable, model, "engine.lora.rank=6")
+    assert "allowed: multiples of 8" in message and "write engine.lora.rank=8" in message
+    check_config(load_config(runnable, [model, "engine.lora.rank=6", attention, "engine.lora.dropout=0.1"]), 2)
+    narrow = f"model.path={write_model(tmp_path / 'narrow', **{**EXPERTS, 'moe_intermediate_size': 32})}"
+    assert "smallest dimension, 32" in cannot_run(runnable, narrow, "engine.lora.rank=40")
 
 
 @pytest.mark.parametrize(

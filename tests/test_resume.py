@@ -29,16 +29,16 @@ def test_a_run_goes_on_in_any_layout(models: dict[str, str], tmp_path: Path) -> 
     """What is saved again right after resuming is the same bit for bit; the next 5 losses are those of the run that went on."""
     dense, experts, root = {"path": models["dense"]}, {"path": models["experts"]}, str(tmp_path)
     two = {"DP2": dense, "PP2": {**dense, "pipeline": 2}, "FSDP2": {**dense, **FSDP}, "EP2": {**experts, "expert": 2}}
-    two["TP2-LoRA"] = {**dense, "tensor": 2, **LORA}
+    two |= {"TP2-LoRA": {**dense, "tensor": 2, **LORA}, "EP2-LoRA": {**experts, "expert": 2, **LORA}}
     one = {"DP1": dense}
     written = run_ranks(2, "tests.resume_cases:wrote", {"root": root, "cases": two})[0]
     written |= run_ranks(1, "tests.resume_cases:wrote", {"root": root, "cases": one})[0]
     readers: dict[int, list[tuple[str, dict[str, Any]]]] = {
-        1: [("DP2", dense), ("EP2", {**experts, **FSDP})],
+        1: [("DP2", dense), ("EP2", {**experts, **FSDP}), ("EP2-LoRA", {**experts, **FSDP, **LORA})],
         2: [
             ("DP1", dense), ("DP1", {**dense, "tensor": 2}), ("DP1", {**dense, **FSDP, "pipeline": 2}),
             ("PP2", {**dense, "tensor": 2, "sequence": True}), ("DP2", {**dense, **FSDP}), ("FSDP2", dense),
-            ("TP2-LoRA", {**dense, **FSDP, **LORA}),
+            ("TP2-LoRA", {**dense, **FSDP, **LORA}), ("EP2-LoRA", {**experts, "tensor": 2, "sequence": True, **LORA}),
         ],
     }  # fmt: skip
     for num_ranks, cases in readers.items():

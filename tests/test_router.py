@@ -37,6 +37,8 @@ def test_the_load_balancing_loss_is_that_of_transformers_by_layer_and_micro_batc
         {"wrap": "megatron_fsdp", "expert": 2, "recompute": "full"},
         {"tensor": 2, "sequence": True},
         {"pipeline": 2},
+        {"context": 2, "expert": 2},
+        {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "recompute": "full"},
     ]
     ranks = run_ranks(2, "tests.router_cases:balance_against_hf", {"path": model, "cases": cases})
     for case, first, second in zip(cases, *ranks, strict=True):
@@ -56,6 +58,8 @@ def test_given_experts_are_gone_through_as_in_transformers(model: str, tmp_path:
         {"expert": 2, "recompute": "selective", "recompute_modules": ("layernorm", "mlp_act", "moe")},
         {"tensor": 2, "sequence": True},
         {"pipeline": 2},
+        {"context": 2, "expert": 2},
+        {"context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "recompute": "full"},
     ]
     biased = str(write_tiny_model(tmp_path, "glm4_moe", num_hidden_layers=2))
     ranks = run_ranks(2, "tests.router_cases:replay_against_hf", {"path": model, "cases": cases})

@@ -121,6 +121,7 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
     path, moving = str(folder), {"router_bias_update_rate": 0.05}
     cases = [{"wrap": "ddp", "tensor": 2, "sequence": True, **moving}, {"wrap": "megatron_fsdp"}]
     cases += [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0}})
     arguments = {"path": path, "cases": cases, "num_steps": 3, "verify": "readback"}
     results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
     for case, result in zip(cases, results, strict=True):

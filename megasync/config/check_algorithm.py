@@ -39,12 +39,6 @@ def check_routing(config: Config, shape: ModelShape) -> None:
     message = "algorithm.log_router_gap = true: algorithm.router_replay = off is what the gap would be compared with"
     is_same = algorithm.log_router_gap and algorithm.router_replay == "off"
     refuse_if(is_same, message, needs="rollout", remedy="write algorithm.router_replay=rollout, or leave it out")
-    context = config.engine.parallel.context
-    for key in ("load_balancing", "router_replay", "router_bias_update_rate"):
-        value, default = getattr(algorithm, key), AlgorithmConfig.model_fields[key].default
-        message = f"algorithm.{key} = {value}: not supported with engine.parallel.context = {context}"
-        remedy = f"write algorithm.{key}={default}, or engine.parallel.context=1"
-        refuse_if(value != default and context > 1, message, choices=str(default), remedy=remedy)
 
 
 def _check_bias(config: Config, shape: ModelShape) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from engine import stages
-from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
+from engine.config import BIASED_ROUTERS, DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
 from megasync.config.check_memory import check_context, check_recompute
 from megasync.config.errors import ConfigError, refuse_if
@@ -125,7 +125,7 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             raise ConfigError(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out")
         return
     _check_lora_of_experts(config, shape)
-    smallest = shape.hidden_size if shape.num_experts else min(shape.hidden_size, shape.intermediate_size)
+    smallest = min(shape.hidden_size, *_adapted_widths(config, shape))
     message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
     refuse_if(lora.rank > smallest, message, model=config.model.path, remedy=f"write engine.lora.rank={min(32, smallest)}")
     message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
@@ -138,19 +138,35 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             raise ConfigError(str(error)) from error
 
 
+def _adapted_widths(config: Config, shape: ModelShape) -> list[int]:
+    """Of the MLPs, experts and shared experts that engine.lora.targets names."""
+    names = ("moe_intermediate_size", "shared_expert_intermediate_size") if shape.num_experts else ("intermediate_size",)
+    is_adapted = not shape.num_experts or {"linear_fc1", "linear_fc2"} & set(config.engine.lora.targets)
+    return [size for name in names if is_adapted and (size := getattr(shape, name))] or [shape.hidden_size]
+
+
 def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
-    """Of a mixture of experts the attention is adapted, and replicas get the whole merged."""
+    """engine/lora.py:_adapt_experts says the same; replicas get the whole merged."""
     if not shape.num_experts:
         return
-    lora, adapted = config.engine.lora, ("linear_qkv", "linear_proj")
-    wrong = [target for target in lora.targets if target not in adapted]
-    if wrong:
-        message = f"engine.lora.targets = {', '.join(lora.targets)}: {wrong[0]} is in the experts of {shape.model_type}"
-        remedy = f"write engine.lora.targets=[{','.join(adapted)}]"
-        raise ConfigError(message, model=config.model.path, choices=", ".join(adapted), remedy=remedy)
-    message = f"engine.lora.sync = adapter: not supported for the mixture of experts {shape.model_type}"
-    lines = {"model": config.model.path, "choices": "merged", "remedy": "write engine.lora.sync=merged"}
+    lora, model = config.engine.lora, config.model.path
+    message = f"engine.lora.sync = adapter: vLLM serves adapters of {shape.model_type} by kernels for GPUs, with experts that "
+    message += "are laid out otherwise, which the weight sync does not know"
+    lines = {"model": model, "choices": "merged", "remedy": "write engine.lora.sync=merged"}
     refuse_if(lora.sync == "adapter", message, **lines)
+    adapted = [target for target in lora.targets if target in ("linear_fc1", "linear_fc2")]
+    if not adapted:
+        return
+    attention = "engine.lora.targets=[linear_qkv,linear_proj]"
+    message = f"engine.lora.targets = {', '.join(lora.targets)}: {adapted[0]} is in the experts of {shape.model_type}"
+    refuse_if(shape.model_type in BIASED_ROUTERS, message, model=model, remedy=f"write {attention}")
+    message = f"engine.lora.dropout = {lora.dropout:g}: PEFT has none for experts, of which {adapted[0]} is"
+    refuse_if(lora.dropout > 0, message, model=model, remedy=f"write engine.lora.dropout=0, or {attention}")
+    multiple = EXPERT_ROW_BYTES // DTYPE_BYTES[config.model.dtype]
+    message = f"engine.lora.rank = {lora.rank}: experts' adapters have rows of {lora.rank} numbers in {config.model.dtype}"
+    allowed = f"multiples of {multiple}, as torch's grouped matrix product takes them"
+    remedy = f"write engine.lora.rank={-(-lora.rank // multiple) * multiple}, or {attention}"
+    refuse_if(lora.rank % multiple, message, model=model, allowed=allowed, remedy=remedy)
 
 
 def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
