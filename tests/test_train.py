@@ -121,7 +121,7 @@ def unsteady_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     rewards = {"reward": {"token_count": 1.0, TROUBLED: 0.5}, "reward_on_failure": "zero", "reward_timeout_seconds": 1}
     config = write_config(
         folder,
-        engine={"wrap": "ddp"},
+        engine={"wrap": "ddp", "optimizer": {"learning_rate": 1e-5}},  # or no response would end by itself in the end
         rollout={"max_staleness": 1, **rewards},
         algorithm={"importance_level": "sequence", "truncated": "mask", "loss_aggregation": "constant_length"},
         data={"shuffle": False},
