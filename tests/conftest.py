@@ -32,10 +32,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-# two workers take whole files (launch/test.sh): the longest first, so that both end at about the same time
+# workers take whole files (launch/test.sh): the longest first, so that all end at about the same time
 LONGEST_FIRST = (
-    *("test_train", "test_sync_vllm", "test_sync_trainer", "test_engine"),
-    *("test_experts", "test_bench", "test_submit", "test_lora", "test_plan_vllm"),
+    *("test_train", "test_sync_trainer", "test_bench", "test_sync_vllm", "test_engine", "test_stream_vllm", "test_train_data"),
+    *("test_experts", "test_faults", "test_submit", "test_lora", "test_steps", "test_overrides", "test_context", "test_resume"),
+    *("test_routing_vllm", "test_sampling_vllm", "test_plan_vllm", "test_families", "test_config_check", "test_router"),
+    *("test_vllm_contract", "test_checkpoint", "test_unshard", "test_upstream", "test_quickstart_assets"),
 )
 VLLM_ON_CPU = {"test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm"}
 

@@ -1,22 +1,24 @@
-"""Runs a function on N ranks under torchrun's own launcher and brings each rank's result back.
+"""Runs a function on N ranks, each a process with the environment that torchrun gives it, and brings each rank's result back.
 
     results = run_ranks(2, "tests.engine_cases:losses", {"wrap": "ddp"})
 
-The function gets the keyword arguments and returns anything that pickles. The ranks of one number stay for some more calls,
-since importing torch and megatron-core costs more than most cases; ranks on which anything failed are ended, and the next
-call starts others. They end with the tests (conftest.py), or when the process that started them is gone.
+The function gets the keyword arguments and returns anything that pickles. Importing torch and megatron-core costs more than most
+cases: ranks are forked from a process that has done so (rank_imports.py), on GPUs started anew. The ranks of one number stay
+for some more calls; ranks on which anything failed are ended, and the next call starts others. They end with the tests
+(conftest.py), or when the process that started them is gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import itertools
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.02
+END_SECONDS = 30.0
 MAX_CALLS = 12  # bounds what is left of former engines (engine_cases.forget_wrappers)
 _running: dict[int, Ranks] = {}
 
@@ -60,56 +63,70 @@ def end_ranks() -> None:
 
 
 class Ranks:
-    """One torchrun whose ranks take one call after another from a folder."""
+    """Processes that take one call after another from a folder."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks, self.num_calls = num_ranks, 0
+        from bridge.transport.channel import open_store
+        from megasync.launch.driver import Place, rank_environments
+        from megasync.launch.scope import LOOPBACK
+
+        self.num_calls = 0
         self.folder = Path(tempfile.mkdtemp(prefix="megasync-ranks-"))
         self.output = self.folder / "output"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
-            *("-m", "tests.ranks", str(self.folder), str(os.getpid())),
-        ]
+        self.output.touch()
+        self._store = open_store(LOOPBACK)  # through which the ranks find each other
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(self.folder)}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(self.folder)}
+        self.processes = [
+            process_context().Process(target=serve, args=(self.folder, os.getpid(), {**common, **own}))
+            for own in rank_environments([Place("", "")] * num_ranks, LOOPBACK, self._store.port)
+        ]
+        for process in self.processes:
+            process.start()
 
     def call(self, target: str, arguments: dict[str, Any], timeout_seconds: float) -> list[Any]:
         number, self.num_calls = self.num_calls, self.num_calls + 1
         said_before = self.output.stat().st_size
         _put(self.folder / f"call{number}", (target, arguments))
-        results = [self.folder / f"call{number}_rank{rank}" for rank in range(self.num_ranks)]
+        results = [self.folder / f"call{number}_rank{rank}" for rank in range(len(self.processes))]
         deadline = time.monotonic() + timeout_seconds
         while not all(path.exists() for path in results):
-            ended = self.process.poll() is not None
+            ended = any(process.exitcode is not None for process in self.processes)
             if ended or time.monotonic() > deadline:
                 said = self.output.read_bytes()[said_before:].decode(errors="replace")
                 what = "failed" if ended else f"took more than {timeout_seconds:g} s"
-                raise AssertionError(f"{target} on {self.num_ranks} ranks {what}:\n{said[-8000:]}")
+                raise AssertionError(f"{target} on {len(self.processes)} ranks {what}:\n{said[-8000:]}")
             time.sleep(POLL_SECONDS)
         return [pickle.loads(path.read_bytes()) for path in results]
 
     def end(self) -> None:
         """The ranks leave on their own; what does not is killed."""
         _put(self.folder / f"call{self.num_calls}", None)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._wait(END_SECONDS)
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        for process in self.processes:
+            process.terminate()
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+        self._wait(END_SECONDS / 3)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def process_context() -> Any:
+    """Of multiprocessing. A process that has asked for GPUs must not be forked, and imports ask for them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rank_imports"])
+    return context
 
 
 def _put(path: Path, value: Any) -> None:
@@ -119,8 +136,22 @@ def _put(path: Path, value: Any) -> None:
     partial.rename(path)
 
 
-def serve(folder: Path, parent: int) -> None:
+def serve(folder: Path, parent: int, environment: dict[str, str]) -> None:
     """What each rank does: call after call until there is a None or no parent."""
+    os.environ.clear()
+    os.environ |= environment
+    tempfile.tempdir = None
+    output = os.open(folder / "output", os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+    try:
+        _take_calls(folder, parent)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's processes end without
+
+
+def _take_calls(folder: Path, parent: int) -> None:
     rank = os.environ["RANK"]
     for number in itertools.count():
         path = folder / f"call{number}"
@@ -139,7 +170,3 @@ def serve(folder: Path, parent: int) -> None:
             gc.freeze()
         _put(folder / f"call{number}_rank{rank}", function(**arguments))
         gc.collect()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -18,7 +18,7 @@ from megasync.config.load import load_config
 from megasync.files import set_aside
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
-from tests.train_cases import launch, metrics, write_config
+from tests.train_cases import metrics, train, write_config
 
 
 @pytest.mark.parametrize("how", ["whole", "one value", "tensors", "index"])
@@ -78,9 +78,9 @@ def test_a_fresh_run_leaves_a_former_one_as_it_is(tmp_path: Path) -> None:
     folder, former = tmp_path / "runs" / "run", tmp_path / "runs" / "run.1"
 
     def run(*overrides: str) -> str:
-        done = launch(config, *overrides, ranks=1)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        code, said = train(config, *overrides, ranks=1)
+        assert code == 0, said
+        return said
 
     run("run.steps=5")
     before = content(folder)

@@ -22,7 +22,7 @@ from engine.config import ModelConfig, ParallelConfig
 from tests.engine_cases import GATHER_BYTES
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
-from tests.train_cases import launch, metrics, write_config
+from tests.train_cases import metrics, train, write_config
 
 STRATEGY = "data_parallel_sharding_strategy"
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -247,18 +247,18 @@ def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -
 
 
 def test_a_whole_run_with_experts_over_ranks_goes_on_in_another_layout(model: str, tmp_path: Path) -> None:
-    """By the commands that users type; the checkpoint is a whole model."""
+    """By the program that users start; the checkpoint is a whole model."""
     engine = {"wrap": "megatron_fsdp", "parallel": {"expert": 2}}
     sections = {"model": {"path": model, "dtype": "float32"}, "algorithm": {"name": "sft", "num_minibatches": 1}}
     config = write_config(tmp_path, engine=engine, checkpoint={"every_steps": 2}, **sections)
-    done = launch(config, "run.steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = train(config, "run.steps=2")
+    assert code == 0, said
     saved = tmp_path / "runs" / "run" / "checkpoints" / "step_00000002" / "hf" / "model.safetensors"
     disk = load_file(Path(model) / "model.safetensors")
     assert {name: tensor.shape for name, tensor in load_file(saved).items()} == {name: disk[name].shape for name in disk}
-    done = launch(config, "run.steps=3", "engine.parallel.expert=1", "checkpoint.asynchronous=true")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed with another layout (expert 2 -> 1)" in done.stdout + done.stderr
+    code, said = train(config, "run.steps=3", "engine.parallel.expert=1", "checkpoint.asynchronous=true")
+    assert code == 0, said
+    assert "resumed with another layout (expert 2 -> 1)" in said
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_00000003" / "index.json").is_file()
     assert [line["step"] for line in metrics(tmp_path / "runs" / "run")] == [0, 1, 2]
 

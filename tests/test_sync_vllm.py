@@ -108,14 +108,6 @@ def tied_pool(tied_folders, cluster):
 
 
 @pytest.fixture(scope="module")
-def fresh_pool(tied_folders, cluster):
-    """A replica that loaded the second folder itself."""
-    pool = start(tied_folders[1], max_num_seqs=64)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def tied_source(tied_folders):
     return DictSource(load(tied_folders[1]))
 
@@ -127,9 +119,16 @@ def tied_publisher(tied_pool, tied_source):
     publisher.close()
 
 
-def test_a_replica_starts_with_its_folder(tied_pool, tied_folders) -> None:
+@pytest.fixture(scope="module")
+def loaded(tied_pool):
+    """Tokens of replicas that have loaded their folder themselves, before any sync: greedy ones, and samples."""
     assert tied_pool.versions == [-1, -1]
+    return tokens(tied_pool), tied_pool.generate(SAMPLED[:1]).result()
+
+
+def test_a_replica_starts_with_its_folder(tied_pool, tied_folders, loaded) -> None:
     assert differing(tied_pool.read_back(replica=1), load(tied_folders[0])) == []
+    assert {v for c in loaded[1][0] for v in c.weight_versions.tolist()} == {-1}
 
 
 def test_each_sync_arrives_bit_for_bit(tied_pool, tied_folders, tied_source, tied_publisher) -> None:
@@ -152,17 +151,17 @@ def test_each_sync_arrives_bit_for_bit(tied_pool, tied_folders, tied_source, tie
     assert 0 < report.seconds < report.pause_seconds
 
 
-def test_tokens_equal_a_fresh_load(tied_pool, fresh_pool, tied_folders, tied_source, tied_publisher) -> None:
-    expected, expected_sampled = tokens(fresh_pool), fresh_pool.generate(SAMPLED[:1]).result()
+def test_tokens_equal_those_of_a_load(tied_pool, tied_folders, tied_source, tied_publisher, loaded) -> None:
+    tied_source.tensors = load(tied_folders[0])
+    tied_publisher.publish(9)
+    assert tokens(tied_pool) == loaded[0]
+    sampled = tied_pool.generate(SAMPLED[:1]).result()
+    assert [numbers(c)[:2] for c in sampled[0]] == [numbers(c)[:2] for c in loaded[1][0]]
+
+
+def test_log_probs_are_those_of_the_weights(tied_pool, tied_folders, tied_source, tied_publisher) -> None:
     tied_source.tensors = load(tied_folders[1])
     tied_publisher.publish(10)
-    assert tokens(tied_pool) == expected
-    sampled = tied_pool.generate(SAMPLED[:1]).result()
-    assert [numbers(c)[:2] for c in sampled[0]] == [numbers(c)[:2] for c in expected_sampled[0]]
-    assert {v for c in expected_sampled[0] for v in c.weight_versions.tolist()} == {-1}
-
-
-def test_log_probs_are_those_of_the_weights(tied_pool, tied_folders) -> None:
     lists = [(5, 6, 7, 8, 9, 100, 3), (9, 8), (1, 2, 3)]
     for ids, scores in zip(lists, tied_pool.score_all(lists), strict=True):
         torch.testing.assert_close(torch.tensor(scores), reference_scores(tied_folders[1], ids), atol=1e-4, rtol=0)
@@ -271,9 +270,9 @@ def test_a_damaged_bucket_takes_the_replicas_out_of_service_until_the_next_sync(
     assert tokens(tied_pool)
 
 
-def test_restarted_replicas_serve_after_the_next_publish(tied_pool, tied_folders, tied_source) -> None:
-    tied_pool.restart(0, 1)
-    assert tied_pool.versions == [None, None]
+def test_a_restarted_replica_serves_after_the_next_publish(tied_pool, tied_folders, tied_source) -> None:
+    tied_pool.restart(1)
+    assert tied_pool.versions == [14, None]
     with pytest.raises(RuntimeError, match="waits for a publish"):
         tied_pool.generate(GREEDY).result()
     tied_source.tensors = load(tied_folders[2])
@@ -306,7 +305,7 @@ def split_folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def split_pool(split_folders, cluster):
-    pool = start(split_folders[0], tensor_parallel=2)
+    pool = start(split_folders[0], tensor_parallel=2, max_num_seqs=64)
     yield pool
     pool.close()
 
@@ -376,10 +375,13 @@ def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders
         other.kill()
 
 
-def test_seeded_prompts_of_more_tokens_than_a_step_takes(fresh_pool) -> None:
+def test_seeded_prompts_of_more_tokens_than_a_step_takes(split_pool, split_folders) -> None:
     """64 prompts of 60 tokens, where a step takes 2048: a prompt that is cut in two with a seed of its own ends vLLM on CPUs."""
+    publisher = Publisher(DictSource(load(split_folders[0])), split_pool, SyncConfig())
+    publisher.publish(3)
+    publisher.close()
     requests = [GenerationRequest(tuple(range(3 + i, 63 + i)), max_new_tokens=2, seed=i) for i in range(64)]
-    assert [len(c.token_ids) for completions in fresh_pool.generate(requests).result() for c in completions] == [2] * 64
+    assert [len(c.token_ids) for completions in split_pool.generate(requests).result() for c in completions] == [2] * 64
 
 
 # Starts and ends.
@@ -394,17 +396,19 @@ def test_a_failing_start_says_what_vllm_said(tied_folders) -> None:
         start(tied_folders[0], max_model_len=100_000)
 
 
-def test_a_killed_engine_is_noticed_and_leaves_no_process(fresh_pool, tied_folders) -> None:
-    family = psutil.Process(fresh_pool._actors[0].pid).children(recursive=True)
-    (engine,) = [process for process in family if "VLLM::EngineCore" in " ".join(process.cmdline())]
-    publisher = Publisher(DictSource(load(tied_folders[1])), fresh_pool, SyncConfig(timeout_seconds=20))
+def test_a_killed_engine_is_noticed_and_leaves_no_process(tied_pool, tied_folders) -> None:
+    family = [process for actor in tied_pool._actors.values() for process in psutil.Process(actor.pid).children(recursive=True)]
+    own = psutil.Process(tied_pool._actors[0].pid).children(recursive=True)
+    (engine,) = [process for process in own if "VLLM::EngineCore" in " ".join(process.cmdline())]
+    publisher = Publisher(DictSource(load(tied_folders[1])), tied_pool, SyncConfig(timeout_seconds=20))
+    publisher.publish(17)
     engine.send_signal(signal.SIGKILL)
     with pytest.raises(SyncError) as caught:
-        publisher.publish(0)
+        publisher.publish(18)
     assert caught.value.failed_replicas == (0,)
     with pytest.raises(RuntimeError, match="replica 0"):
-        fresh_pool.generate(GREEDY).result()
-    fresh_pool.close()
+        tied_pool.generate(GREEDY).result()
+    tied_pool.close()
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 

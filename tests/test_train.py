@@ -19,6 +19,7 @@ from tests.train_cases import (
     far_listeners,
     launch,
     metrics,
+    train,
     write_config,
 )
 
@@ -56,14 +57,14 @@ def cut_off_copy(first_run: Path, folder: Path) -> Path:
     return copy
 
 
-def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_sigterm(first_run: Path, tmp_path: Path) -> None:
+def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
     """Whoever has the devices. It goes on for ever, so that it is cut off in the midst of its work."""
     config = write_config(tmp_path, rollout={"placement": "colocated"}, sync={"transport": "ipc"})
     copy = cut_off_copy(first_run, tmp_path)
     with endless_run(TORCHRUN, config, "--nproc", "2") as run:
         run.wait_for(7)
-        run.process.terminate()
-    assert run.process.returncode != 0
+        run.ranks()[0].kill()
+    assert run.process.returncode == 1, run.said.read_text()
     assert exact(copy)[:6] == exact(first_run)
     assert {"step_00000003", "step_00000006"} <= {p.name for p in (copy / "checkpoints").iterdir()}
 
@@ -99,56 +100,59 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     assert all(done.stderr.count(words) == 1 for words in said) and "in broken_reward" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("command", ["torchrun", "submit"])
-def test_sigkill_of_a_rank_leaves_nothing(command: str, tmp_path: Path) -> None:
+def test_sigkill_of_a_rank_in_ray_leaves_nothing(tmp_path: Path) -> None:
     config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
-    own = (TORCHRUN, "--nproc", "2") if command == "torchrun" else (SUBMIT,)
-    with endless_run(own[0], config, *own[1:]) as run:
+    with endless_run(SUBMIT, config) as run:
         run.wait_for(2)
         run.ranks()[0].kill()
     assert run.process.returncode == 1, run.said.read_text()
 
 
-def test_rewards_that_fail_are_worth_0_and_counted(tmp_path: Path) -> None:
-    """One that returns NaN, one whose process is killed, one that hangs and one that raises: each in another step."""
-    troubled = "tests.train_cases:troubled_reward"
+TROUBLED = "tests.train_cases:troubled_reward"
+
+
+@pytest.fixture(scope="module")
+def unsteady_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run one step off, and what it said. In each step a reward returns NaN, has its process killed, hangs or raises.
+
+    With weights for its staler tokens, by sequence, and without the responses that are cut off.
+    """
+    folder = tmp_path_factory.mktemp("unsteady")
+    rewards = {"reward": {"token_count": 1.0, TROUBLED: 0.5}, "reward_on_failure": "zero", "reward_timeout_seconds": 1}
     config = write_config(
-        tmp_path,
-        run={"steps": 4},
-        rollout={"reward": {"token_count": 1.0, troubled: 0.5}, "reward_on_failure": "zero", "reward_timeout_seconds": 1},
+        folder,
+        engine={"wrap": "ddp", "optimizer": {"learning_rate": 1e-5}},  # or no response would end by itself in the end
+        rollout={"max_staleness": 1, **rewards},
+        algorithm={"importance_level": "sequence", "truncated": "mask", "loss_aggregation": "constant_length"},
         data={"shuffle": False},
         checkpoint={"every_steps": 0},
     )
-    done = launch(config, ranks=1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = metrics(tmp_path / "runs" / "run")
-    assert [line["reward/failures"] for line in lines] == [4] * 4
-    assert [line[f"reward/{troubled}"] for line in lines] == [7 / 8] * 4
+    code, said = train(config, ranks=1)
+    assert code == 0, said
+    return folder / "runs" / "run", said
+
+
+def test_rewards_that_fail_are_worth_0_and_counted(unsteady_run: tuple[Path, str]) -> None:
+    folder, said = unsteady_run
+    lines = metrics(folder)
+    assert [line["reward/failures"] for line in lines] == [4] * 6
+    assert [line[f"reward/{TROUBLED}"] for line in lines] == [7 / 8] * 6
     assert all(abs(line["reward/mean"] - line["reward/token_count"] - 7 / 16) < 1e-9 for line in lines)
     kinds = {8: "returned nan", 16: "had its process killed by SIGKILL", 24: "took longer", 32: "raised KeyError"}
     for line, words in kinds.items():
-        assert re.search(rf"the reward {troubled} {words}.*\n  data line: {line}\n", done.stderr), done.stderr
+        assert re.search(rf"the reward {TROUBLED} {words}.*\n  data line: {line}\n", said), said
 
 
-def test_one_step_off_generates_under_training(tmp_path: Path) -> None:
-    """With weights for its staler tokens, by sequence, and without the responses that are cut off."""
-    config = write_config(
-        tmp_path,
-        engine={"wrap": "ddp"},
-        rollout={"max_staleness": 1},
-        algorithm={"importance_level": "sequence", "truncated": "mask", "loss_aggregation": "constant_length"},
-        checkpoint={"every_steps": 0},
-    )
-    done = launch(config, ranks=1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = metrics(tmp_path / "runs" / "run")
+def test_one_step_off_generates_under_training(unsteady_run: tuple[Path, str]) -> None:
+    folder, _ = unsteady_run
+    lines = metrics(folder)
     assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1, 1, 1]
     for line in lines:
         assert 0 < line["response/truncated_fraction"] < 1
         cut_off = 32 * 8 * line["response/truncated_fraction"]
         assert line["train/response_tokens"] == pytest.approx(32 * line["response/tokens_mean"] - cut_off)
         assert 0.9 < line["importance/ess"] <= 1 and line["entropy/mean"] > 0
-    events = json.loads((tmp_path / "runs" / "run" / "timeline.json").read_text())
+    events = json.loads((folder / "timeline.json").read_text())
     spans = [event for event in events["traceEvents"] if event["ph"] == "X"]
     rollouts = {e["args"]["step"]: e for e in spans if e["name"] == "rollout"}
     trains = {e["args"]["step"]: e for e in spans if e["name"] in ("log-probs", "train")}
@@ -163,10 +167,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         algorithm={"name": "sft", "num_minibatches": 1},
         checkpoint={"every_steps": 1},
     )
-    done = launch(config)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "is not finite" in done.stderr and "step " in done.stderr and "rank(s)" in done.stderr
-    assert "last checkpoint: " in done.stderr
+    code, said = train(config)
+    assert code == 1, said
+    assert "is not finite" in said and "step " in said and "rank(s)" in said
+    assert "last checkpoint: " in said
 
 
 @pytest.mark.parametrize(

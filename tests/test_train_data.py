@@ -1,4 +1,4 @@
-"""Whole runs on tables of messages, with sampling keys, several evaluation sets and samples.jsonl, cut off and resumed.
+"""Whole runs on tables of messages, with sampling keys, several evaluation sets and samples.jsonl, resumed and cut off.
 
 python -m pytest tests/test_train_data.py
 """
@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from megasync.assets import split_sums
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
-from tests.train_cases import exact, launch, metrics, write_config
+from tests.train_cases import TORCHRUN, endless_run, exact, metrics, train, write_config
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if sign is defined %}{{ sign }}{% endif %}"
 STOPS = ["?", "5("]
@@ -63,8 +63,8 @@ def config_of(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    done = launch(config_of(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = train(config_of(folder))
+    assert code == 0, said
     return folder
 
 
@@ -106,18 +106,22 @@ def test_log_probs_of_vllm_are_above_the_trainers(run: Path) -> None:
     assert all(line["logprob_gap/max"] > 1e-3 for line in lines)
 
 
-def test_a_resumed_run_has_each_sample_and_evaluation_once(run: Path, tmp_path: Path) -> None:
-    """Cut off after the fifth step, as a kill would: the checkpoint is of the third."""
+def test_a_resumed_run_has_each_sample_and_evaluation_once_until_sigterm(run: Path, tmp_path: Path) -> None:
+    """Cut off after the fifth step, as a kill would: the checkpoint is of the third. It goes on until it is cut off again."""
     copy = tmp_path / "run"
     shutil.copytree(run / "runs" / "run", copy / "runs" / "run")
     shutil.rmtree(copy / "runs" / "run" / "checkpoints" / "step_00000006")
-    done = launch(config_of(copy))
-    assert done.returncode == 0, done.stdout + done.stderr
+    with endless_run(TORCHRUN, config_of(copy), "--nproc", "2") as endless:
+        endless.wait_for(7)
+        endless.process.terminate()
+    assert endless.process.returncode != 0
     first, second = run / "runs" / "run", copy / "runs" / "run"
-    assert [line["step"] for line in read_evaluations(second)] == [3, 6]
+    assert [line["step"] for line in read_evaluations(second)][:2] == [3, 6]
 
     def places(folder: Path) -> list[tuple[int, str, str]]:
-        return sorted((line["step"], line["set"], line["prompt"]) for line in read_samples(folder))
+        ends = {"train": 6}  # the steps of the first run
+        lines = [line for line in read_samples(folder) if line["step"] < ends.get(line["set"], 7)]
+        return sorted((line["step"], line["set"], line["prompt"]) for line in lines)
 
     assert places(second) == places(first)
-    assert [line["step"] for line in exact(second)] == list(range(6))
+    assert [line["step"] for line in exact(second)][:7] == list(range(7))

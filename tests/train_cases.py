@@ -1,7 +1,8 @@
-"""Small whole runs for tests/test_train.py: assets, configs, and the commands that a user would type."""
+"""Small whole runs: assets, configs, the commands that a user would type, and the same program on ranks that start sooner."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ import yaml
 
 from megasync.assets import write_assets
 from megasync.rollouts.rewards.functions import RewardInput
+from tests.ranks import run_ranks
 from tests.reward_cases import DEEDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,25 @@ def launch(config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float
             timeout=timeout_seconds,
             check=False,
         )
+
+
+def train(config: Path, *overrides: str, ranks: int = 2) -> tuple[int, str]:
+    """The program that the launchers start, without them: its exit code, and what rank 0 said."""
+    arguments = {"arguments": [str(config), *overrides]}
+    return run_ranks(ranks, "tests.train_cases:run_program", arguments, alone=True)[0]
+
+
+def run_program(arguments: list[str]) -> tuple[int, str]:
+    """On one rank of `train`."""
+    from megasync.train import main
+
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            code = main(arguments)
+        finally:
+            print(said.getvalue(), file=sys.__stderr__, flush=True)
+    return code, said.getvalue()
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
