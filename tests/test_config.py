@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -121,6 +121,7 @@ def test_editors_get_the_schema_of_what_loads(name: str, root: type[Config]) -> 
 
 
 @settings(deadline=None, max_examples=20)
+@example(name="0E0", steps=1, rate=0.0)
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8).filter(
         lambda t: "$" not in t

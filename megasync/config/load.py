@@ -44,8 +44,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
 
 def save_config(config: Config, path: str | Path) -> None:
     """Writes the resolved config as YAML that `load_config` reads back to an equal one."""
-    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     write_atomically(Path(path), text)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes texts that OmegaConf reads as numbers, and PyYAML does not, such as 0E0."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        try:
+            float(text.replace("_", ""))
+        except ValueError:
+            return self.represent_str(text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _read_layers(path: Path, refined_by: tuple[Path, ...]) -> list[tuple[str, Mapping[Any, Any]]]:
