@@ -19,7 +19,7 @@ from megasync.config.check import check_config
 from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.schema import Config
 
-WHAT_IS_COMPUTED = ("algorithm.", "engine.lora.", "engine.optimizer.offload")  # keys that a case's reference has, too
+WHAT_IS_COMPUTED = ("algorithm.", "engine.lora.", "engine.balance")  # keys that a case's reference has, too
 MOST_DRAWS = 2000  # for one case that the check takes
 
 

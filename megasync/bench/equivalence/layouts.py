@@ -64,7 +64,14 @@ def draw_case(draw: random.Random, families: tuple[str, ...], numbers_of_ranks: 
     keys: Keys = {"engine.wrap": draw.choice(WRAPS), **_sizes(draw, num_ranks, num_layers)}
     for features in (_memory, _objective, _adapters, _overrides):
         keys |= features(draw, keys)
+    if not _has_micro_batches_of_one_rank(num_ranks, keys):
+        keys.pop("algorithm.load_balancing", None)  # its loss is one of a micro-batch's tokens together
     return Draw(draw.choice(families), draw.random() < 0.5, num_layers, num_ranks, keys)
+
+
+def _has_micro_batches_of_one_rank(num_ranks: int, keys: Keys) -> bool:
+    sizes = [keys.get(f"engine.parallel.{name}", 1) for name in ("tensor", "pipeline", "virtual_pipeline")]
+    return sizes[0] * sizes[1] == num_ranks and sizes[2] == 1
 
 
 def _sizes(draw: random.Random, num_ranks: int, num_layers: int) -> Keys:
