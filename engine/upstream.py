@@ -25,6 +25,7 @@ def use_standalone_fsdp() -> None:
     adapter.MegatronFSDP = megatron_fsdp.MegatronFSDP
     adapter.FSDPDistributedIndex = megatron_fsdp.FSDPDistributedIndex
     adapter._get_dp_tp_mesh = _stage_mesh
+    _check_no_shards_over_stages()
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name, too
     finalize._allreduce_embedding_grad = _reduce_tied_embeddings
     if not isinstance(adapter.TELinear, type):
@@ -45,6 +46,27 @@ def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:
     first = dist.get_rank() - position
     ranks = torch.arange(first, first + math.prod(shape)).view(shape)
     return ranks[:, position // shape[2] % ep_size]
+
+
+def _check_no_shards_over_stages() -> None:
+    """Under tensor parallelism megatron-fsdp 0.6.1 has torch check each shard (param_and_grad_buffer.py:5128, run_check).
+
+    torch 2.13 compares it with what every rank of the world has (distributed/tensor/_collective_utils.py:check_tensor_meta), but
+    the stages of a pipeline have other parameters. What ranks hold in common is sent to all of them before (:5115).
+    """
+    from megatron_fsdp import param_and_grad_buffer
+
+    from engine.megatron import parallel_state as mpu
+
+    plain = param_and_grad_buffer.make_fsdp_dtensor
+    if hasattr(plain, "checks_shards_over_stages"):
+        return
+
+    def make_fsdp_dtensor(*args: Any, run_check: bool = False, **options: Any) -> Any:
+        return plain(*args, run_check=run_check and mpu.get_pipeline_model_parallel_world_size() == 1, **options)
+
+    make_fsdp_dtensor.checks_shards_over_stages = False  # type: ignore[attr-defined]
+    param_and_grad_buffer.make_fsdp_dtensor = make_fsdp_dtensor
 
 
 def _reduce_tied_embeddings(

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.02
 END_SECONDS = 30.0
-MAX_CALLS = 12  # bounds what is left of former engines (engine_cases.forget_wrappers)
+MAX_CALLS = 12  # bounds what is left of former engines (bench/equivalence/groups.py)
 _running: dict[int, Ranks] = {}
 
 

@@ -174,3 +174,13 @@ def test_megatron_core_still_scales_as_llama_3_1_alone_and_mbridge_knows_no_mist
     assert "rope_scaling_factor" in inspect.signature(RotaryEmbedding).parameters
     assert "low_freq_factor" not in inspect.signature(RotaryEmbedding).parameters
     assert "mistral" not in _MODEL_REGISTRY
+
+
+def test_shards_are_still_compared_over_the_whole_world() -> None:
+    """engine/upstream.py:_check_no_shards_over_stages"""
+    from megatron_fsdp import param_and_grad_buffer
+    from torch.distributed.tensor import _collective_utils
+
+    fresh = inspect.getsource(as_upstream_has_it(param_and_grad_buffer))
+    assert "run_check=run_check," in fresh and "run_check=True," in fresh
+    assert "torch.distributed.get_world_size()" in inspect.getsource(_collective_utils.check_tensor_meta)

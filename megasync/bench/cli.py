@@ -1,7 +1,7 @@
-"""Measures weight sync against the two usual ways, generation, training, a batch's way to the ranks, and faults.
+"""Measures weight sync against the two usual ways, generation, training, a batch's way to the ranks, faults and equivalence.
 
-Starts the trainer ranks itself (sync.py, rollout.py, throughput.py, staleness.py, train_rank.py, arrays.py and faults/ say what
-is measured and how), then prints tables and, with --json, writes every round down.
+Starts the trainer ranks itself (sync.py, rollout.py, throughput.py, staleness.py, train_rank.py, arrays.py, faults/ and
+equivalence/ say what is measured and how), then prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE] [--picture FILE.svg]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
@@ -9,6 +9,7 @@ is measured and how), then prints tables and, with --json, writes every round do
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
     python -m megasync.bench arrays --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench faults --config configs/bench_faults.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [key=value ...] [--json FILE] [--to FILE.md]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from engine.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench import train
 from megasync.bench.config import NEED_GPUS, WAYS, BenchRoot
+from megasync.bench.equivalence import run as equivalence
 from megasync.bench.faults import run as faults
 from megasync.bench.machine import describe_machine
 from megasync.bench.model import write_model
@@ -47,7 +49,11 @@ VERBS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]]
     "rollout": (summarise_rollout, show_rollout),
     "staleness": (summarise_staleness, show_staleness),
 }
-PREPARE: dict[str, Callable[[BenchRoot], BenchRoot]] = {"train": train.prepare, "faults": faults.prepare}
+PREPARE: dict[str, Callable[[BenchRoot], BenchRoot]] = {
+    "train": train.prepare,
+    "faults": faults.prepare,
+    "equivalence": equivalence.prepare,
+}
 
 
 def prepare(config: BenchRoot, verb: str) -> BenchRoot:
@@ -140,12 +146,14 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
     return code, results
 
 
-def _run_other(verb: str, config: BenchRoot, json_path: Path | None) -> int:
+def _run_other(verb: str, config: BenchRoot, json_path: Path | None, document_path: Path | None) -> int:
     """The benches that need no ranks of one kind for all that they measure."""
     if verb == "arrays":
         from megasync.bench import arrays  # it needs torch
 
         return arrays.run(config, json_path)
+    if verb == "equivalence":
+        return equivalence.run(config, json_path, document_path)
     return (train.run if verb == "train" else faults.run)(config, json_path)
 
 
@@ -158,15 +166,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it there; sync alone: .svg, .png or .pdf")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="write the tables there in Markdown; equivalence alone")
     given = parser.parse_intermixed_args(arguments)
     with main_errors():
+        message, remedy = f"--to {given.to}: bench {given.verb} writes no such file", "leave --to out, or write --json FILE"
+        refuse_if(given.to and given.verb != "equivalence", message, remedy=remedy)
         if given.picture is not None:
             check_picture(given.verb, given.picture)
         config = load_config(given.config, given.overrides, BenchRoot)
         if given.verb != "arrays":
             config = prepare(config, given.verb) if given.verb in VERBS else PREPARE[given.verb](config)
     if given.verb not in VERBS:
-        return _run_other(given.verb, config, given.json)
+        return _run_other(given.verb, config, given.json, given.to)
     code, results = measure(given.verb, config, given.json)
     if results is None:
         return 1

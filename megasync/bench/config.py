@@ -1,4 +1,4 @@
-"""The keys of `bench`, `bench_train`, `bench_arrays` and `bench_faults`, beside those of a run. No torch in here."""
+"""The keys of `bench` and of `bench_train`, `_arrays`, `_faults` and `_equivalence`, beside those of a run. No torch in here."""
 
 from __future__ import annotations
 
@@ -129,6 +129,30 @@ class FaultsBenchConfig(Section):
     """A run that takes longer counts as hung, and is ended."""
 
 
+Names = Annotated[tuple[str, ...], *OneOrMore]
+
+
+class EquivalenceBenchConfig(Section):
+    """What `python -m megasync.bench equivalence` compares with one rank, with transformers and with vLLM."""
+
+    families: Names = ("all",)
+    """Values of `model_type` in config.json; all: every one that the engine trains."""
+    layouts: Names = ("all",)
+    """Names of layouts (megasync/bench/equivalence/layouts.py); all: every one."""
+    wraps: Names = ("all",)
+    """Values of engine.wrap; all: every one."""
+    steps: PositiveInt = 10
+    """Optimizer steps of each case."""
+    micro_batches: PositiveInt = 4
+    """Of each data-parallel rank in a step."""
+    vllm: Names = ("all",)
+    """Of the families those whose weights are read back from vLLM, in one layout under every wrap; all: every one; none: none."""
+    random: NonNegativeInt = 0
+    """Above 0: so many random layouts with random features, drawn by run.seed from these families, instead of the table."""
+    case_seconds: PositiveFloat = 180.0
+    """A case that takes longer is ended and counts as failed."""
+
+
 class BenchRoot(Config):
     """A run's config with what the benches add."""
 
@@ -136,3 +160,4 @@ class BenchRoot(Config):
     bench_train: TrainBenchConfig = TrainBenchConfig()
     bench_arrays: ArraysBenchConfig = ArraysBenchConfig()
     bench_faults: FaultsBenchConfig = FaultsBenchConfig()
+    bench_equivalence: EquivalenceBenchConfig = EquivalenceBenchConfig()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine import parallel
 from megasync.bench.config import BenchRoot
+from megasync.bench.equivalence.read_back import ReadBack
 from megasync.bench.rank import BenchRank
 from megasync.bench.rollout import RolloutBench
 from megasync.bench.staleness import StalenessBench
@@ -21,7 +22,12 @@ from megasync.bench.sync import SyncBench
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
 
-BENCHES: dict[str, type[BenchRank]] = {"sync": SyncBench, "rollout": RolloutBench, "staleness": StalenessBench}
+BENCHES: dict[str, type[BenchRank]] = {
+    "sync": SyncBench,
+    "rollout": RolloutBench,
+    "staleness": StalenessBench,
+    "equivalence": ReadBack,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

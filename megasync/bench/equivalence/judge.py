@@ -1,0 +1,59 @@
+"""How far a case is from its reference, transformers and its folder, and whether that is within bounds. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.config import MOE_FAMILIES
+
+BOUND, BOUND_OF_EXPERTS = 1e-5, 1e-4  # of losses and gradient norms
+BOUND_OF_LOG_PROBS = 1e-4
+STEPS = ("loss", "grad_norm", "balance")
+LOG_PROBS = ("log_probs", "log_probs_trained")
+EXPORTS = ("export_before", "export_after")
+Found = dict[str, Any]
+
+
+def bound_of(name: str, family: str) -> float:
+    """What a difference of this name may be."""
+    if name in LOG_PROBS:
+        return BOUND_OF_LOG_PROBS
+    return BOUND_OF_EXPERTS if family in MOE_FAMILIES else BOUND
+
+
+def differences(found: Found, reference: Found, transformers: tuple[list[float], list[float]]) -> dict[str, float]:
+    """The largest, by name. Losses and gradient norms: relative to the reference's, a loss below 1 to 1; log-probs: absolute.
+
+    `transformers`: its log-probs with the model's folder and with the folder that the case left.
+    """
+    by_step = zip(found["history"], reference["history"], strict=True)
+    worst: dict[str, float] = {}
+    for own, other in by_step:
+        for name in [name for name in STEPS if name in other]:
+            scale = abs(other[name]) if name == "grad_norm" else max(1.0, abs(other[name]))
+            difference = abs(own[name] - other[name]) / scale if scale else abs(own[name])
+            worst[name] = _larger(worst.get(name, 0.0), difference)
+    for name, own, other in zip(LOG_PROBS, found["log_probs"], transformers, strict=True):
+        worst[name] = 0.0
+        for mine, theirs in zip(own, other, strict=True):
+            worst[name] = _larger(worst[name], abs(mine - theirs))
+    return worst
+
+
+def _larger(worst: float, value: float) -> float:
+    """As max, but what is no number stays."""
+    return value if math.isnan(value) or value > worst else worst
+
+
+def problems(found: Found, worst: dict[str, float], family: str, micro_batches: int) -> list[str]:
+    """What is not right with a case, in words; `micro_batches`: that each step has to have on a rank."""
+    bounds = {name: bound_of(name, family) for name in worst}
+    wrong = [f"{name} {value:.1e}, above {bounds[name]:g}" for name, value in worst.items() if not value <= bounds[name]]
+    for name in EXPORTS:
+        for what in ("differing", "missing", "twice"):
+            names = found[name][what]
+            wrong += [f"{name}: {len(names)} tensors {what}, first {names[0]}"] if names else []
+    if found["micro_batches"][0] < micro_batches:
+        wrong.append(f"steps of {found['micro_batches'][0]} micro-batches")
+    return wrong

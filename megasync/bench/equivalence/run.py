@@ -1,0 +1,227 @@
+"""All cases of the table, or random ones: models, holes, one start of ranks after another, vLLM, and what came out.
+
+Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (document.py).
+
+    python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [--json FILE] [--to docs/equivalence.md]
+    python -m megasync.bench equivalence --config configs/bench_equivalence.yaml bench_equivalence.random=50 run.seed=1
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from megasync.bench.config import BenchRoot
+from megasync.bench.equivalence import cases as of_cases
+from megasync.bench.equivalence.cases import MOST_DRAWS, Case, Model
+from megasync.bench.equivalence.layouts import layout_keys
+from megasync.bench.equivalence.start import Job, run_jobs
+from megasync.bench.machine import describe_machine
+from megasync.bench.tables import print_table
+from megasync.config.errors import refuse_if
+from megasync.config.load import save_config
+from megasync.config.schema import Config
+from megasync.files import write_atomically
+
+RANDOM_RANKS = (1, 2, 4)
+NUM_SHOWN = 3  # problems of a case
+Results = dict[str, Any]
+Runner = Callable[[Sequence[Job], int, Path], Iterator[dict[str, Any]]]  # as run_jobs
+
+
+def prepare(config: BenchRoot) -> BenchRoot:
+    """The same config.
+
+    Raises:
+        ConfigError: there are no such cases, or keys are given that each case sets; nothing was started.
+    """
+    message = f"model.path = {config.model.path}: bench equivalence has tiny models of its own"
+    refuse_if(config.model.path, message, remedy="write model.path=''")
+    message = f"model.dtype = {config.model.dtype}: the bounds are those of float32"
+    refuse_if(config.model.dtype != "float32", message, choices="float32", remedy="write model.dtype=float32")
+    clipped = config.engine.optimizer.clip_grad_norm
+    message = f"engine.optimizer.clip_grad_norm = {clipped:g}: clipping would hide how gradients differ"
+    refuse_if(clipped, message, choices="0", remedy="write engine.optimizer.clip_grad_norm=0")
+    for name in ("wrap", "parallel"):
+        is_given = getattr(config.engine, name) != getattr(EngineConfig(), name)
+        refuse_if(is_given, f"engine.{name}: the cases set it", remedy=f"leave engine.{name} out; see bench_equivalence")
+    of_cases.table(config)
+    of_cases.read_back_families(config)
+    return config
+
+
+class Bench:
+    """What is known so far; `keep` writes it."""
+
+    def __init__(self, config: BenchRoot, json_path: Path | None) -> None:
+        self.config, self.json_path, self.place = config, json_path, config.run.folder
+        self.models: dict[str, Path] = {}
+        self.transformers: dict[str, list[float]] = {}
+        self.references: dict[str, dict[str, Any]] = {}
+        command = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        told = {"bench": "equivalence", **describe_machine(), "commit": commit, "config": config.model_dump()}
+        self.results: Results = {**told, "cases": {}, "holes": {}, "vllm": {}}
+
+    def told(self, case: Case) -> Config:
+        """The config of the case, with its model, which is written if need be."""
+        from megasync.bench.equivalence.models import microbatch_tokens, write_model
+
+        model, seed = case.model, self.config.run.seed
+        if model.name not in self.models:
+            self.models[model.name] = write_model(model, self.place / "models", seed)
+        minibatches = int(case.keys.get("algorithm.num_minibatches", self.config.algorithm.num_minibatches))
+        tokens = microbatch_tokens(seed, self.config.bench_equivalence.micro_batches, case.data_size, minibatches)
+        return of_cases.case_config(self.config, case, self.models[model.name], tokens)
+
+    def accepted(self, cases: Sequence[Case]) -> list[Case]:
+        """Those that the config's check takes; the others are holes from now on."""
+        taken = []
+        for case in cases:
+            try:
+                reason = of_cases.refusal(self.told(case), case.num_ranks)
+            except ValueError as error:
+                reason = ""
+                self._note(case, {"problems": [str(error).splitlines()[0]], "differences": {}})
+                continue
+            if reason:
+                self.results["holes"][case.name] = {**_described(case), "reason": reason}
+            else:
+                taken.append(case)
+        return taken
+
+    def draw(self) -> list[Case]:
+        """As many random cases as asked for; those that the check refuses are left out."""
+        draw, found = random.Random(self.config.run.seed), list[Case]()
+        for _ in range(self.config.bench_equivalence.random):
+            for _ in range(MOST_DRAWS):
+                case = of_cases.of_draw(of_cases.drawn(self.config, draw, RANDOM_RANKS))
+                if not of_cases.refusal(self.told(case), case.num_ranks):
+                    found.append(case)
+                    break
+        return found
+
+    def run(self, cases: Sequence[Case], runner: Runner = run_jobs) -> None:
+        """The references first, then all others, by the number of their ranks."""
+        references = {_key(case.reference): case.reference for case in cases}
+        self._start(list(references.values()), 1, runner)
+        rest = [case for case in cases if _key(case) not in references]
+        for num_ranks in sorted({case.num_ranks for case in rest}):
+            self._start([case for case in rest if case.num_ranks == num_ranks], num_ranks, runner)
+
+    def _start(self, cases: Sequence[Case], num_ranks: int, runner: Runner) -> None:
+        chosen, jobs, begin = self.config.bench_equivalence, [], time.monotonic()
+        for number, case in enumerate(cases):
+            place = self.place / "cases" / f"{num_ranks}_{number}"
+            told = self.told(case).model_dump()
+            jobs.append(Job(told, f"{place}.json", f"{place}_trained", chosen.micro_batches, chosen.case_seconds))
+        for number, (case, job, found) in enumerate(zip(cases, jobs, runner(jobs, num_ranks, self.place), strict=True)):
+            if _key(case) == _key(case.reference):
+                self.references[_key(case)] = found
+            noted = self._judge(case, found, Path(job.folder))
+            self._note(case, noted)
+            shutil.rmtree(job.folder, ignore_errors=True)
+            seconds, begin = time.monotonic() - begin, time.monotonic()
+            print(f"{number + 1} of {len(cases)} on {num_ranks} ranks: {case.name}: {said(noted)}, {seconds:.1f} s", flush=True)
+
+    def _judge(self, case: Case, found: dict[str, Any], trained: Path) -> dict[str, Any]:
+        from megasync.bench.equivalence import judge
+        from megasync.bench.equivalence.models import scored_samples, transformers_log_probs
+
+        reference = self.references.get(_key(case.reference), {"error": "was not run"})
+        for each, whose in ((found, ""), (reference, "the reference: ")):
+            if "error" in each:
+                return {"problems": [f"{whose}{each['error']}"], "differences": {}}
+        samples = scored_samples(self.config.run.seed)
+        if case.model.name not in self.transformers:
+            self.transformers[case.model.name] = transformers_log_probs(self.models[case.model.name], samples)
+        theirs = self.transformers[case.model.name], transformers_log_probs(trained, samples)
+        worst = judge.differences(found, reference, theirs)
+        wanted = self.config.bench_equivalence.micro_batches if case.layout else 1
+        wrong = judge.problems(found, worst, case.model.family, wanted)
+        kept = {name: found[name] for name in ("history", "micro_batches", *judge.EXPORTS)}
+        return {"problems": wrong, "differences": worst, **kept}
+
+    def read_back(self, families: Sequence[str]) -> None:
+        """From vLLM, of one layout a family, under every wrap."""
+        from megasync.bench.equivalence import read_back
+
+        for family in families:
+            case = Case(Model(family), read_back.LAYOUT, read_back.NUM_RANKS, layout_keys(read_back.LAYOUT, "ddp"))
+            self.results["vllm"][family] = found = read_back.read_back(self.config, self.told(case).model_dump(), family)
+            self.keep()
+            print(f"{family} read back from vLLM: {found.get('error', 'equal bit for bit')}", flush=True)
+
+    def _note(self, case: Case, noted: dict[str, Any]) -> None:
+        self.results["cases"][case.name] = {**_described(case), **noted}
+        self.keep()
+
+    def keep(self) -> None:
+        for path in filter(None, (self.place / "bench_equivalence.json", self.json_path)):
+            write_atomically(path, json.dumps(self.results, indent=1) + "\n")
+
+
+def _described(case: Case) -> dict[str, Any]:
+    keys = {"family": case.model.family, "model": case.model.name, "layout": case.layout, "num_ranks": case.num_ranks}
+    return {**keys, "wrap": case.wrap, "keys": case.keys}
+
+
+def _key(case: Case) -> str:
+    return json.dumps([case.model.name, case.num_ranks, sorted(case.keys.items())])
+
+
+def said(noted: dict[str, Any]) -> str:
+    """One line."""
+    worst = ", ".join(f"{name} {value:.1e}" for name, value in noted["differences"].items())
+    problems: list[str] = noted["problems"]
+    return "; ".join(problems[:NUM_SHOWN]) or f"right ({worst})"
+
+
+def wrong(results: Results) -> Iterator[str]:
+    """Names of what failed or is out of bounds."""
+    yield from (name for name, each in results["cases"].items() if each["problems"])
+    yield from (f"{family} from vLLM" for family, each in results["vllm"].items() if "error" in each)
+
+
+def run(config: BenchRoot, json_path: Path | None, document_path: Path | None) -> int:
+    """By a prepared config. Exit code 1: a case failed or is out of bounds."""
+    (config.run.folder / "cases").mkdir(parents=True, exist_ok=True)
+    for former in ("models", "cases", "vllm"):
+        shutil.rmtree(config.run.folder / former, ignore_errors=True)
+    save_config(config, config.run.folder / "config.yaml")
+    hide_progress_bars()
+    bench, is_random = Bench(config, json_path), config.bench_equivalence.random > 0
+    bench.run(bench.draw() if is_random else bench.accepted(of_cases.table(config)))
+    if not is_random:
+        bench.read_back(of_cases.read_back_families(config))
+    bench.keep()
+    show(bench.results)
+    if document_path is not None:
+        from megasync.bench.equivalence.document import document
+
+        write_atomically(document_path, document(bench.results))
+    return int(any(wrong(bench.results)))
+
+
+def hide_progress_bars() -> None:
+    """Of transformers, which has one for each model that it reads or writes."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def show(results: Results) -> None:
+    """What is wrong, or that nothing is."""
+    failed, cases = list(wrong(results)), results["cases"]
+    rows = [[name, said(cases[name]) if name in cases else results["vllm"][name.split()[0]]["error"]] for name in failed]
+    if rows:
+        print_table("not within bounds", ("case", "what"), rows)
+    read, holes = len(results["vllm"]), len(results["holes"])
+    print(f"{len(cases)} cases, {holes} holes, {read} families from vLLM; {len(failed)} not right")
