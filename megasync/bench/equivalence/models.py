@@ -28,6 +28,10 @@ LLAMA3 = {  # rope_parameters that scale some of a head's frequencies
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 FIELDS: dict[str, dict[str, Any]] = {  # of config.json, by family
+    "glm4_moe": {
+        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+        "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+    },
     "llama": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
@@ -35,7 +39,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # of config.json, by family
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 96, "norm_topk_prob": False},
     "qwen3_moe": {**MOE, "norm_topk_prob": True, "tie_word_embeddings": True},
-}
+}  # fmt: skip
 
 
 def write_model(model: Model, root: Path, seed: int) -> Path:
