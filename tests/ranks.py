@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class Ranks:
     def kill(self) -> None:
         for process in self.processes:
             process.terminate()
-            if process.is_alive():
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
         self._wait(END_SECONDS / 3)
 

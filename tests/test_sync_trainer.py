@@ -121,7 +121,7 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
     path, moving = str(folder), {"router_bias_update_rate": 0.05}
     cases = [{"wrap": "ddp", "tensor": 2, "sequence": True, **moving}, {"wrap": "megatron_fsdp"}]
     cases += [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
-    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0}})
+    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": ("linear_qkv", "linear_proj")}})
     arguments = {"path": path, "cases": cases, "num_steps": 3, "verify": "readback"}
     results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
     for case, result in zip(cases, results, strict=True):
@@ -133,6 +133,16 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
         assert reasons.pop("routed_experts") == "the CPU backend packs its experts after loading"
         assert reasons.keys() == {"qkv_proj", "o_proj", "gate", "lm_head", "gate_up_proj", "down_proj"}
         assert all(verified for _, _, verified in result["versions"])
+
+
+def test_replica_follows_adapters_of_experts_bit_for_bit(root: Path) -> None:
+    """Of shared ones, too, merged into what vLLM packs."""
+    path = str(write_tiny_model(root / "adapted", "qwen2_moe", vocab_size=131, num_hidden_layers=2))
+    cases = [{"wrap": "megatron_fsdp", "expert": 2, "lora": {"rank": 4, "alpha": 8.0}}]
+    arguments = {"path": path, "cases": cases, "num_steps": 2, "verify": "readback"}
+    (result,) = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
+    assert result["differing"] == [] and result["gap"] < 1e-4
+    assert all(verified for _, _, verified in result["versions"])
 
 
 def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(untied: str) -> None:
