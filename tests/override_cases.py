@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ def trained(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 losses.append(built.update(built.prepare(random_samples(8, seed=step)))["loss/sft"])
                 if step == 0:
                     values += log_probs(built, random_samples(4, seed=9))
-            items = [(item, item.tensor.detach().clone()) for unit in built.whole_parameters() for item in unit]
-            weights = {item.name: tensor for item, tensor in items}
-            weights |= {f"{item.name} adapter": item.adapter.b.detach().clone() for item, _ in items if item.adapter is not None}
+            weights = {}
+            for item in itertools.chain.from_iterable(built.whole_parameters()):
+                weights[item.name] = item.tensor.detach().clone()
+                if item.adapter is not None:
+                    weights[f"{item.name} adapter"] = item.adapter.b.detach().clone()
             values += log_probs(built, random_samples(4, seed=9))
         results.append({"losses": losses, "log_probs": torch.cat(values), "weights": weights})
     return results

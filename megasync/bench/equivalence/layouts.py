@@ -70,7 +70,7 @@ def draw_case(draw: random.Random, families: tuple[str, ...], numbers_of_ranks: 
 
 
 def _has_micro_batches_of_one_rank(num_ranks: int, keys: Keys) -> bool:
-    sizes = [keys.get(f"engine.parallel.{name}", 1) for name in ("tensor", "pipeline", "virtual_pipeline")]
+    sizes = [int(keys.get(f"engine.parallel.{name}", 1)) for name in ("tensor", "pipeline", "virtual_pipeline")]
     return sizes[0] * sizes[1] == num_ranks and sizes[2] == 1
 
 
