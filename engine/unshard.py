@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from engine.weights import NamedTensors
+from engine.weights import NamedTensors, layer_of
 
 NUM_SCRATCH = 2
 ALIGNMENT_BYTES = 512  # as CUDA's allocator
@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 512  # as CUDA's allocator
 
 @dataclass
 class _Unit:
-    """An FSDP unit, or one of the buckets outside of the units."""
+    """An FSDP unit, or outside of the units one of the buckets, or a layer whose parameters each rank has whole."""
 
     buckets: list[int] = field(default_factory=list)  # Megatron-FSDP's: one of trained and one of frozen parameters
     tensors: NamedTensors = field(default_factory=list)  # unsharded
@@ -40,13 +40,12 @@ class Unsharder:
         """`only_trained`: leave out frozen parameters, without gathering them."""
         self._fsdp = cast("Any", wrapped.module)
         self._buffer: Any = self._fsdp.param_and_grad_buffer
-        units: dict[tuple[str, int], _Unit] = {}
+        units: dict[tuple[str, int | str], _Unit] = {}
         # modules have these unsharded parameters while they compute (megatron_fsdp.py:403), and may have DTensors now
         for name, parameter in self._fsdp.raw_param.items():
             if parameter.requires_grad or not only_trained:
                 bucket = self._buffer.param_to_param_group[parameter]
-                number = self._buffer.parameter_groups[bucket].fsdp_unit_id
-                unit = units.setdefault(("bucket", bucket) if number is None else ("unit", number), _Unit())
+                unit = units.setdefault(self._key(name, bucket), _Unit())
                 unit.tensors.append((name, parameter))
                 unit.buckets += [bucket] if bucket not in unit.buckets else []
         self._units = list(units.values())
@@ -57,6 +56,14 @@ class Unsharder:
             self._place(unit, self._scratch[index % NUM_SCRATCH])
         self._own = own
         self._free()
+
+    def _key(self, name: str, bucket: int) -> tuple[str, int | str]:
+        """What a parameter is gathered with: of a layer the frozen weights together with their adapters, in any case."""
+        group = self._buffer.parameter_groups[bucket]
+        if group.fsdp_unit_id is not None:
+            return "unit", group.fsdp_unit_id
+        weights = group.model_weight_buffer
+        return ("bucket", bucket) if weights is not None and weights.is_data_distributed else ("layer", layer_of(name))
 
     def __iter__(self) -> Iterator[NamedTensors]:
         """Collective over data-parallel ranks, to the end. Tensors are valid until the next unit is asked for.

@@ -27,11 +27,14 @@ def padding_multiple(vocab_size: int, tensor_size: int) -> int | None:
 def hide_padding(logits: torch.Tensor, hf_bridge: Any) -> torch.Tensor:
     """Set the padding's logits to HIDDEN_LOGIT, in place: the gradient of what is read is 0 there by itself.
 
+    Through `data`, which leaves the version as it is: torch makes a view of a newer version another grad_fn, without the hook
+    by which Megatron-FSDP begins a backward pass (megatron-fsdp 0.6.1 megatron_fsdp.py:_root_pre_backward).
+
     `logits`: [..., padded vocabulary / tensor size], this rank's shard; returned. `hf_bridge`: what has built the model.
     """
     if hf_bridge.padded_vocab_size > hf_bridge.vocab_size:
         first = hf_bridge.mpu.tp_rank * logits.shape[-1]
-        logits[..., max(0, hf_bridge.vocab_size - first) :] = HIDDEN_LOGIT
+        logits.data[..., max(0, hf_bridge.vocab_size - first) :] = HIDDEN_LOGIT
     return logits
 
 

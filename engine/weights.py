@@ -17,6 +17,12 @@ from engine.model import global_name, is_tied_copy, local_name
 NamedTensors = list[tuple[str, torch.Tensor]]
 
 
+def layer_of(name: str) -> str:
+    """A parameter's transformer layer by its name; outside of the layers its own name."""
+    head, marker, tail = name.partition("decoder.layers.")
+    return head + marker + tail.split(".", 1)[0] if marker else name
+
+
 class Adapter(NamedTuple):
     """A low-rank update of a linear: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
 

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from engine.megatron import parallel_state as mpu
 from engine.unshard import Unsharder
-from engine.weights import AdapterItem, ChunkWeights, NamedTensors, WeightItem
+from engine.weights import AdapterItem, ChunkWeights, NamedTensors, WeightItem, layer_of
 
 
 class DdpChunk:
@@ -37,7 +37,7 @@ class DdpChunk:
             self.module.start_param_sync(force_sync=True)
         named = self.module.module.named_parameters()
         kept = ((name, tensor) for name, tensor in named if tensor.requires_grad or not only_trained)
-        for _, unit in itertools.groupby(kept, lambda pair: _layer_of(pair[0])):
+        for _, unit in itertools.groupby(kept, lambda pair: layer_of(pair[0])):
             yield list(unit)
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -89,11 +89,6 @@ class FsdpChunk:
     def _buffers(self, name: str) -> Iterator[torch.Tensor]:
         buffers = (getattr(group, name) for group in self.module.param_and_grad_buffer.parameter_groups)
         return (buffer.data for buffer in buffers if buffer is not None and buffer.data is not None)
-
-
-def _layer_of(name: str) -> str:
-    head, marker, tail = name.partition("decoder.layers.")
-    return head + marker + tail.split(".", 1)[0] if marker else name
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ def trained(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 losses.append(built.update(built.prepare(random_samples(8, seed=step)))["loss/sft"])
                 if step == 0:
                     values += log_probs(built, random_samples(4, seed=9))
-            weights = {item.name: item.tensor.detach().clone() for items in built.whole_parameters() for item in items}
+            weights = {}
+            for item in itertools.chain.from_iterable(built.whole_parameters()):
+                weights[item.name] = item.tensor.detach().clone()
+                if item.adapter is not None:
+                    weights[f"{item.name} adapter"] = item.adapter.b.detach().clone()
             values += log_probs(built, random_samples(4, seed=9))
         results.append({"losses": losses, "log_probs": torch.cat(values), "weights": weights})
     return results

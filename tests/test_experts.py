@@ -56,8 +56,9 @@ LAYER_BYTES = 8 * EXPERT_BYTES // 2 * 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """More experts than are chosen: some get no token in a micro-batch."""
-    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", num_experts=8, num_experts_per_tok=3))
+    """More experts than are chosen: some get no token in a micro-batch. Two ranks pad the vocabulary."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "vocab_size": 131}
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", **sizes))
 
 
 @pytest.mark.parametrize(

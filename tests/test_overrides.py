@@ -40,9 +40,17 @@ def test_what_may_be_set_trains_and_exports_alike(tmp_path: Path, wrap: str) -> 
     """At two data-parallel ranks, bit for bit: losses, log-probs right after a step, and the exported parameters on each rank."""
     path = str(write_tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=2, hidden_size=64))
     overrides = cases(wrap)
+    strategies = [each for each in overrides if not each or "data_parallel_sharding_strategy" in each] if wrap != "ddp" else []
     arguments = {"path": path, "cases": [{"wrap": wrap, "overrides": each} for each in overrides]}
-    for plain, *others in run_ranks(2, "tests.override_cases:trained", arguments, alone=True):
-        for override, other in zip(overrides[1:], others, strict=True):
+    arguments["cases"] += [{"wrap": wrap, "overrides": each, "lora": {"rank": 2}} for each in strategies]
+    for results in run_ranks(2, "tests.override_cases:trained", arguments, alone=True):
+        plain, others = results[0], results[1 : len(overrides)]
+        adapted = results[len(overrides) :]
+        assert not adapted or sum(name.endswith(" adapter") for name in adapted[0]["weights"]) == 8
+        pairs = [(plain, *each) for each in zip(overrides[1:], others, strict=True)]
+        pairs += [(adapted[0], *each) for each in zip(strategies[1:], adapted[1:], strict=True)]
+        for plain, override, other in pairs:
+            assert plain["weights"].keys() == other["weights"].keys(), override
             differing = [name for name, tensor in plain["weights"].items() if not torch.equal(other["weights"][name], tensor)]
             assert not differing, f"{override}: {len(differing)} of {len(plain['weights'])} tensors differ"
             assert other["losses"] == plain["losses"], override
