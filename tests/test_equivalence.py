@@ -24,11 +24,13 @@ from engine.config import FAMILIES, MOE_FAMILIES
 from megasync.bench import cli
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import cases as of_cases
-from megasync.bench.equivalence import judge
+from megasync.bench.equivalence import judge, start
+from megasync.bench.equivalence import run as of_runs
 from megasync.bench.equivalence.cases import Case
 from megasync.bench.equivalence.models import FIELDS
 from megasync.bench.equivalence.run import Bench
 from megasync.bench.equivalence.start import Job
+from megasync.bench.train import end_session
 from megasync.config.load import load_config
 from tests.ranks import run_ranks
 
@@ -128,20 +130,38 @@ def test_keys_that_cases_set_or_that_hide_differences_are_refused(
     assert capsys.readouterr().err.startswith(override.partition("=")[0].removesuffix(".tensor"))
 
 
-def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first case of a start has time for the imports; the second is late."""
-    chosen = ["families=[qwen3,mistral]", "layouts=[one,ep2]", "wraps=[ddp]", "vllm=[none]", "steps=1", "case_seconds=0.01"]
+def test_a_case_that_fails_is_a_row_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks of the second case look for the model where there is none."""
+
+    def job(told: dict[str, Any], *others: Any) -> Job:
+        if "qwen3" in told["model"]["path"]:
+            told["model"]["path"] = str(tmp_path / "nowhere")
+        return Job(told, *others)
+
+    monkeypatch.setattr(of_runs, "Job", job)
+    chosen = ["families=[qwen3,mistral]", "layouts=[one,ep2]", "wraps=[ddp]", "vllm=[none]", "steps=1"]
     overrides = [f"run.dir={tmp_path}", *(f"bench_equivalence.{each}" for each in chosen)]
     out, table = tmp_path / "out.json", tmp_path / "out.md"
     assert cli.main(["equivalence", "--config", str(CONFIG), *overrides, "--json", str(out), "--to", str(table)]) == 1
     results = json.loads(out.read_text())
     first, second = results["cases"].values()
-    assert (first["problems"], second["problems"][0].partition(":")[0]) == ([], "not done after 0.01 s")
+    assert (first["problems"], second["problems"][0].partition(":")[0]) == ([], "OSError")
     assert {each["layout"] for each in results["holes"].values()} == {"ep2"}
     assert "1 not right" in capsys.readouterr().out
     text = table.read_text()
     assert "| mistral | 0 / 0 | hole |" in text and "| qwen3 | **failed** | hole |" in text
     assert "| mistral | EP2 | engine.parallel.expert = 2: mistral has no experts |" in text
+
+
+def test_a_late_case_says_so(tmp_path: Path) -> None:
+    job = start.Job({}, str(tmp_path / "result.json"), str(tmp_path), 1, 0.01)
+    process = start.start(["sleep", "60"], tmp_path / "log")
+    try:
+        assert start._wait(process, job, job.case_seconds) == "not done after 0.01 s"
+    finally:
+        end_session(process)
 
 
 def test_what_is_judged() -> None:
