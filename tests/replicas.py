@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from bridge.config import OnUpdate, ReplicaConfig
-from bridge.generation import Completion
+from bridge.generation import Completion, GenerationRequest
 from bridge.replicas import vllm_api
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
@@ -90,10 +90,13 @@ class OpenPool(ReplicaPool):
 
 
 class StampedReplica(OpenReplica):
-    """Also tells the versions that vLLM stamped on its outputs by itself, and takes on another `on_update`."""
+    """Also tells the versions that vLLM stamped on its outputs by itself, and takes on another `on_update`.
+
+    It stamps what its core says, so that the core says each token of a group's first sample at once.
+    """
 
     async def start(self) -> int:
-        plain = vllm_api.to_completion
+        plain, parameters = vllm_api.to_completion, vllm_api.sampling_parameters
         self.stamps: list[list[int]] = []
 
         def to_completion(output: object, *rest: Any) -> Completion:
@@ -101,7 +104,12 @@ class StampedReplica(OpenReplica):
             self.stamps.append([int(span.version) for span in spans for _ in range(span.start, span.end)])
             return plain(output, *rest)
 
-        vllm_api.to_completion = to_completion  # type: ignore[assignment]
+        def sampling_parameters(request: GenerationRequest, sample: int, **options: Any) -> Any:
+            made = parameters(request, sample, **options)
+            made.detokenize = sample == 0
+            return made
+
+        vllm_api.to_completion, vllm_api.sampling_parameters = to_completion, sampling_parameters  # type: ignore[assignment]
         return await super().start()
 
     async def take_stamps(self) -> list[list[int]]:

@@ -55,19 +55,24 @@ def publisher(pool, folders) -> Iterator[Publisher]:
     publisher.close()
 
 
-def collected(pool: StampedPool, replica: int, number: int) -> list[Completion]:
+def collected(pool: StampedPool, replica: int, number: int) -> list[tuple[int, Completion]]:
+    """Samples by their place in the group, as they end."""
     import ray
 
-    found: list[Completion] = []
+    found: list[tuple[int, Completion]] = []
     deadline = time.monotonic() + 60
     while len(found) < number and time.monotonic() < deadline:
-        found += [finished.completion.copy() for finished in ray.get(pool.collect(replica, 1.0)).finished]
+        finished = ray.get(pool.collect(replica, 1.0)).finished
+        found += [(each.sample, each.completion.copy()) for each in finished]
     return found
 
 
 @pytest.mark.parametrize(("mode", "recompute"), [("continue", False), ("continue", True), ("restart", False), ("drain", False)])
 def test_every_token_has_the_version_that_made_it(pool, publisher, mode, recompute) -> None:
-    """Two syncs while three samples of 200 tokens run; versions are compared with those that vLLM stamps by itself."""
+    """Two syncs while three samples of 200 tokens run; versions are compared with those that vLLM stamps by itself on the first.
+
+    All three begin together, so that each of their tokens is of the same step.
+    """
     import ray
 
     pool.set_on_update(mode, recompute)
@@ -78,16 +83,17 @@ def test_every_token_has_the_version_that_made_it(pool, publisher, mode, recompu
         time.sleep(0.05)
         publisher.publish(version)
     done = collected(pool, 0, GROUP_SIZE)
-    assert [len(completion.token_ids) for completion in done] == [200] * GROUP_SIZE
-    stamps = pool._call(lambda actor: actor.take_stamps.remote(), 60.0, [0])[0]
-    for completion, stamped in zip(done, [own for own in stamps if len(own) == 200], strict=True):
+    assert [len(completion.token_ids) for _, completion in done] == [200] * GROUP_SIZE
+    stamps = [own for own in pool._call(lambda actor: actor.take_stamps.remote(), 60.0, [0])[0] if len(own) == 200]
+    (stamped,) = [own for (sample, _), own in zip(done, stamps, strict=True) if sample == 0]
+    for _, completion in done:
         versions = completion.weight_versions
         assert versions.tolist() == stamped
         assert (np.diff(versions) >= 0).all() and np.isfinite(completion.log_probs).all()
-    versions = {int(version) for completion in done for version in completion.weight_versions}
+    versions = {int(version) for _, completion in done for version in completion.weight_versions}
     assert versions <= {first, first + 1, first + 2}
     if mode != "continue":  # a sample is of one version
-        assert all(len(set(completion.weight_versions.tolist())) == 1 for completion in done)
+        assert all(len(set(completion.weight_versions.tolist())) == 1 for _, completion in done)
     if mode == "restart":
         assert first not in versions
 

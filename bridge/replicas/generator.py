@@ -16,13 +16,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from bridge.config import OnUpdate
 from bridge.generation import Collected, Completion, Finished, GenerationRequest, GroupRequest
 from bridge.receive import vllm_routing
-from bridge.replicas import vllm_api
+from bridge.replicas import vllm_api, vllm_outputs
 
+Result = TypeVar("Result")
 PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
 PING_SECONDS = 1.0
 ANSWER_SECONDS = 0.01  # from one answer of `collect` to the next: each takes a millisecond or two from the engine's outputs
@@ -62,6 +63,7 @@ class Generator:
         self._ids = itertools.count()
         self._num_running = 0  # requests in the engine
         self._live: dict[str, Live] = {}  # by vLLM's id
+        self._held: dict[str, int] = {}  # of these, those that a pause holds, with the tokens that they have
         self._finished: list[Finished] = []
         self._problem: Exception | None = None
         self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -144,21 +146,17 @@ class Generator:
     async def pause(self, *, drain: bool = False) -> None:
         """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held."""
         self._is_open.clear()
-        mode = PAUSE_MODES["drain" if drain else self.on_update]
-        await self._unless_dead(vllm_api.pause(self._engine, mode))
-        if mode != "keep":
-            return
-        await vllm_api.take_in_outputs(self._engine, len(self._live))
-        for name, live in self._live.items():
-            if (num_tokens := vllm_api.num_output_tokens(self._engine, name)) is not None:
-                live.marks.append((num_tokens, live.version))
+        await self._unless_dead(vllm_api.pause(self._engine, PAUSE_MODES["drain" if drain else self.on_update]))
+        counts = await self._unless_dead(vllm_outputs.num_tokens(self._engine))
+        self._held = {name: counts[name] for name in self._live.keys() & counts.keys()}
+        for name, num_tokens in self._held.items():
+            self._live[name].marks.append((num_tokens, self._live[name].version))
 
     async def resume(self) -> None:
         """What is held goes on under the version that is served now."""
         version, _ = self._serving()
-        for name, live in self._live.items():
-            if vllm_api.num_output_tokens(self._engine, name) is not None:  # else its output is on its way to us
-                live.version = version
+        for name in self._held.keys() & self._live.keys():  # the output of others is on its way to us
+            self._live[name].version = version
         await self._engine.resume_generation()
         self._is_open.set()
 
@@ -262,7 +260,7 @@ class Generator:
         finally:
             queue.close()
 
-    async def _unless_dead(self, call: Awaitable[None]) -> None:
+    async def _unless_dead(self, call: Awaitable[Result]) -> Result:
         """Wait for an answer that has no time limit; vLLM leaves it open when its core dies."""
         task = asyncio.ensure_future(call)
         while not task.done():
@@ -270,7 +268,7 @@ class Generator:
             if not task.done() and self._engine.errored:
                 task.cancel()
                 raise RuntimeError(f"vLLM's processes ended in replica {self._index}")
-        await task
+        return await task
 
     def new_id(self) -> str:
         return f"{self._index}-{next(self._ids)}"

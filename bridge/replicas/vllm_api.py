@@ -25,7 +25,7 @@ from bridge.config import ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.receive import vllm_adapter, vllm_routing
-from bridge.replicas import processes
+from bridge.replicas import processes, vllm_outputs
 
 BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -49,6 +49,7 @@ def register() -> None:
     replica = os.environ.get(REPLICA_PID)
     if replica is not None and int(replica) != os.getpid():
         processes.die_with(int(replica))
+        vllm_outputs.hold_outputs()
 
 
 def environment(*, cuda: bool) -> dict[str, str]:
@@ -262,22 +263,6 @@ def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
     """Of a finished `submit_probe`; the first token has none."""
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return np.array([entry[token].logprob for token, entry in pairs], np.float32)
-
-
-def num_output_tokens(engine: Any, request_id: str) -> int | None:
-    """Tokens that this process has got of a request that has not ended; None once it has (v1/engine/output_processor.py)."""
-    state = engine.output_processor.request_states.get(request_id)
-    return None if state is None else int(state.detokenizer.num_output_tokens())
-
-
-async def take_in_outputs(engine: Any, num_requests: int) -> None:
-    """Let the engine's own task process what came before a pause ended; it lets others run every 128 outputs
-    (v1/engine/async_llm.py:_run_output_handler).
-    """
-    while not engine.engine_core.outputs_queue.empty():
-        await asyncio.sleep(0)
-    for _ in range(16 + num_requests // 64):
-        await asyncio.sleep(0)
 
 
 def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = None) -> Completion:
