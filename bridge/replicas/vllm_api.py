@@ -49,7 +49,8 @@ def register() -> None:
     replica = os.environ.get(REPLICA_PID)
     if replica is not None and int(replica) != os.getpid():
         processes.die_with(int(replica))
-        vllm_outputs.hold_outputs()
+        if vllm_outputs.HOLDS in os.environ:
+            vllm_outputs.hold_outputs()
 
 
 def environment(*, cuda: bool) -> dict[str, str]:
@@ -71,9 +72,12 @@ def environment(*, cuda: bool) -> dict[str, str]:
     }
 
 
-def prepare_process() -> None:
-    """Before a replica's engine is built: its children are to end with this process, and their sockets have a folder."""
+def prepare_process(*, holds_outputs: bool = True) -> None:
+    """Before a replica's engine is built: its children are to end with this process, their sockets have a folder, and its core
+    holds outputs back (vllm_outputs.py).
+    """
     forget_launcher()
+    os.environ |= {vllm_outputs.HOLDS: "1"} if holds_outputs else {}
     os.environ |= {REPLICA_PID: str(os.getpid()), "VLLM_RPC_BASE_PATH": processes.make_sockets()}
 
 

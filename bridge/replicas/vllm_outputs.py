@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+HOLDS = "MEGASYNC_HOLDS_OUTPUTS"  # set in a replica's actor, inherited by its engine core
 COUNT = "megasync_num_tokens"
 JOINED = ("request_id", "new_token_ids", "new_logprobs")
 TOLD = ("events", "prefill_stats", "num_cached_tokens", "num_external_computed_tokens", "trace_headers")  # some with the first

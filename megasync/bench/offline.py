@@ -21,7 +21,7 @@ class OfflineReplica(Replica):
     async def start(self) -> int:
         from vllm import LLM
 
-        vllm_api.prepare_process()
+        vllm_api.prepare_process(holds_outputs=False)
         with self._output.taking(), vllm_api.noticing_failure(self._output.text):
             self._llm: Any = LLM(**vllm_api.engine_arguments(self.config) | self.config.engine_arguments)
         return os.getpid()
