@@ -28,7 +28,8 @@ def output(tokens: list[int], name: str = "0", **fields: Any) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
     column = np.array(tokens, np.int32).reshape(-1, 1)
-    return EngineCoreOutput(name, list(tokens), new_logprobs=LogprobsLists(column, column / 8, column[:, 0]), **fields)
+    told = LogprobsLists(column, column / 8, column[:, 0])
+    return EngineCoreOutput(name, list(tokens), new_logprobs=told, routed_experts=column[:, None].astype(np.uint8), **fields)
 
 
 STEPS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6)
@@ -49,6 +50,7 @@ def test_the_last_output_brings_all_tokens_in_order(steps: list[list[int]], reas
     assert last.new_token_ids == whole and last.finish_reason == FinishReason[reason]
     assert last.new_logprobs.logprob_token_ids[:, 0].tolist() == whole == last.new_logprobs.sampled_token_ranks.tolist()
     assert last.new_logprobs.logprobs[:, 0].tolist() == [token / 8 for token in whole]
+    assert last.routed_experts[:, 0, 0].tolist() == whole
     again = output([1], finish_reason=FinishReason.STOP)
     assert held.pass_on(again, None) and again.new_token_ids == [1]
 
@@ -87,7 +89,7 @@ def test_what_is_relied_on_in_vllm() -> None:
     told = set(EngineCoreOutputs.__struct_fields__)
     assert {"outputs", *vllm_outputs.SAID} <= told
     assert told <= {"engine_index", "outputs", "timestamp", "utility_output", "weight_version", *vllm_outputs.SAID}
-    assert {"new_prompt_logprobs_tensors", "routed_experts"} <= set(vllm_outputs._other_fields(EngineCoreOutput))
+    assert {"new_prompt_logprobs_tensors", "kv_transfer_params"} <= set(vllm_outputs._other_fields(EngineCoreOutput))
     assert not vllm_outputs._says_something(EngineCoreOutputs())
 
 

@@ -4,6 +4,7 @@ vllm_api.py        what depends on the vLLM version outside of the workers
 vllm_arguments.py  which fields of its EngineArgs a config may set
 replica.py         what runs in the Ray actor of one vLLM replica
 generator.py       the requests that it works on
+vllm_outputs.py    tokens that wait in its engine core until their request ends
 output.py          what its processes write
 processes.py       ends vLLM's processes with their replica, cleans /dev/shm
 actors.py          those actors: started, called, ended

@@ -20,7 +20,7 @@ import numpy as np
 
 HOLDS = "MEGASYNC_HOLDS_OUTPUTS"  # set in a replica's actor, inherited by its engine core
 COUNT = "megasync_num_tokens"
-JOINED = ("request_id", "new_token_ids", "new_logprobs")
+JOINED = ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
 TOLD = ("events", "prefill_stats", "num_cached_tokens", "num_external_computed_tokens", "trace_headers")  # some with the first
 SAID = ("scheduler_stats", "finished_requests", "wave_complete", "start_wave")  # by EngineCoreOutputs, beside outputs
 
@@ -37,6 +37,8 @@ class Held:
         `output`: an EngineCoreOutput; `request`: the scheduler's Request, None once it has ended.
         """
         if request is not None and _waits_for_end(request) and _has_tokens_alone(output):
+            if output.routed_experts is not None:
+                output.routed_experts = output.routed_experts.copy()  # a view of those of all requests of the step
             self._outputs.setdefault(output.request_id, []).append(output)
             return False
         if former := self._outputs.pop(output.request_id, None):
@@ -110,13 +112,14 @@ def _other_fields(kind: Any) -> tuple[str, ...]:
 
 
 def _join(former: list[Any], output: Any) -> None:
-    """Put tokens and log-probs of earlier outputs before those of `output`; what an earlier one told alone stays told."""
+    """Put tokens, log-probs and experts of earlier outputs before those of `output`; what only an earlier one told stays told."""
     every = [*former, output]
     output.new_token_ids = [token for each in every for token in each.new_token_ids]
-    parts = [each.new_logprobs for each in every if each.new_logprobs is not None]
-    if parts:
-        joined = [np.concatenate(arrays) for arrays in zip(*(part[:3] for part in parts), strict=True)]
-        output.new_logprobs = type(parts[0])(*joined)
+    if parts := [each.new_logprobs for each in every if each.new_logprobs is not None]:
+        columns = zip(*(part[:3] for part in parts), strict=True)
+        output.new_logprobs = type(parts[0])(*map(np.concatenate, columns))
+    if experts := [each.routed_experts for each in every if each.routed_experts is not None]:
+        output.routed_experts = np.concatenate(experts)
     for name in TOLD:
         if hasattr(output, name) and not getattr(output, name):
             setattr(output, name, next((value for each in former if (value := getattr(each, name))), getattr(output, name)))
