@@ -3,7 +3,7 @@
 config.py      what the YAML keys `model`, `engine` and `algorithm` mean
 device.py      the device that a rank computes on; stand_in.py lets megatron-core, megatron-fsdp and mbridge run without CUDA
 megatron.py    what is used of megatron-core, imported once that is in place
-parallel.py    process groups
+parallel.py    process groups; gloo.py: those on CPUs share their threads
 stages.py      which layers each stage of the pipeline has (pure functions); costs.py says what layers and attention cost
 model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge; families.py, rope.py: how these differ
 vocabulary.py  a vocabulary that tensor parallelism does not divide

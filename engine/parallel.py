@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from engine import device, memory
+from engine import device, gloo, memory
 from engine.config import ParallelConfig
 from engine.megatron import parallel_state as mpu
 from engine.megatron import tensor_parallel
@@ -70,6 +70,8 @@ def initialize(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not shares_memory_over_ipc:
         memory.enable_expandable_segments()
+    if not device.has_cuda():
+        gloo.share_device()
     if not dist.is_initialized():
         backend, timeout = "nccl" if device.has_cuda() else "gloo", timedelta(seconds=timeout_seconds)
         if "MASTER_ADDR" in os.environ:

@@ -1,0 +1,35 @@
+"""One device of gloo for all process groups of a process on CPUs.
+
+torch 2.13 makes one for each group (ProcessGroupGloo.create_default_device), with a thread of its own that wakes up every 10 ms
+(gloo/transport/tcp/loop.cc, `epoll_wait`): with megatron-core's 50 groups they take as much time as the training of a tiny model.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroupGloo, Store
+
+
+def share_device() -> None:
+    """From now on torch makes its groups by gloo with it. Safe to repeat."""
+    c10d.ProcessGroupGloo = SharingGroup  # type: ignore[misc]
+
+
+class SharingGroup(ProcessGroupGloo):
+    """What torch.distributed asks for by the name ProcessGroupGloo (distributed_c10d.py:2169)."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [_device(os.getpid())], timeout
+        super().__init__(store, rank, size, options)  # type: ignore[call-overload]
+
+
+@functools.cache
+def _device(process: int) -> Any:
+    """A forked process has none of its parent's threads, and so a device of its own."""
+    return ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]
