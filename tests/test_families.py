@@ -22,23 +22,29 @@ from tests.ranks import run_ranks
 from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # samples have up to 38 tokens
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "gemma3_text": ("gemma3_text", True, {}),
+    "gemma3_text, stages": ("gemma3_text", False, {"num_hidden_layers": 3}),
     "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
     "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
     "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
     "llama": ("llama", True, {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "mistral": ("mistral", False, {"sliding_window": None}),
-    "mistral, tied": ("mistral", True, {"sliding_window": 64}),
+    "mistral, tied": ("mistral", True, {"sliding_window": 8}),
     "mixtral": ("mixtral", False, {"head_dim": None}),
-    "mixtral, tied": ("mixtral", True, {"num_local_experts": 8}),
-    "qwen2": ("qwen2", False, {}),
-    "qwen2_moe": ("qwen2_moe", False, {}),
+    "mixtral, tied": ("mixtral", True, {"num_local_experts": 8, "sliding_window": 8}),
+    "qwen2": ("qwen2", False, {**WINDOW, "max_window_layers": 0}),
+    "qwen2_moe": ("qwen2_moe", False, WINDOW),
     "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
-    "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", True, {"rope_parameters": YARN, **WINDOW, "max_window_layers": 1}),
+    "qwen3_moe": ("qwen3_moe", False, WINDOW),
 }
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "gemma3_text": {"tensor": 2, "sequence": True, "recompute": "selective"},
+    "gemma3_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "fusions": "all", "recompute": "full"},
     "glm4_moe": {"tensor": 2, "sequence": True},
     "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
@@ -51,6 +57,7 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen2": {"tensor": 2, "logits_chunk_tokens": 16},
     "qwen2_moe": {"tensor": 2, "sequence": True},
     "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "qwen3_moe": {"wrap": "megatron_fsdp", "expert": 2},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
 BIAS_RATE = 0.01
