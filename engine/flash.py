@@ -3,7 +3,8 @@
 On an H200, with 16 heads of 128 on 2 KV heads and 32 768 tokens, cuDNN 9.19 reaches 627 TFLOP/s forward and 463 backward,
 FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length a call and plans each shape anew, so that sequences are
 padded at their end, where the causal mask keeps what is added out. Neither wants K and V repeated for grouped queries.
-Windows go through varlen_attn, which skips what lies outside of them: scaled_dot_product_attention has none for cuDNN.
+Windows go through varlen_attn, which skips what lies outside of them: scaled_dot_product_attention has none for cuDNN. So do
+heads above 128, which cuDNN takes in some versions and on some devices only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from engine.attention import PackedSequences
 
 LONG = 8192  # tokens from which a sequence has a call of its own
+WIDEST = 128  # elements of a head that cuDNN takes everywhere
 MULTIPLE = 1024  # of tokens, to which those are padded: a few shapes only, each planned once
 
 
@@ -28,7 +30,7 @@ def attend(
 ) -> torch.Tensor:
     """query [T, heads, dim], key and value [T, groups, dim] to [T, heads, dim]. `window`: see engine/windows.py:of_layer."""
     lengths, value = packed.lengths, value.contiguous()  # a view would keep the whole of what q, k and v are split from
-    if max(lengths) < LONG or 0 < window < max(lengths):
+    if max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
         return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale, window)
     pieces, start = [], 0
     for is_long, run in groupby(lengths, lambda length: length >= LONG):

@@ -212,7 +212,6 @@ def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
     )
     check_model_folder(write_model(tmp_path, rope_scaling={"rope_type": "default"}, rope_parameters=None))
     check_model_folder(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_parameters=None))
-    check_model_folder(write_model(tmp_path, use_sliding_window=True, max_window_layers=4))
 
 
 SLIDES = {"use_sliding_window": True, "sliding_window": 64}
@@ -224,7 +223,6 @@ TYPES = ["sliding_attention", "full_attention"]
     [
         ({}, (0, 0, 0, 0)),
         ({"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
-        ({"use_sliding_window": True, "max_window_layers": 4}, (0,) * 4),
         ({"model_type": "qwen2", **SLIDES, "max_window_layers": 0}, (64,) * 4),
         ({"model_type": "mistral"}, (4096,) * 4),
         ({"model_type": "mistral", "sliding_window": None}, (0,) * 4),
@@ -255,6 +253,7 @@ def test_windows_are_those_of_transformers(tmp_path: Path, changes: dict[str, ob
         ({"layer_types": TYPES[:1] * 4}, "sliding_attention in layer_types without a sliding_window"),
         ({"use_sliding_window": True, "sliding_window": None}, "use_sliding_window = true without a sliding_window"),
         ({**SLIDES, "max_window_layers": 2}, "some of the layers (max_window_layers, layer_types), which vLLM leaves out"),
+        ({**SLIDES, "max_window_layers": 4}, "none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives"),
         ({**SLIDES, "model_type": "qwen2", "layer_types": TYPES * 2}, "some of the layers (max_window_layers, layer_types)"),
         ({"model_type": "mistral", "layer_types": TYPES * 2}, "layer_types on mistral, with which transformers takes it for"),
         ({"model_type": "llama", "layer_types": TYPES * 2}, "layer_types on llama, which only vLLM heeds"),

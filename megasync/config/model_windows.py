@@ -40,6 +40,9 @@ def refused_windows(family: str, fields: dict[str, Any]) -> dict[str, bool]:
         "a sliding window in some of the layers (max_window_layers, layer_types), which vLLM leaves out,": (
             len(set(types)) > 1 and family != GEMMA
         ),
+        "a sliding window in none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives to all,": (
+            SLIDING not in types and size > 0
+        ),
     }
 
 
