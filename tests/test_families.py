@@ -8,6 +8,7 @@ Mixtures of experts in more layouts: test_experts.py; on their way to vLLM: test
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +129,24 @@ def test_biases_of_routers_are_float32_beside_bfloat16(tmp_path: Path, wrap: str
     assert result["differing"] == [] and result["names"] == result["disk"]
     bias = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert not torch.equal(bias, bias.bfloat16().float())
+
+
+def test_gemmas_embeddings_and_norms_round_to_bfloat16_as_those_of_transformers() -> None:
+    from engine import gemma
+    from engine.attention import RMSNorm
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+
+    theirs = Gemma3TextScaledWordEmbedding(64, 96, 0, embed_scale=96**0.5).bfloat16()
+    mine = torch.nn.Sequential(OrderedDict(word_embeddings=torch.nn.Embedding.from_pretrained(theirs.weight)))
+    gemma.scale_embeddings(SimpleNamespace(embedding=mine), SimpleNamespace(model_type="gemma3_text", hidden_size=96))
+    hidden = mine(torch.arange(64))
+    assert torch.equal(hidden, theirs(torch.arange(64)))
+    norm, config = Gemma3RMSNorm(96, 1e-6).bfloat16(), {"sequence_parallel": False, "params_dtype": torch.bfloat16}
+    ours = RMSNorm(SimpleNamespace(layernorm_zero_centered_gamma=True, **config), 96, 1e-6)
+    assert torch.equal(ours.weight, norm.weight), "zeros"
+    for each in (norm, ours):
+        torch.nn.init.constant_(each.weight, 0.013)
+    assert torch.equal(ours(hidden), norm(hidden))
 
 
 def test_padding_of_the_vocabulary_stays_zero(alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]) -> None:
