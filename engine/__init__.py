@@ -8,6 +8,7 @@ stages.py      which layers each stage of the pipeline has (pure functions); cos
 model.py       a Hugging Face folder becomes megatron-core model chunks, through mbridge; families.py, rope.py: how these differ
 vocabulary.py  a vocabulary that tensor parallelism does not divide
 experts.py     mixtures of experts in that; router.py chooses them, or takes those that a rollout had
+windows.py     how many tokens each layer attends to; gemma.py: layers of Gemma 3
 attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm; flash.py has the kernels of GPUs
 context.py     sequences that several ranks share
 recompute.py   what the backward pass computes again

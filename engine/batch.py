@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention import PackedSequences
+from engine.costs import attention_costs
 from engine.sample import TOKEN_ARRAYS, Sample
 from engine.router import NO_EXPERT
 
@@ -129,11 +130,16 @@ class Balance:
     """What micro-batches have the same of, and of what their number is a multiple."""
 
     multiple: int = 1
-    attention_length: float = math.inf  # of a sequence whose attention matrices cost as much as all else
+    attention_length: float = math.inf  # of a sequence whose attention matrices cost as much as all else, without windows
+    windows: tuple[int, ...] = ()  # of each layer, 0 where it has none; (): no layer has one
 
     def costs(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """What sequences of these lengths cost: their tokens or, with a finite `attention_length`, their FLOPs in some unit."""
-        return lengths * (round(self.attention_length) + lengths) if self.by_cost else lengths
+        if not self.by_cost:
+            return lengths
+        if not any(self.windows):
+            return lengths * (round(self.attention_length) + lengths)
+        return lengths * round(self.attention_length) + attention_costs(lengths, self.windows)
 
     @property
     def by_cost(self) -> bool:

@@ -15,8 +15,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
 MOE_FAMILIES = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
 BIASED_ROUTERS = ("glm4_moe",)  # of those: sigmoid scores, to which a bias of each expert is added for the choice alone
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE_FAMILIES)  # values of `model_type` in config.json that the engine trains
+GEMMA = "gemma3_text"  # its layers differ from the others' (gemma.py)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", GEMMA, *MOE_FAMILIES)  # values of `model_type` that the engine trains
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
+ROPE_BY_LAYER_TYPE = ("default", "linear")  # of them where layers have other frequencies by their type
 
 
 class Section(BaseModel):

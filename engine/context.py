@@ -76,9 +76,9 @@ class ContextPart:
         return result
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, whole: Attend
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, whole: Attend, window: int = 0
     ) -> torch.Tensor:
-        """Causal attention of [T / C, heads, dim]; `whole`: that of all T tokens of a packing."""
+        """Causal attention of [T / C, heads, dim]; `whole`: that of all T tokens of a packing, with the same `window`."""
         if self.uses_ulysses:
             heads = whole(*(_Exchange.apply(x, self, True) for x in (query, key, value)))  # type: ignore[no-untyped-call]
             result: torch.Tensor = _Exchange.apply(heads, self, False)  # type: ignore[no-untyped-call]
@@ -86,11 +86,11 @@ class ContextPart:
         key, value = _Gather.apply(torch.cat([key, value], 1), self, True).chunk(2, 1)  # type: ignore[no-untyped-call]
         if query.is_cuda and query.dtype is not torch.float32:
             ends, kv_index, longest = self.prefixes
-            return flash.attend_prefixes(query, key[kv_index], value[kv_index], *ends, *longest, scale)
+            return flash.attend_prefixes(query, key[kv_index], value[kv_index], ends, longest, scale, window)
         pieces, begin = [], 0
         for start, end, size in self.chunks:
             q, k, v = (x.transpose(0, 1)[None] for x in (query[begin : begin + size], key[start:end], value[start:end]))
-            mask = torch.ones(size, end - start, dtype=torch.bool, device=query.device).tril(end - start - size)
+            mask = visible(size, end - start, window, query.device)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
             pieces.append(out[0].transpose(0, 1))
             begin += size
@@ -119,6 +119,13 @@ def check(hf_config: Any, parallel: ParallelConfig) -> None:
     if parallel.context_attention == "ulysses" and heads % parallel.context:
         told = f"engine.parallel.context = {parallel.context} does not divide the {heads} KV heads of a tensor-parallel rank"
         raise ValueError(f"engine.parallel.context_attention = ulysses: {told}; write allgather in its place")
+
+
+def visible(num_queries: int, num_keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """bool [queries, keys]: the tokens that each query attends to. Queries are the last tokens; `window`: 0, or most of them."""
+    before = num_keys - num_queries
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
+    return mask.triu(before - window + 1) if window else mask
 
 
 def num_chunks(parallel: ParallelConfig) -> int:

@@ -5,7 +5,12 @@ Each counts a token's, forward; the backward pass has twice as many, of all part
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 def _layer_columns(config: Any) -> int:
@@ -22,7 +27,19 @@ def output_cost(config: Any, vocabulary_size: int) -> float:
     return vocabulary_size / _layer_columns(config)
 
 
+def attention_costs(lengths: npt.NDArray[np.int64], windows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Of sequences' causal attention matrices, the mean of all layers: without a window the square of the tokens.
+
+    `windows`: of each layer the tokens that one attends to, 0 where it has no window.
+    """
+    total = np.zeros_like(lengths)
+    for window, count in Counter(windows).items():
+        seen = np.minimum(lengths, window) if window else lengths
+        total += seen * (2 * lengths - seen) // len(windows) * count
+    return total
+
+
 def attention_length(config: Any, vocabulary_size: int) -> float:
-    """Tokens of a sequence whose causal attention matrices cost as much as all else, the output layer with it."""
+    """Tokens of a sequence whose causal attention matrices cost as much as all else, the output layer too; without windows."""
     columns = config.num_layers * _layer_columns(config) + vocabulary_size
     return float(config.hidden_size * columns / (config.num_layers * config.num_attention_heads * config.kv_channels))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine import upstream
+from engine import gemma, upstream
+from engine.config import GEMMA
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
-BRIDGE_OF = {"mistral": "llama"}  # families with the layers and names of another, which mbridge does not list
+BRIDGE_OF = {"mistral": "llama", GEMMA: "qwen3"}  # families that mbridge does not list: with another's layers and names
+NAMES = {GEMMA: gemma.NAMES}  # or most of them: what to add to its tables
 
 
 def complete(hf_config: Any) -> None:
@@ -33,6 +35,8 @@ def describe(hf_config: Any) -> list[str]:
 
 def config_arguments(hf_config: Any) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig in which mbridge's are wrong for this model; for set_extra_args."""
+    if hf_config.model_type == GEMMA:
+        return gemma.config_arguments(hf_config)
     if hf_config.model_type != "glm4_moe":
         return {}
     groups = hf_config.n_group if hf_config.n_group > 1 else None  # with one there is nothing to choose

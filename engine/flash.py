@@ -3,6 +3,8 @@
 On an H200, with 16 heads of 128 on 2 KV heads and 32 768 tokens, cuDNN 9.19 reaches 627 TFLOP/s forward and 463 backward,
 FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length a call and plans each shape anew, so that sequences are
 padded at their end, where the causal mask keeps what is added out. Neither wants K and V repeated for grouped queries.
+Windows go through varlen_attn, which skips what lies outside of them: scaled_dot_product_attention has none for cuDNN. So do
+heads above 128, which cuDNN takes in some versions and on some devices only.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ if TYPE_CHECKING:
     from engine.attention import PackedSequences
 
 LONG = 8192  # tokens from which a sequence has a call of its own
+WIDEST = 128  # elements of a head that cuDNN takes everywhere
 MULTIPLE = 1024  # of tokens, to which those are padded: a few shapes only, each planned once
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None, window: int = 0
 ) -> torch.Tensor:
-    """query [T, heads, dim], key and value [T, groups, dim] to [T, heads, dim]."""
+    """query [T, heads, dim], key and value [T, groups, dim] to [T, heads, dim]. `window`: see engine/windows.py:of_layer."""
     lengths, value = packed.lengths, value.contiguous()  # a view would keep the whole of what q, k and v are split from
-    if max(lengths) < LONG:
-        return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale)
+    if max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
+        return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale, window)
     pieces, start = [], 0
     for is_long, run in groupby(lengths, lambda length: length >= LONG):
         members = list(run)
@@ -68,25 +71,34 @@ def _grouped_queries() -> dict[str, Any]:
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: int = 0,
 ) -> torch.Tensor:
-    return attend_prefixes(query, key, value, ends, ends, longest, longest, scale)
+    return attend_prefixes(query, key, value, (ends, ends), (longest, longest), scale, window)
 
 
 def attend_prefixes(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    query_offsets: torch.Tensor,
-    key_offsets: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
     scale: float | None,
+    window: int = 0,
 ) -> torch.Tensor:
-    """varlen_attn where the queries of a sequence are its last tokens, and the keys all up to them."""
+    """varlen_attn where the queries of a sequence are its last tokens, and the keys all up to them.
+
+    `ends`, `longest`: `offsets` of the queries and of the keys, and the most tokens of a sequence of either.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"scale": scale, "window_size": (-1, 0), **_grouped_queries()}
-    out = varlen_attn(query, key, value, query_offsets, key_offsets, longest_query, longest_key, **options)
+    before = window - 1 if 0 < window < longest[1] else -1  # tokens before the query's own; -1: all
+    options = {"scale": scale, "window_size": (before, 0), **_grouped_queries()}
+    out = varlen_attn(query, key, value, *ends, *longest, **options)
     assert isinstance(out, torch.Tensor)
     return out

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from engine import context, costs, device, experts, families, fused, recompute, rope, router, stages, vocabulary
+from engine import context, costs, device, experts, families, fused, gemma, recompute, rope, router, stages, vocabulary, windows
 from engine.attention import CoreAttention, RMSNorm
 from engine.batch import Balance
-from engine.config import FAMILIES, EngineConfig, ModelConfig, ParallelConfig
+from engine.config import FAMILIES, GEMMA, EngineConfig, ModelConfig, ParallelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -32,6 +32,7 @@ class _LocalSpec:
     """Mixed in before an mbridge bridge: the local layer spec in place of the TransformerEngine one."""
 
     config: Any
+    hf_config: Any
     has_vp_stage: bool
     recomputes_activation = keeps_inputs_on_host = False
 
@@ -48,6 +49,8 @@ class _LocalSpec:
             experts.use_grouped_experts(layer)
             if self.recomputes_activation:
                 recompute.use_recomputed_activation(layer)
+            if self.hf_config.model_type == GEMMA:
+                gemma.use_layers(layer)
         return spec
 
 
@@ -72,6 +75,8 @@ def _bridge_class(model_type: str) -> type[Bridge]:
         },
         "_OTHER_MAPPING": {**base._OTHER_MAPPING, "input_layernorm.weight": [layer + "input_layernorm.weight"]},
     }
+    for table, more in families.NAMES.get(model_type, {}).items():
+        tables[table] |= more
     if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
         tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
     bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
@@ -96,13 +101,14 @@ def build_bridge(
     context.check(hf_config, engine.parallel)
     multiple = vocabulary.padding_multiple(hf_config.vocab_size, engine.parallel.tensor)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
-    use_fused = fused.is_enabled(engine.fusions)
+    use_fused, of_family = fused.is_enabled(engine.fusions), families.config_arguments(hf_config)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=use_fused,  # SwiGLU; there is no bias and no dropout, so bias_dropout_fusion has nothing to do
+        # SwiGLU; there is no bias and no dropout, so bias_dropout_fusion has nothing to do
+        bias_activation_fusion=use_fused and "activation_func" not in of_family,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
@@ -115,9 +121,10 @@ def build_bridge(
         **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config, load_balancing),
-        **families.config_arguments(hf_config),
+        **of_family,
         moe_router_bias_update_rate=router_bias_update_rate,
         **rope.config_arguments(hf_config),
+        **windows.config_arguments(hf_config),
     )
     return bridge
 
@@ -142,7 +149,8 @@ def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
     """Of micro-batches, which interleaved chunks take in groups of as many as there are stages (schedules.py:957)."""
     parallel, by_cost = engine.parallel, engine.balance == "cost"
     length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
-    return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length)
+    of_layers = windows.layer_windows(bridge.hf_config.to_dict()) if by_cost else ()
+    return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length, of_layers)
 
 
 def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Module]:
@@ -157,6 +165,7 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
         )
     for chunk in chunks:
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
+        gemma.scale_embeddings(gpt_model(chunk), bridge.hf_config)
         router.tell_routers(chunk)
         if bridge.keeps_inputs_on_host:
             recompute.keep_inputs_on_host(gpt_model(chunk).decoder)

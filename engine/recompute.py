@@ -33,7 +33,7 @@ def use_recomputed_activation(layer: Any) -> None:
     """Put MLPs that give the activation's result up into megatron-core's spec of a transformer layer."""
     mlp = layer.submodules.mlp
     if mlp.module is MLP:
-        mlp.module = _RecomputingMLP
+        mlp.module = RecomputingMLP
     elif mlp.module is ExpertLayer:
         mlp.submodules = dataclasses.replace(mlp.submodules, experts=_RecomputingExperts)
 
@@ -64,7 +64,9 @@ def _to_device(kept: torch.Tensor | tuple[torch.Tensor, torch.device]) -> torch.
     return kept if isinstance(kept, torch.Tensor) else kept[0].to(kept[1], non_blocking=True)
 
 
-class _RecomputingMLP(MLP):  # type: ignore[misc]
+class RecomputingMLP(MLP):  # type: ignore[misc]
+    """megatron-core's, without what lies between its linears in memory."""
+
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         gate_and_up, _bias = self.linear_fc1(hidden_states)
         kept = tensor_parallel.CheckpointWithoutOutput()
@@ -73,12 +75,13 @@ class _RecomputingMLP(MLP):  # type: ignore[misc]
         return output
 
     def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
-        """SwiGLU, as mlp.py:forward has it."""
+        """A gated linear unit, as mlp.py:forward has it; the fused one is SwiGLU."""
         if self.config.bias_activation_fusion:
             fused: torch.Tensor = bias_swiglu_impl(gate_and_up, None)
             return fused
         gate, up = gate_and_up.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
+        activated: torch.Tensor = self.config.activation_func(gate) * up
+        return activated
 
 
 class _RecomputingExperts(GroupedExperts):

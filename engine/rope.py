@@ -2,7 +2,8 @@
 
 megatron-core 0.16.1 knows the scaling of Llama 3 with the constants of 3.1 alone (rotary_pos_embedding.py:_apply_scaling), and
 YaRN as an embedding of its own. Both only change the frequencies of the plain one, which the fused tables (fused.py) are made of,
-too; YaRN also multiplies cosine and sine, and so the attention's logits by the square of that.
+too; YaRN also multiplies cosine and sine, and so the attention's logits by the square of that. Where layers differ by their type,
+the embedding has the frequencies of both types, one after the other, of which each layer takes its own (gemma.py).
 Leaves out types whose frequencies depend on the length of the sequence (dynamic, longrope): see ROPE_TYPES in config.py.
 """
 
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from engine.config import ROPE_TYPES
+from engine.config import ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from engine.windows import FULL, SLIDING
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -46,7 +48,18 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 def set_frequencies(model: Any, hf_config: Any) -> None:
     """Of a GPTModel that has not yet run."""
-    if (scaled := _scaled(hf_config)) is not None:
-        embedding = model.rotary_pos_emb
+    embedding = model.rotary_pos_emb
+    if SLIDING in (hf_config.rope_parameters or {}):
+        of_types = [_of_layer_type(hf_config.head_dim, **hf_config.rope_parameters[kind]) for kind in (SLIDING, FULL)]
+        embedding.inv_freq = torch.cat(of_types).to(embedding.inv_freq)
+    elif (scaled := _scaled(hf_config)) is not None:
         embedding.inv_freq = scaled[0].to(embedding.inv_freq)
         embedding.seq_len_interpolation_factor = None  # mbridge's way of linear scaling (llama.py:_get_gptmodel_args)
+
+
+def _of_layer_type(size: int, rope_theta: float, rope_type: str = "default", factor: float = 1.0, **_: Any) -> torch.Tensor:
+    """Frequencies, float32 [size / 2], of one layer type's rope_parameters, for heads of `size`."""
+    if rope_type not in ROPE_BY_LAYER_TYPE:
+        raise ValueError(f"rope_type = {rope_type!r} by layer type is not supported; supported: {', '.join(ROPE_BY_LAYER_TYPE)}")
+    frequencies = 1.0 / rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return frequencies / factor if rope_type == "linear" else frequencies

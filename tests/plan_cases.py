@@ -92,6 +92,12 @@ def disagreement(model: torch.nn.Module) -> str:
     return ""
 
 
+def windows(model: torch.nn.Module) -> tuple[int, ...]:
+    """Of each layer how many tokens it attends to; 0: all."""
+    layers: Any = model.get_submodule("model.layers")
+    return tuple(max(0, layer.self_attn.attn.impl.sliding_window) for layer in layers)
+
+
 def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
     """For each family, from two folders of one shape: what is not planned, what is loaded otherwise, what is misread."""
     results = {}
@@ -108,6 +114,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None],
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
             "num_parameters": len(loaded),
+            "windows": windows(model),
             "read_back": misread(model, tensors),
             "digests": misdigested(model, tensors),
             "disagreement": disagreement(model),

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 
 from bridge.generation import Completion
 from engine.batch import Balance, MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
+from engine.costs import attention_costs
 from engine.router import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample
 from megasync.bench.arrays import STAGES
@@ -131,6 +132,22 @@ def test_a_plan_by_cost_is_even_in_cost(
     for some in (*totals, [sum(own) for own in totals]):
         assert max(some) - min(some) <= max(costs)
     assert all(own == sorted(own, reverse=True) for own in totals), "the ranks' costliest at the same time"
+
+
+@FAST
+@given(LENGTHS, st.lists(st.integers(0, 60), min_size=1, max_size=4))
+def test_attention_costs_as_many_tokens_as_are_attended_to(lengths: list[int], windows: list[int]) -> None:
+    found = attention_costs(np.array(lengths), windows)
+    for length, cost in zip(lengths, found.tolist(), strict=True):
+        seen = [sum(min(token, window or length) for token in range(1, length + 1)) for window in windows]
+        exact = sum(2 * each - min(length, window or length) for each, window in zip(seen, windows, strict=True)) / len(windows)
+        assert 0 <= exact - cost < len(windows)
+
+
+def test_with_windows_a_long_sample_counts_for_less() -> None:
+    lengths = np.array([100, 10_000])
+    short, long = Balance(1, 5000, (0, 500)).costs(lengths).tolist()
+    assert (short, long) == (100 * 5100, 10_000 * 5000 + 10_000**2 // 2 + 500 * 19_500 // 2)
 
 
 def test_a_long_sample_counts_for_more_than_its_tokens() -> None:

@@ -79,18 +79,6 @@ def test_tensor_parallel_must_divide_sizes(runnable: Path) -> None:
     assert "intermediate_size = 255" in cannot_run(runnable, "engine.parallel.tensor=2")
 
 
-def test_sequences_must_fit_the_sliding_window(runnable: Path) -> None:
-    model = runnable.parent / "model"
-    write_model(model, model_type="mistral", max_position_embeddings=8192)
-    message = cannot_run(runnable)
-    assert "sliding_window = 4096" in message
-    assert "write rollout.max_model_len=4096" in message
-    assert "write engine.tokens_per_microbatch=4096" in cannot_run(runnable, "algorithm.name=sft")
-    check_config(load_config(runnable, ["rollout.max_model_len=4096"]), 2)
-    write_model(model, model_type="mistral", max_position_embeddings=8192, sliding_window=None)
-    check_config(load_config(runnable), 2)
-
-
 def test_parallel_sizes_must_divide_the_ranks(runnable: Path) -> None:
     message = cannot_run(runnable, "engine.parallel.tensor=2", "engine.parallel.pipeline=2", world_size=6)
     assert "2 x 2 x 1: 4 does not divide 6 ranks" in message

@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
 LORA = {"rank": 4, "alpha": 8.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}  # the last two layers
 EXPERTS = {"family": "qwen3_moe", "load_balancing": 0.1}  # the loss is one of micro-batches: not the same on more data ranks
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -35,7 +36,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     return {
-        "qwen3": str(write_tiny_model(root / "dense", "qwen3", tied=True, num_hidden_layers=4)),
+        "qwen3": str(write_tiny_model(root / "dense", "qwen3", tied=True, num_hidden_layers=4, **WINDOW)),
         "qwen3_moe": str(write_tiny_model(root / "experts", "qwen3_moe", num_hidden_layers=1)),
     }
 

@@ -8,6 +8,7 @@ Mixtures of experts in more layouts: test_experts.py; on their way to vLLM: test
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,23 +23,29 @@ from tests.ranks import run_ranks
 from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # samples have up to 38 tokens
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "gemma3_text": ("gemma3_text", True, {}),
+    "gemma3_text, stages": ("gemma3_text", False, {"num_hidden_layers": 3}),
     "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
     "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
     "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
     "llama": ("llama", True, {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "mistral": ("mistral", False, {"sliding_window": None}),
-    "mistral, tied": ("mistral", True, {"sliding_window": 64}),
+    "mistral, tied": ("mistral", True, {"sliding_window": 8}),
     "mixtral": ("mixtral", False, {"head_dim": None}),
-    "mixtral, tied": ("mixtral", True, {"num_local_experts": 8}),
-    "qwen2": ("qwen2", False, {}),
-    "qwen2_moe": ("qwen2_moe", False, {}),
+    "mixtral, tied": ("mixtral", True, {"num_local_experts": 8, "sliding_window": 8}),
+    "qwen2": ("qwen2", False, {**WINDOW, "max_window_layers": 0}),
+    "qwen2_moe": ("qwen2_moe", False, WINDOW),
     "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
-    "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", True, {"rope_parameters": YARN, **WINDOW, "max_window_layers": 1}),
+    "qwen3_moe": ("qwen3_moe", False, WINDOW),
 }
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "gemma3_text": {"tensor": 2, "sequence": True, "recompute": "selective"},
+    "gemma3_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "fusions": "all", "recompute": "full"},
     "glm4_moe": {"tensor": 2, "sequence": True},
     "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
@@ -51,6 +58,7 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen2": {"tensor": 2, "logits_chunk_tokens": 16},
     "qwen2_moe": {"tensor": 2, "sequence": True},
     "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "qwen3_moe": {"wrap": "megatron_fsdp", "expert": 2},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
 BIAS_RATE = 0.01
@@ -121,6 +129,24 @@ def test_biases_of_routers_are_float32_beside_bfloat16(tmp_path: Path, wrap: str
     assert result["differing"] == [] and result["names"] == result["disk"]
     bias = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert not torch.equal(bias, bias.bfloat16().float())
+
+
+def test_gemmas_embeddings_and_norms_round_to_bfloat16_as_those_of_transformers() -> None:
+    from engine import gemma
+    from engine.attention import RMSNorm
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+
+    theirs = Gemma3TextScaledWordEmbedding(64, 96, 0, embed_scale=96**0.5).bfloat16()
+    mine = torch.nn.Sequential(OrderedDict(word_embeddings=torch.nn.Embedding.from_pretrained(theirs.weight)))
+    gemma.scale_embeddings(SimpleNamespace(embedding=mine), SimpleNamespace(model_type="gemma3_text", hidden_size=96))
+    hidden = mine(torch.arange(64))
+    assert torch.equal(hidden, theirs(torch.arange(64)))
+    norm, config = Gemma3RMSNorm(96, 1e-6).bfloat16(), {"sequence_parallel": False, "params_dtype": torch.bfloat16}
+    ours = RMSNorm(SimpleNamespace(layernorm_zero_centered_gamma=True, **config), 96, 1e-6)
+    assert torch.equal(ours.weight, norm.weight), "zeros"
+    for each in (norm, ours):
+        torch.nn.init.constant_(each.weight, 0.013)
+    assert torch.equal(ours(hidden), norm(hidden))
 
 
 def test_padding_of_the_vocabulary_stays_zero(alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]) -> None:

@@ -60,16 +60,28 @@ def apart(root: Path, model: str) -> str:
     return str(write_peft_adapter(root / "apart", model, shared=False, modules=("q_proj", "v_proj", "down_proj")))
 
 
+@pytest.fixture(scope="module")
+def gemma(root: Path) -> tuple[str, str]:
+    """A model with norms after its linears, and a PEFT folder for it."""
+    from tests.lora_cases import write_peft_adapter
+
+    path = str(write_tiny_model(root / "gemma", "gemma3_text", True, num_hidden_layers=2))
+    return path, str(write_peft_adapter(root / "gemma_shared", path, shared=True))
+
+
 # ------------------------------------------------------------------------------------------------------ against PEFT
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_log_probs_equal_peft(root: Path, model: str, shared: str, apart: str, num_ranks: int) -> None:
+def test_log_probs_equal_peft(
+    root: Path, model: str, shared: str, apart: str, gemma: tuple[str, str], num_ranks: int
+) -> None:
     """fp32, to 1e-5; and the adapter written again is the one that was read."""
     layouts = PAIRS if num_ranks == 2 else PAIRS[:2]
     cases = [{"path": model, "lora": {**LORA, "adapter_path": shared}, **layout} for layout in layouts]
     stacked = {"rank": 8, "alpha": 16.0, "adapter_path": apart}  # q and v keep an A of their own
     cases.append({"path": model, "lora": stacked, **(layouts[2] if num_ranks == 2 else {})})
+    cases += [{"path": gemma[0], "lora": {**LORA, "adapter_path": gemma[1]}, **layouts[1]}] if num_ranks == 1 else []
     arguments = {"cases": cases, "folder": str(root / f"again_{num_ranks}")}
     for case, result in zip(cases, run_ranks(num_ranks, "tests.lora_cases:against_peft", arguments)[0], strict=True):
         print(case, result)

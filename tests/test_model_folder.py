@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.windows import layer_windows
 from megasync.assets import build_tokenizer
 from megasync.config.check import check_config
 from megasync.config.load import load_config
@@ -161,7 +162,7 @@ def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
     ("family", "feature"),
     [
         ("deepseek_v3", "multi-latent attention"),
-        ("gemma3_text", "sliding-window attention"),
+        ("gemma3", "vision layers"),
         ("qwen2_5_vl", "vision layers"),
         ("mimo", "multi-token prediction"),
     ],
@@ -189,8 +190,6 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embedding (partial_rotary_factor = 0.5)"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -213,7 +212,76 @@ def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
     )
     check_model_folder(write_model(tmp_path, rope_scaling={"rope_type": "default"}, rope_parameters=None))
     check_model_folder(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_parameters=None))
-    assert check_model_folder(write_model(tmp_path, model_type="mistral", sliding_window=64)).sliding_window == 64
+
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 64}
+TYPES = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (0, 0, 0, 0)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        ({"model_type": "qwen2", **SLIDES, "max_window_layers": 0}, (64,) * 4),
+        ({"model_type": "mistral"}, (4096,) * 4),
+        ({"model_type": "mistral", "sliding_window": None}, (0,) * 4),
+        ({"model_type": "mistral", "sliding_window": 64}, (64,) * 4),
+        ({**EXPERTS, **SLIDES, "layer_types": TYPES[:1] * 4}, (64,) * 4),
+        ({"model_type": "llama", "sliding_window": None}, (0,) * 4),
+        ({"model_type": "gemma3_text", "rope_parameters": None}, (4096,) * 4),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window": 8, "layer_types": TYPES * 2}, (8, 0, 8, 0)),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, 0, 8)),
+    ],
+)
+def test_windows_are_those_of_transformers(tmp_path: Path, changes: dict[str, object], windows: tuple[int, ...]) -> None:
+    """Of a folder's fields, and of transformers' config of them."""
+    from transformers import AutoConfig
+
+    check_model_folder(write_model(tmp_path, **changes))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert layer_windows(fields) == layer_windows(AutoConfig.from_pretrained(tmp_path).to_dict()) == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"sliding_window": "64"}, "sliding_window = '64' (a whole number of at least 0 is)"),
+        ({"max_window_layers": None}, "max_window_layers = None (a whole number"),
+        ({"layer_types": TYPES}, "layer_types = ['sliding_attention', 'full_attention'] (full_attention or sliding_attention"),
+        ({"layer_types": ["linear_attention"] * 4}, "(full_attention or sliding_attention for each layer is)"),
+        ({"layer_types": TYPES[:1] * 4}, "sliding_attention in layer_types without a sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": None}, "use_sliding_window = true without a sliding_window"),
+        ({**SLIDES, "max_window_layers": 2}, "some of the layers (max_window_layers, layer_types), which vLLM leaves out"),
+        ({**SLIDES, "max_window_layers": 4}, "none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives"),
+        ({**SLIDES, "model_type": "qwen2", "layer_types": TYPES * 2}, "some of the layers (max_window_layers, layer_types)"),
+        ({"model_type": "mistral", "layer_types": TYPES * 2}, "layer_types on mistral, with which transformers takes it for"),
+        ({"model_type": "llama", "layer_types": TYPES * 2}, "layer_types on llama, which only vLLM heeds"),
+        ({"model_type": "llama", "sliding_window": 64}, "sliding_window = 64 on llama, which only vLLM heeds"),
+    ],
+)
+def test_unsupported_windows(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    assert word in model_refused(write_model(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu' (gelu_pytorch_tanh is)"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ({"sliding_window": None}, "sliding_attention in layer_types without a sliding_window"),
+        ({"attention_bias": True}, "attention_bias = true on gemma3_text"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "rotary embeddings that are not by layer type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling of type 'yarn' in layers of full_attention"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "without a number factor in layers of sliding"),
+    ],
+)
+def test_unsupported_gemma(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    gemma = {"model_type": "gemma3_text", "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    check_model_folder(write_model(tmp_path, **gemma, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert word in model_refused(write_model(tmp_path, **gemma | changes))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "", "\x00"])

@@ -47,6 +47,15 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
     assert WeightTransferEngineFactory._registry[vllm_api.BACKEND]() is BucketReceiver
 
 
+def test_windows_in_some_layers_are_still_left_out() -> None:
+    """megasync/config/model_windows.py refuses them; Gemma 3 has its own for each layer."""
+    from vllm.model_executor.models import gemma3, qwen2, qwen2_moe, qwen3_moe
+
+    assert "Sliding window for some but all layers is not supported" in inspect.getsource(qwen2.Qwen2Model)
+    of_layer = "per_layer_sliding_window="
+    assert [of_layer in inspect.getsource(module) for module in (gemma3, qwen2_moe, qwen3_moe)] == [True, False, False]
+
+
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -40,6 +42,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
@@ -52,6 +55,15 @@ LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+GEMMA = {  # every second layer slides, by frequencies of its own
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -86,6 +98,8 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     }
     if family in ("qwen2", "qwen2_moe"):
         del fields["head_dim"]
+    if family == "gemma3_text":
+        fields |= copy.deepcopy(GEMMA)
     if family in ("qwen2_moe", "qwen3_moe"):
         fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
         fields["norm_topk_prob"] = family == "qwen3_moe"
@@ -103,7 +117,8 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            parameter.copy_(1 + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
+            center = 0.0 if family == "gemma3_text" else 1.0  # of the weights of norms
+            parameter.copy_(center + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
         for module in model.to(dtype).modules():
             if hasattr(module, "e_score_correction_bias"):  # float32 in folders of any dtype
                 module.e_score_correction_bias = 0.2 * torch.randn(module.e_score_correction_bias.shape, generator=generator)

@@ -9,6 +9,6 @@ check_algorithm.py  its part about what an algorithm is made of
 check_sizes.py    its part about numbers that must fit each other
 check_data.py     its part about data, evaluation sets and vLLM's arguments
 json_schema.py    writes the JSON schema that editors use
-model_folder.py   what a Hugging Face folder says of its model
+model_folder.py   what a Hugging Face folder says of its model; model_features.py, model_windows.py: what the engine has not
 errors.py         errors that name key, value, choices and remedy
 """

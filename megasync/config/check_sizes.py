@@ -22,7 +22,6 @@ MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Parallel sizes divide the model; the adapters fit it."""
     _check_engine_divides(config, shape)
-    _check_window(config, shape)
     _check_lora(config, shape)
     check_recompute(config, shape)
     check_context(config, shape)
@@ -60,19 +59,6 @@ def _check_engine_divides(config: Config, shape: ModelShape) -> None:
     if found := stages.problem(parallel, shape.num_hidden_layers):
         raise ConfigError(found[0], model=config.model.path, remedy=found[1])
     _check_experts(config, shape)
-
-
-def _check_window(config: Config, shape: ModelShape) -> None:
-    """The engine attends to all tokens, as layers with a window do as long as no sequence is longer."""
-    limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch}
-    if shape.max_position_embeddings:
-        limits["max_position_embeddings"] = shape.max_position_embeddings
-    if config.algorithm.name == "grpo" and config.rollout.max_model_len:
-        limits["rollout.max_model_len"] = config.rollout.max_model_len
-    window, longest = shape.sliding_window, min(limits.values())
-    message = f"sliding_window = {window} in {config.model.path}: sequences of {longest} tokens need sliding-window attention"
-    key = "rollout.max_model_len" if config.algorithm.name == "grpo" else "engine.tokens_per_microbatch"
-    refuse_if(0 < window < longest, message, allowed=f"sequences of {window} tokens", remedy=f"write {key}={window}")
 
 
 def _check_experts(config: Config, shape: ModelShape) -> None:

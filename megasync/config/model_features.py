@@ -1,19 +1,19 @@
 """What a config.json asks for that the engine's layers do not compute: features by name. No torch in here.
 
-Leaves out sizes and files: see model_folder.py.
+Leaves out sliding windows (model_windows.py), sizes and files (model_folder.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.config import BIASED_ROUTERS, ROPE_TYPES
+from engine.config import BIASED_ROUTERS, GEMMA, ROPE_TYPES
+from megasync.config.model_windows import refused_rope_by_layer_type
 
 ROUTER = "a sigmoid router with a correction bias"
 REFUSED_FAMILIES = {  # those that mbridge knows, and relatives, by what the engine would compute wrongly
     "deepseek_v3": f"multi-latent attention and {ROUTER}",
-    "gemma3": "vision layers and sliding-window attention",
-    "gemma3_text": "sliding-window attention, norms after the sublayers and a GELU that gates",
+    "gemma3": "vision layers",
     "glm4v": "vision layers",
     "glm4v_moe": "vision layers",
     "internvl_chat": "vision layers",
@@ -28,7 +28,6 @@ ROPE_NUMBERS = {  # what a type of rope scaling needs, and has no default
 YARN_REFUSED = ("attention_factor", "mscale", "mscale_all_dim")  # transformers and versions of vLLM read them differently
 PARTIAL_ROTARY = ("glm4_moe",)  # families with it; the factor is a half where config.json says nothing
 SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
-MISTRAL_WINDOW = 4096  # transformers 5.19, MistralConfig.sliding_window, where config.json says nothing
 
 
 def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +38,8 @@ def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:
     """Whether it is there, by the feature."""
+    if family == GEMMA:
+        return refused_rope_by_layer_type(fields)
     rope = rope_fields(fields)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
@@ -81,10 +82,3 @@ def refused_router(family: str, fields: dict[str, Any]) -> dict[str, bool]:
         f"no shared expert (n_shared_experts = {fields.get('n_shared_experts', 1)})": not fields.get("n_shared_experts", 1),
         f"no layer with experts (first_k_dense_replace = {dense})": (dense or 0) >= layers,
     }
-
-
-def sliding_window(family: str, fields: dict[str, Any]) -> int:
-    """Tokens up to which the attention of this family's layers is that of all tokens; 0: always."""
-    default = MISTRAL_WINDOW if family == "mistral" else None
-    window = fields.get("sliding_window", default) if family in ("mistral", "mixtral") else None
-    return int(window or 0)

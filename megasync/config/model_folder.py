@@ -14,9 +14,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.config import BIASED_ROUTERS, FAMILIES, MOE_FAMILIES
+from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, refused_router, sliding_window
+from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, refused_router
+from megasync.config.model_windows import refused_gemma, refused_windows
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
@@ -38,7 +39,6 @@ class ModelShape:
     num_experts_per_tok: int = 0
     max_position_embeddings: int = 0  # 0: no limit is given
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    sliding_window: int = 0  # 0: none
     shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
     first_k_dense_replace: int = 0  # layers before those with experts
 
@@ -51,9 +51,9 @@ class ModelShape:
 
 
 OPTIONAL_SIZES = (
-    *("max_position_embeddings", "head_dim", "sliding_window", "shared_expert_intermediate_size"),
-    "first_k_dense_replace",
+    *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace"),
 )
+GEMMA_SIZES = {GEMMA: {"num_key_value_heads": 4, "head_dim": 256}}  # transformers 5.19, Gemma3TextConfig's defaults
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -107,9 +107,8 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
         defaults["moe_intermediate_size"] = "intermediate_size"
     if family in BIASED_ROUTERS:
         defaults["num_experts"] = "n_routed_experts"
-    fields = {name: fields.get(other) for name, other in defaults.items()} | fields
+    fields = {name: fields.get(other) for name, other in defaults.items()} | GEMMA_SIZES.get(family, {}) | fields
     fields["first_k_dense_replace"] = fields.get("first_k_dense_replace", 1) or None if family in BIASED_ROUTERS else None
-    fields["sliding_window"] = sliding_window(family, fields) or None
     unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
     sizes: dict[str, int] = {}
@@ -126,11 +125,11 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
 
 def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None:
     """What the engine's layers would compute wrongly is refused."""
-    windowed = fields.get("use_sliding_window") or "sliding_attention" in (fields.get("layer_types") or ())
     refused = {
         **refused_rope(family, fields),
         **refused_router(family, fields),
-        "sliding-window attention (use_sliding_window, layer_types)": bool(windowed),
+        **refused_windows(family, fields),
+        **refused_gemma(family, fields),
         f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
         f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
         f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",

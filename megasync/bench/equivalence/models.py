@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.batch import plan_microbatches
+from engine.config import GEMMA
 from engine.sample import Sample
 from megasync.bench.equivalence.cases import Model
 
@@ -28,12 +29,19 @@ LLAMA3 = {  # rope_parameters that scale some of a head's frequencies
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 FIELDS: dict[str, dict[str, Any]] = {  # of config.json, by family
+    "gemma3_text": {
+        "query_pre_attn_scalar": 24, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "glm4_moe": {
         "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
         "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
     },
     "llama": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 8},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
@@ -76,7 +84,8 @@ def write_model(model: Model, root: Path, seed: int) -> Path:
         for name, tensor in built.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            tensor.copy_(1 + 0.1 * noise if is_norm else (0.1 if tensor.ndim > 1 else 0.05) * noise)
+            center = 0.0 if model.family == GEMMA else 1.0  # of the weights of norms
+            tensor.copy_(center + 0.1 * noise if is_norm else (0.1 if tensor.ndim > 1 else 0.05) * noise)
     built.save_pretrained(folder)
     return folder
 
