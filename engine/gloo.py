@@ -6,13 +6,12 @@ torch 2.13 makes one for each group (ProcessGroupGloo.create_default_device), wi
 
 from __future__ import annotations
 
-import functools
 import os
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import ProcessGroupGloo
 
 
 def share_device() -> None:
@@ -23,13 +22,16 @@ def share_device() -> None:
 class SharingGroup(ProcessGroupGloo):
     """What torch.distributed asks for by the name ProcessGroupGloo (distributed_c10d.py:2169)."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._timeout = [_device(os.getpid())], timeout
-        super().__init__(store, rank, size, options)  # type: ignore[call-overload]
+        options._devices, options._timeout = [_device()], timeout
+        super().__init__(store, rank, size, options)
 
 
-@functools.cache
-def _device(process: int) -> Any:
-    """A forked process has none of its parent's threads, and so a device of its own."""
-    return ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]
+_devices: dict[int, Any] = {}  # by process: one that was forked has none of its parent's threads
+
+
+def _device() -> Any:
+    if (process := os.getpid()) not in _devices:
+        _devices[process] = ProcessGroupGloo.create_default_device()
+    return _devices[process]
