@@ -1,9 +1,10 @@
-"""What tests run on their ranks to see Megatron-FSDP's gradients, and its faults without our work-arounds."""
+"""What tests run on their ranks to see Megatron-FSDP's gradients, its faults without our work-arounds, and those of torch."""
 
 from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import einops
 import torch
 import torch.distributed as dist
 
-from engine import parallel, upstream, wrap
+from engine import gloo, parallel, upstream, wrap
 from engine.config import EngineConfig, ParallelConfig
 from engine.megatron import parallel_state as mpu
 from tests.engine_cases import engine, leave_groups, random_samples
@@ -109,3 +110,18 @@ def _gradient_ratios(num_microbatches: int) -> dict[str, float]:
     squared = shards["dense"].square().sum()
     dist.all_reduce(squared)
     return {"dense": float(squared.sqrt() / dense.norm()), "experts": float(shards["experts"].norm() / experts.norm())}
+
+
+def threads_of_gloo(num_groups: int) -> tuple[int, int, int]:
+    """How many there are, with so many more groups of torch's own, and with as many that share a device."""
+    def count() -> int:
+        return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in Path("/proc/self/task").iterdir())
+
+    dist.init_process_group("gloo")
+    counts, groups = [count()], []
+    for share in (lambda: None, gloo.share_device):
+        share()
+        groups += [dist.new_group(backend="gloo") for _ in range(num_groups)]
+        counts.append(count())
+    first, own, shared = counts
+    return first, own, shared

@@ -184,3 +184,8 @@ def test_shards_are_still_compared_over_the_whole_world() -> None:
     source = inspect.getsource(param_and_grad_buffer)
     assert "run_check=run_check," in source and "run_check=True," in source
     assert "torch.distributed.get_world_size()" in inspect.getsource(_collective_utils.check_tensor_meta)
+
+
+def test_groups_of_gloo_still_have_a_thread_each_that_wakes_up_all_the_time() -> None:
+    for before, own, shared in run_ranks(2, "tests.fsdp_cases:threads_of_gloo", {"num_groups": 3}, alone=True):
+        assert (own, shared) == (before + 3, before + 4)
