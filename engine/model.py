@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from engine import context, costs, device, experts, families, fused, recompute, rope, router, stages, vocabulary
+from engine import context, costs, device, experts, families, fused, latent, recompute, rope, router, stages, vocabulary
 from engine.attention import CoreAttention, RMSNorm
 from engine.batch import Balance
-from engine.config import FAMILIES, EngineConfig, ModelConfig, ParallelConfig
+from engine.config import FAMILIES, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -45,6 +45,7 @@ class _LocalSpec:
             attention.core_attention = CoreAttention
             if self.config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
+            latent.use_latent_attention(layer)
             experts.use_grouped_experts(layer)
             if self.recomputes_activation:
                 recompute.use_recomputed_activation(layer)
@@ -74,6 +75,8 @@ def _bridge_class(model_type: str) -> type[Bridge]:
     }
     if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
         tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
+    if model_type in LATENT_FAMILIES:
+        latent.complete_tables(tables, layer)
     bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
     return bridge_class
 
@@ -118,6 +121,7 @@ def build_bridge(
         **families.config_arguments(hf_config),
         moe_router_bias_update_rate=router_bias_update_rate,
         **rope.config_arguments(hf_config),
+        **latent.config_arguments(hf_config),
     )
     return bridge
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from engine.config import ROPE_TYPES
+from engine.config import LATENT_FAMILIES, ROPE_TYPES
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def _scaled(hf_config: Any) -> tuple[torch.Tensor, float] | None:
+def scaling(hf_config: Any) -> tuple[torch.Tensor, float] | None:
     """Frequencies, float32 [turned elements of a head / 2], and a factor of cosine and sine; None where nothing is scaled."""
     rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -36,7 +36,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         ValueError: for a `rope_type` out of ROPE_TYPES, or one that scales logits of which rotary embedding makes a part only;
             megasync/config/model_folder.py says the same before anything starts.
     """
-    scaled = _scaled(hf_config)
+    scaled = None if hf_config.model_type in LATENT_FAMILIES else scaling(hf_config)
     if scaled is None or scaled[1] == 1.0:
         return {}
     if 2 * len(scaled[0]) != hf_config.head_dim:
@@ -45,8 +45,8 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 
 def set_frequencies(model: Any, hf_config: Any) -> None:
-    """Of a GPTModel that has not yet run."""
-    if (scaled := _scaled(hf_config)) is not None:
+    """Of a GPTModel that has not yet run. Multi-latent attention has its own (latent.py)."""
+    if hf_config.model_type not in LATENT_FAMILIES and (scaled := scaling(hf_config)) is not None:
         embedding = model.rotary_pos_emb
         embedding.inv_freq = scaled[0].to(embedding.inv_freq)
         embedding.seq_len_interpolation_factor = None  # mbridge's way of linear scaling (llama.py:_get_gptmodel_args)

@@ -24,6 +24,9 @@ from tests.tiny_models import LLAMA3, YARN, write_tiny_model
 ODD = 131  # tokens; two ranks pad it to 256
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "deepseek_v3": ("deepseek_v3", False, {**GROUPS, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "deepseek_v3, whole queries": ("deepseek_v3", False, {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3, stages": ("deepseek_v3", False, {"rope_parameters": YARN, "num_nextn_predict_layers": 1}),
     "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
     "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
     "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
@@ -39,6 +42,9 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
 }
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "deepseek_v3": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
+    "deepseek_v3, whole queries": {"expert": 2, "fusions": "all"},
+    "deepseek_v3, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "glm4_moe": {"tensor": 2, "sequence": True},
     "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
@@ -55,6 +61,7 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
 }
 BIAS_RATE = 0.01
 ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
+    "deepseek_v3": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe, tied": {"router_bias_update_rate": BIAS_RATE},
     "llama, linear": {"lora": {"rank": 4}},

@@ -46,12 +46,13 @@ def test_the_costliest_chunk_costs_as_little_as_can_be(stages: int, virtual: int
 def test_the_output_layer_counts_as_layers() -> None:
     qwen_3b = SimpleNamespace(
         num_layers=36, hidden_size=2048, num_attention_heads=16, kv_channels=128, num_query_groups=2, ffn_hidden_size=11008,
-        num_moe_experts=None,
+        num_moe_experts=None, multi_latent_attention=False,
     )  # fmt: skip
     assert output_cost(qwen_3b, 151936) == pytest.approx(151936 * 2048 / (2048 * (2 * 2048 + 512 + 3 * 11008)))
     experts = SimpleNamespace(
         num_attention_heads=32, kv_channels=128, num_query_groups=4, ffn_hidden_size=6144, num_moe_experts=128,
         moe_router_topk=8, moe_ffn_hidden_size=768, moe_shared_expert_intermediate_size=None,
+        multi_latent_attention=False,
     )  # fmt: skip
     assert output_cost(experts, 151936) == pytest.approx(151936 / (2 * 4096 + 1024 + 128 + 3 * 8 * 768))
     assert attention_length(qwen_3b, 151936) == pytest.approx(SHAPES["3b"].num_active_parameters / (36 * 2048), rel=1e-3)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -36,6 +38,7 @@ from transformers import (
 
 VOCABULARY_SIZE = 128
 FAMILIES = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -53,6 +56,14 @@ LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LATENT = {  # heads of deepseek_v3: queries and keys of 40, of which 16 are turned, and values of 20
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vLLM has kernels for
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -96,6 +107,11 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     if family == "glm4_moe":
         fields |= {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
         fields |= {"attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
+    if family == "deepseek_v3":
+        del fields["head_dim"]
+        fields |= {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3, **LATENT}
+        fields |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+        fields |= {"num_key_value_heads": 4, "routed_scaling_factor": 1.5, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     fields |= copy.deepcopy(config)  # transformers adds to rope_parameters
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)

@@ -14,9 +14,18 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.config import BIASED_ROUTERS, FAMILIES, MOE_FAMILIES
+from engine.config import BIASED_ROUTERS, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, refused_router, sliding_window
+from megasync.config.model_features import (
+    QUERY_RANK,
+    REFUSED_FAMILIES,
+    REMEDIES,
+    ROUTER_DEFAULTS,
+    refused_latent,
+    refused_rope,
+    refused_router,
+    sliding_window,
+)
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
@@ -41,6 +50,11 @@ class ModelShape:
     sliding_window: int = 0  # 0: none
     shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
     first_k_dense_replace: int = 0  # layers before those with experts
+    q_lora_rank: int = 0  # 0: queries have no low rank
+    kv_lora_rank: int = 0  # 0, and so the next three: no multi-latent attention
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
 
     @property
     def split_sizes(self) -> tuple[str, ...]:
@@ -49,11 +63,19 @@ class ModelShape:
             return ("intermediate_size",)
         return ("moe_intermediate_size", *(("intermediate_size",) if self.first_k_dense_replace else ()))
 
+    def cached_numbers(self, num_workers: int) -> int:
+        """That a worker of vLLM keeps of a token in a layer."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        size = self.head_dim or self.hidden_size // self.num_attention_heads
+        return 2 * max(1, self.num_key_value_heads // num_workers) * size
+
 
 OPTIONAL_SIZES = (
     *("max_position_embeddings", "head_dim", "sliding_window", "shared_expert_intermediate_size"),
-    "first_k_dense_replace",
+    *("first_k_dense_replace", "q_lora_rank"),
 )
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -108,10 +130,13 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     if family in BIASED_ROUTERS:
         defaults["num_experts"] = "n_routed_experts"
     fields = {name: fields.get(other) for name, other in defaults.items()} | fields
-    fields["first_k_dense_replace"] = fields.get("first_k_dense_replace", 1) or None if family in BIASED_ROUTERS else None
+    fields = ROUTER_DEFAULTS.get(family, {}) | fields
+    fields["first_k_dense_replace"] = fields["first_k_dense_replace"] or None if family in BIASED_ROUTERS else None
+    fields["q_lora_rank"] = fields.get("q_lora_rank", QUERY_RANK) if family in LATENT_FAMILIES else None
     fields["sliding_window"] = sliding_window(family, fields) or None
     unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
+    unused |= set() if family in LATENT_FAMILIES else set(LATENT_SIZES)
     sizes: dict[str, int] = {}
     for name in [name for name in ModelShape.__dataclass_fields__ if name not in unused]:
         size = fields.get(name)
@@ -130,6 +155,7 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
     refused = {
         **refused_rope(family, fields),
         **refused_router(family, fields),
+        **refused_latent(family, fields),
         "sliding-window attention (use_sliding_window, layer_types)": bool(windowed),
         f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
         f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
@@ -149,7 +175,8 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         }
     for feature, present in refused.items():
         if present:
-            raise ConfigError(f"{path}: {feature} is not supported", remedy=UNSUPPORTED_REMEDY)
+            remedy = next((text for begin, text in REMEDIES.items() if feature.startswith(begin)), UNSUPPORTED_REMEDY)
+            raise ConfigError(f"{path}: {feature} is not supported", remedy=remedy)
 
 
 def check_weights(folder: Path) -> None:
