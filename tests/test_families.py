@@ -41,9 +41,10 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
     "qwen3": ("qwen3", True, {"rope_parameters": YARN}),
 }
+CORE_AND_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
-    "deepseek_v3": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
-    "deepseek_v3, whole queries": {"expert": 2, "fusions": "all"},
+    "deepseek_v3": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True, "recompute": "selective"},
+    "deepseek_v3, whole queries": {"expert": 2, "fusions": "all", **CORE_AND_EXPERTS},
     "deepseek_v3, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "glm4_moe": {"tensor": 2, "sequence": True},
     "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
