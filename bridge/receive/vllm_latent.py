@@ -22,8 +22,9 @@ WRAPPER = ".mla_attn"  # in the layer's path, after that of its source: model_ex
 
 def engine_arguments(model_path: str) -> dict[str, Any]:
     """Fields of EngineArgs. vLLM's other backend for CPUs, which it would choose on those with AMX, packs the parts."""
-    fields = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-    return {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in fields and not torch.cuda.is_available() else {}
+    path = Path(model_path) / "config.json"
+    is_latent = path.is_file() and "kv_lora_rank" in json.loads(path.read_text(encoding="utf-8"))
+    return {"attention_backend": "CPU_MLA"} if is_latent and not torch.cuda.is_available() else {}
 
 
 def is_derived(layer: torch.nn.Module) -> bool:
