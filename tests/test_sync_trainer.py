@@ -141,12 +141,12 @@ def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
     path = str(write_tiny_model(root / "latent", "deepseek_v3", **SERVED, **sizes))
     cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "expert": 2}]
     cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": ("linear_proj",)}})
-    arguments = {"path": path, "cases": cases, "num_steps": 3, "verify": "readback", "generates": True}
+    arguments = {"path": path, "cases": cases, "num_steps": 2, "verify": "readback", "generates": True}
     results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
     for case, result in zip(cases, results, strict=True):
         print(case, result["gap"])
         assert result["differing"] == []
-        assert result["moved"] == 2
+        assert result["moved"] == 1
         assert result["gap"] < 1e-4
         assert not any("kv_b_proj" in name or "mla_attn" in name for name in result["fallback"]), "planned on CPUs, too"
         assert all(verified for _, _, verified in result["versions"])
