@@ -21,10 +21,9 @@ def _attention_columns(config: Any) -> float:
 
 def _attention_size(config: Any) -> float:
     """Of all heads together the dim of queries, or the mean of that and of values."""
-    size = config.kv_channels
-    if config.multi_latent_attention:
-        size = (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
-    return float(config.num_attention_heads * size)
+    if not config.multi_latent_attention:
+        return float(config.num_attention_heads * config.kv_channels)
+    return float(config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2)
 
 
 def _layer_columns(config: Any) -> int:
