@@ -25,7 +25,7 @@ from engine.router import Routing
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a packed batch, and its layout for scaled_dot_product_attention."""
 
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # fused.rotary_tables, where CoreAttention rotates
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # where attention of ours rotates: see Passes
     lengths: tuple[int, ...] = ()  # of each sequence
     context: ContextPart | None = None  # which of the tokens this context-parallel rank has; all else is of whole sequences
     routing: Routing | None = None  # for the routers of layers with experts
@@ -76,7 +76,8 @@ class CoreAttention(torch.nn.Module):
     Within a sliding window where windows.py has put one into the config for this layer.
 
     Takes query [tokens, heads, dim], key and value [tokens, groups, dim] with `packed_seq_params`, or [sequence, batch, ...]
-    without, and returns [tokens, heads * dim] or [sequence, batch, heads * dim].
+    without, and returns [tokens, heads * dim] or [sequence, batch, heads * dim]. Values may have a smaller dim than queries and
+    keys, which is then the result's.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class CoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.scale, self.window = softmax_scale, windows.of_layer(config, layer_number)

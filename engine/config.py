@@ -13,8 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeF
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
-MOE_FAMILIES = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
-BIASED_ROUTERS = ("glm4_moe",)  # of those: sigmoid scores, to which a bias of each expert is added for the choice alone
+MOE_FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe")  # of those: sigmoid scores, to which a bias is added for the choice alone
+LATENT_FAMILIES = ("deepseek_v3",)  # multi-latent attention
 GEMMA = "gemma3_text"  # its layers differ from the others' (gemma.py)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", GEMMA, *MOE_FAMILIES)  # values of `model_type` that the engine trains
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
@@ -168,7 +169,7 @@ class AlgorithmConfig(Section):
     load_balancing: NonNegativeFloat = 0.0
     """Mixtures of experts: this times each layer's load-balancing loss (arXiv:2101.03961), 1 where even, is added to the loss."""
     router_bias_update_rate: NonNegativeFloat = 0.0
-    """glm4_moe: added to the bias of experts with few tokens each step, taken from others' (arXiv:2408.15664); 0: frozen."""
+    """deepseek_v3, glm4_moe: added to biases of experts with few tokens, taken from others' (arXiv:2408.15664); 0: frozen."""
     router_replay: Literal["off", "rollout"] = "off"
     """rollout: tokens go through the experts that vLLM chose for them (R3, arXiv:2510.11370); off: the trainer chooses."""
     log_router_gap: bool = False

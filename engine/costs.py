@@ -13,9 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 
+def _attention_columns(config: Any) -> float:
+    """Weights of a layer's attention, over the hidden size."""
+    heads = config.num_attention_heads
+    if not config.multi_latent_attention:
+        return float(2 * heads * config.kv_channels + 2 * config.num_query_groups * config.kv_channels)
+    query_size, low = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.q_lora_rank
+    queries = low + low * query_size / config.hidden_size if low else query_size
+    up = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim) / config.hidden_size
+    return float(queries + config.kv_lora_rank + config.qk_pos_emb_head_dim + up + heads * config.v_head_dim)
+
+
+def _attention_size(config: Any) -> float:
+    """Of all heads together the dim of queries, or the mean of that and of values."""
+    if not config.multi_latent_attention:
+        return float(config.num_attention_heads * config.kv_channels)
+    return float(config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2)
+
+
 def _layer_columns(config: Any) -> int:
     """Weights of a layer that a token meets, over the hidden size."""
-    attention = 2 * config.num_attention_heads * config.kv_channels + 2 * config.num_query_groups * config.kv_channels
+    attention = _attention_columns(config)
     if not config.num_moe_experts:
         return int(attention + 3 * config.ffn_hidden_size)
     shared = config.moe_shared_expert_intermediate_size or 0
@@ -42,4 +60,4 @@ def attention_costs(lengths: npt.NDArray[np.int64], windows: Sequence[int]) -> n
 def attention_length(config: Any, vocabulary_size: int) -> float:
     """Tokens of a sequence whose causal attention matrices cost as much as all else, the output layer too; without windows."""
     columns = config.num_layers * _layer_columns(config) + vocabulary_size
-    return float(config.hidden_size * columns / (config.num_layers * config.num_attention_heads * config.kv_channels))
+    return float(config.hidden_size * columns / (config.num_layers * _attention_size(config)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine import gemma, upstream
-from engine.config import GEMMA
+from engine.config import BIASED_ROUTERS, GEMMA
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
 BRIDGE_OF = {"mistral": "llama", GEMMA: "qwen3"}  # families that mbridge does not list: with another's layers and names
@@ -22,8 +22,9 @@ def complete(hf_config: Any) -> None:
     if hf_config.model_type == "mixtral":
         hf_config.moe_intermediate_size = hf_config.intermediate_size
         hf_config.norm_topk_prob = True  # transformers 5.19, modeling_mixtral.py:MixtralTopKRouter
-    if hf_config.model_type == "glm4_moe":
+    if hf_config.model_type in BIASED_ROUTERS:
         hf_config.num_experts = hf_config.n_routed_experts
+    if hf_config.model_type == "glm4_moe":
         hf_config.partial_rotary_factor = hf_config.rope_parameters["partial_rotary_factor"]
 
 
@@ -37,7 +38,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig in which mbridge's are wrong for this model; for set_extra_args."""
     if hf_config.model_type == GEMMA:
         return gemma.config_arguments(hf_config)
-    if hf_config.model_type != "glm4_moe":
+    if hf_config.model_type not in BIASED_ROUTERS:
         return {}
     groups = hf_config.n_group if hf_config.n_group > 1 else None  # with one there is nothing to choose
     return {

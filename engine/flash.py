@@ -28,7 +28,13 @@ MULTIPLE = 1024  # of tokens, to which those are padded: a few shapes only, each
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None, window: int = 0
 ) -> torch.Tensor:
-    """query [T, heads, dim], key and value [T, groups, dim] to [T, heads, dim]. `window`: see engine/windows.py:of_layer."""
+    """query [T, heads, dim], key [T, groups, dim] and value [T, groups, dim or fewer] to [T, heads, value's dim].
+
+    `window`: see engine/windows.py:of_layer.
+    """
+    if missing := query.shape[-1] - value.shape[-1]:  # the kernels take one dim
+        whole = attend(query, key, F.pad(value, (0, missing)), packed, scale, window)
+        return whole[..., : value.shape[-1]]
     lengths, value = packed.lengths, value.contiguous()  # a view would keep the whole of what q, k and v are split from
     if max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
         return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale, window)

@@ -101,6 +101,13 @@ def rotate(
     return result
 
 
+def rotate_plainly(
+    query: torch.Tensor, key: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rotate`, without a kernel of its own."""
+    return _rotated(query, *tables), _rotated(key, *tables)
+
+
 # ----------------------------------------------------------------------------------------------------------- log-probs
 
 

@@ -32,4 +32,5 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

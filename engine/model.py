@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from engine import context, costs, device, experts, families, fused, gemma, recompute, rope, router, stages, vocabulary, windows
+from engine import context, costs, device, experts, families, fused, gemma, latent, recompute, rope, router, stages
+from engine import vocabulary, windows
 from engine.attention import CoreAttention, RMSNorm
 from engine.batch import Balance
-from engine.config import FAMILIES, GEMMA, EngineConfig, ModelConfig, ParallelConfig
+from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -46,6 +47,7 @@ class _LocalSpec:
             attention.core_attention = CoreAttention
             if self.config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
+            latent.use_latent_attention(layer)
             experts.use_grouped_experts(layer)
             if self.recomputes_activation:
                 recompute.use_recomputed_activation(layer)
@@ -79,6 +81,8 @@ def _bridge_class(model_type: str) -> type[Bridge]:
         tables[table] |= more
     if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
         tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
+    if model_type in LATENT_FAMILIES:
+        latent.complete_tables(tables, layer)
     bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
     return bridge_class
 
@@ -125,6 +129,7 @@ def build_bridge(
         moe_router_bias_update_rate=router_bias_update_rate,
         **rope.config_arguments(hf_config),
         **windows.config_arguments(hf_config),
+        **latent.config_arguments(hf_config),
     )
     return bridge
 

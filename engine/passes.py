@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine import fused, outputs, vocabulary
+from engine import fused, latent, outputs, vocabulary
 from engine.batch import MicroBatch
 from engine.megatron import get_forward_backward_func
 from engine.model import gpt_model
@@ -25,6 +25,7 @@ class Passes:
     def __init__(self, hf_bridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
         """`hf_bridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
         self.hf_bridge, self.logits_chunk_tokens, self.use_fused = hf_bridge, logits_chunk_tokens, use_fused
+        self.rotation = latent.rotation(hf_bridge.hf_config)
 
     def run(
         self,
@@ -44,10 +45,8 @@ class Passes:
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
-            if self.use_fused and micro.sequences.rotary is None:
-                micro.sequences.rotary = fused.rotary_tables(
-                    gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q
-                )
+            if micro.sequences.rotary is None:
+                micro.sequences.rotary = self._rotary(micro, chunk)
             with outputs.read_in_chunks(chunk, micro.labels, shown, chunk_tokens):
                 output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
             return output, partial(report, micro)
@@ -66,3 +65,11 @@ class Passes:
             micro_batch_size=1,
             forward_only=loss_function is None,
         )
+
+    def _rotary(self, micro: MicroBatch, chunk: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What attention of ours turns queries and keys by; None where megatron-core turns them."""
+        if self.rotation is not None:
+            return self.rotation.tables(micro.position_ids)
+        if not self.use_fused:
+            return None
+        return fused.rotary_tables(gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from engine.config import ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from engine.config import LATENT_FAMILIES, ROPE_BY_LAYER_TYPE, ROPE_TYPES
 from engine.windows import FULL, SLIDING
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def _scaled(hf_config: Any) -> tuple[torch.Tensor, float] | None:
+def scaling(hf_config: Any) -> tuple[torch.Tensor, float] | None:
     """Frequencies, float32 [turned elements of a head / 2], and a factor of cosine and sine; None where nothing is scaled."""
     rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
@@ -38,7 +38,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         ValueError: for a `rope_type` out of ROPE_TYPES, or one that scales logits of which rotary embedding makes a part only;
             megasync/config/model_folder.py says the same before anything starts.
     """
-    scaled = _scaled(hf_config)
+    scaled = None if hf_config.model_type in LATENT_FAMILIES else scaling(hf_config)
     if scaled is None or scaled[1] == 1.0:
         return {}
     if 2 * len(scaled[0]) != hf_config.head_dim:
@@ -47,12 +47,14 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
 
 def set_frequencies(model: Any, hf_config: Any) -> None:
-    """Of a GPTModel that has not yet run."""
+    """Of a GPTModel that has not yet run. Multi-latent attention has its own (latent.py)."""
+    if hf_config.model_type in LATENT_FAMILIES:
+        return
     embedding = model.rotary_pos_emb
     if SLIDING in (hf_config.rope_parameters or {}):
         of_types = [_of_layer_type(hf_config.head_dim, **hf_config.rope_parameters[kind]) for kind in (SLIDING, FULL)]
         embedding.inv_freq = torch.cat(of_types).to(embedding.inv_freq)
-    elif (scaled := _scaled(hf_config)) is not None:
+    elif (scaled := scaling(hf_config)) is not None:
         embedding.inv_freq = scaled[0].to(embedding.inv_freq)
         embedding.seq_len_interpolation_factor = None  # mbridge's way of linear scaling (llama.py:_get_gptmodel_args)
 

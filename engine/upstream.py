@@ -167,6 +167,14 @@ def use_torch_in_router() -> None:
         moe_utils.te_general_gemm = None
 
 
+def use_latent_attention_without_te() -> None:
+    """multi_latent_attention.py:185 hands TELinear to isinstance, which is a MagicMock without TransformerEngine."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = type("NoTELinear", (), {})
+
+
 def rope_theta(hf_config: Any) -> float:
     """mbridge 0.15.1 (llm_bridge.py:_get_gptmodel_args) reads `rope_theta`; transformers 5 keeps it in rope_parameters."""
     parameters = getattr(hf_config, "rope_parameters", None) or {}

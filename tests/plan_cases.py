@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from bridge.receive import vllm_reload
+from bridge.receive import vllm_latent, vllm_reload
 from bridge.receive.bake import bake
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import read_folder_manifest
@@ -43,6 +43,14 @@ def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module
         no_packing = mock.patch.object(base_loader, "process_weights_after_loading")
         with no_packing, mock.patch.object(torch.accelerator, "empty_cache"):  # which asks for a GPU
             return config, get_model(vllm_config=config)
+
+
+def derive(model: torch.nn.Module) -> None:
+    """What vLLM's multi-latent attention makes after loading: views, and in the first layer memory of its own."""
+    for index, layer in enumerate(layer for layer in model.modules() if vllm_latent.is_derived(layer)):
+        layer.process_weights_after_loading(torch.float32)  # type: ignore[operator]
+        for name in vllm_latent.PARTS if index == 0 else ():
+            getattr(layer, name).data = getattr(layer, name).data.clone()
 
 
 def scatter_all(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> None:
@@ -79,6 +87,15 @@ def misdigested(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> lis
     return [name for name, tensor in tensors.items() if digests.get(name) != digest_value(tensor)]
 
 
+def stale(model: torch.nn.Module) -> str:
+    """What the first worker says of layers that are not renewed yet."""
+    try:
+        digest_whole(hf_slices(model, lambda _: True), tensor_group())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def disagreement(model: torch.nn.Module) -> str:
     """What the first worker says of a last norm that is another on the other one."""
     norm = dict(model.named_parameters())["model.norm.weight"].data
@@ -103,13 +120,20 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
     results = {}
     for family, (before, after) in families.items():
         config, model = build_model(before, tensor_parallel)
+        derive(model)
         manifest = read_folder_manifest(before)
         with vllm_reload.config_scope(config):
-            plan = bake(manifest, model, model.load_weights, vllm_reload.transformation(model))
+            plan = bake(manifest, model, model.load_weights, vllm_reload.transformation(model), vllm_latent.is_derived)
         tensors = load_file(Path(after) / "model.safetensors")
         scatter_all(plan, tensors)
-        loaded = dict(build_model(after, tensor_parallel)[1].named_parameters())
+        said = stale(model)
+        vllm_latent.renew(model)
+        fresh = build_model(after, tensor_parallel)[1]
+        derive(fresh)
+        loaded = dict(fresh.named_parameters())
         results[family] = {
+            "stale": said,
+            "problem": vllm_latent.problem(model),
             "fallback": plan.loader_fallback,
             "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None],
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],

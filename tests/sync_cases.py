@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.export.source import Part, whole_tensors
+from bridge.generation import GenerationRequest
 from bridge.messages import SyncError
 from bridge.send.publish import Publisher
 from bridge.transport.nccl import GroupWriter
 from engine.engine import Engine
+from engine.sample import Sample
 from megasync.canary import Canary, CanaryError, probe_sequences
 from megasync.config.schema import Config
 from megasync.launch.ray_cluster import start_ray
@@ -61,21 +63,25 @@ def publish_and_compare(
     transport: str = "auto",
     verify: str = "digest",
     tensor_parallel: int = 1,
+    generates: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train, publish and read back `num_steps` times for each case, all against one replica."""
+    """Train, publish and read back `num_steps` times for each case, all against one replica; `generates`: see `follow`."""
     pool = replica(path, tensor_parallel=tensor_parallel) if is_rank_zero() else None
     results = []
     for number, case in enumerate(cases):
         config = SyncConfig(transport=transport, bucket_bytes=BUCKET_BYTES, verify=verify)
         with engine(path, name="sft", **case) as built:
-            results.append(follow(built, pool, num_steps, number * 100, config))
+            results.append(follow(built, pool, num_steps, number * 100, config, generates=generates))
     return results
 
 
 def follow(
-    built: Engine, pool: OpenPool | None, num_steps: int, first_version: int, config: SyncConfig
+    built: Engine, pool: OpenPool | None, num_steps: int, first_version: int, config: SyncConfig, *, generates: bool = False
 ) -> dict[str, Any]:
-    """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps."""
+    """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps.
+
+    `generates`: also of tokens that vLLM generates, one after another, which it may compute by other weights than a prompt's.
+    """
     source, sent = exporter(built), exporter(built, on_all_ranks=config.transport == "ipc")
     publisher = Publisher(sent, pool, config)
     differing: set[str] = set()
@@ -88,6 +94,8 @@ def follow(
             report = publisher.publish(first_version + step)
         if step == 0:
             num_pickled.count = 0  # only the first sync may agree on objects
+        if generates:
+            worst = max(worst, generated_gap(built, pool, step))
         samples = random_samples(6, seed=1000 + step)
         mine = log_probs(built, samples)
         exported = {name: tensor.clone() for name, tensor in whole_tensors(source)}
@@ -109,6 +117,17 @@ def follow(
     writer = publisher._connection.sender.writer if publisher._connection is not None else None
     return {"differing": sorted(differing), "gap": worst, "versions": versions, "moved": moved, "fallback": fallback,
             "num_pickled": num_pickled.count, "readers": getattr(writer, "own", None)}
+
+
+def generated_gap(built: Engine, pool: OpenPool | None, seed: int) -> float:
+    """Collective; of rank 0's answer."""
+    requests = [GenerationRequest(tuple(s.prompt_ids.tolist()), 2, 12, seed=seed) for s in random_samples(4, seed=seed)]
+    told: list[Any] = [pool.generate(requests).result() if pool is not None else None]
+    dist.broadcast_object_list(told, src=0)
+    pairs = [(r.prompt_ids, completion) for r, group in zip(requests, told[0], strict=True) for completion in group]
+    mine = log_probs(built, [Sample(prompt, completion.token_ids) for prompt, completion in pairs])
+    gaps = (ours - torch.from_numpy(each.log_probs.copy()) for ours, (_, each) in zip(mine, pairs, strict=True))
+    return max(float(gap.abs().max()) for gap in gaps)
 
 
 def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], damaged: str) -> tuple[list[dict[str, float]], str]:

@@ -26,6 +26,9 @@ ODD = 131  # tokens; two ranks pad it to 256
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # samples have up to 38 tokens
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "deepseek_v3": ("deepseek_v3", False, {**GROUPS, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "deepseek_v3, whole queries": ("deepseek_v3", False, {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3, stages": ("deepseek_v3", False, {"rope_parameters": YARN, "num_nextn_predict_layers": 1}),
     "gemma3_text": ("gemma3_text", True, {}),
     "gemma3_text, stages": ("gemma3_text", False, {"num_hidden_layers": 3}),
     "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
@@ -43,7 +46,11 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3": ("qwen3", True, {"rope_parameters": YARN, **WINDOW, "max_window_layers": 1}),
     "qwen3_moe": ("qwen3_moe", False, WINDOW),
 }
+CORE_AND_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "deepseek_v3": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True, "recompute": "selective"},
+    "deepseek_v3, whole queries": {"expert": 2, "fusions": "all", **CORE_AND_EXPERTS},
+    "deepseek_v3, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "gemma3_text": {"tensor": 2, "sequence": True, "recompute": "selective"},
     "gemma3_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "fusions": "all", "recompute": "full"},
     "glm4_moe": {"tensor": 2, "sequence": True},
@@ -63,6 +70,7 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
 }
 BIAS_RATE = 0.01
 ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
+    "deepseek_v3": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe, tied": {"router_bias_update_rate": BIAS_RATE},
     "llama, linear": {"lora": {"rank": 4}},

@@ -148,16 +148,22 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
             assert rank["merge_error"] < 1e-3
 
 
-@pytest.mark.parametrize("targets", [("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")])
-def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, targets: tuple[str, ...]) -> None:
-    path = str(write_tiny_model(root / "experts", "qwen2_moe"))
+@pytest.mark.parametrize(
+    ("family", "targets", "part"),
+    [
+        ("qwen2_moe", ("linear_qkv", "linear_proj"), "self_attn"),
+        ("qwen2_moe", ("linear_fc1", "linear_fc2"), "mlp"),
+        ("deepseek_v3", ("linear_proj",), "self_attn.o_proj"),
+    ],
+)
+def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targets: tuple[str, ...], part: str) -> None:
+    path = str(write_tiny_model(root / family, family))
     case = {"name": "sft", "lora": {**LORA, "targets": targets}, "optimizer": FAST, "tensor": 2, "sequence": True}
     arguments = {"path": path, "folder": str(root / "trained_experts"), "case": case}
     rank = run_ranks(2, "tests.lora_cases:merged_export", arguments)[0]
     assert rank["in_order"] and rank["copied"]
     assert rank["worst"] < 1e-6
-    of_target = "self_attn" if "linear_qkv" in targets else "mlp"
-    adapted = [name for name in rank["names"] if of_target in name and "_proj.weight" in name]
+    adapted = [name for name in rank["names"] if part in name and "_proj.weight" in name]
     assert sorted(rank["names"]) == sorted([*adapted, *rank["unmoved"]])
 
 

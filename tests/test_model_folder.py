@@ -109,6 +109,62 @@ def test_unsupported_routers_with_a_bias(tmp_path: Path, changes: dict[str, obje
     assert word in model_refused(write_model(tmp_path, **{**GLM, **changes}))
 
 
+DEEPSEEK = {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+DEEPSEEK |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+DEEPSEEK |= {"kv_lora_rank": 512, "qk_nope_head_dim": 24, "qk_rope_head_dim": 64, "v_head_dim": 32, "num_key_value_heads": 4}
+DEEPSEEK |= {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+
+
+def test_multi_latent_attention(tmp_path: Path) -> None:
+    shape = check_model_folder(write_model(tmp_path, **DEEPSEEK, q_lora_rank=None, num_nextn_predict_layers=1))
+    assert (shape.q_lora_rank, shape.kv_lora_rank, shape.v_head_dim, shape.num_experts) == (0, 512, 32, 8)
+    assert shape.cached_numbers(2) == 512 + 64
+    shape = check_model_folder(write_model(tmp_path, **DEEPSEEK, rope_interleave=True, moe_layer_freq=1))
+    assert shape.q_lora_rank == 1536
+    assert check_model_folder(write_model(tmp_path)).cached_numbers(2) == 2 * 1 * 16
+    without_numbers = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    check_model_folder(write_model(tmp_path, **DEEPSEEK | {"rope_parameters": without_numbers}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank = None"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"rope_interleave": False}, "rope_interleave = false"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63"),
+        ({"v_head_dim": 89}, "v_head_dim = 89, more than queries have (24 + 64)"),
+        ({"topk_method": None}, "remedy: if it was trained so, write them into config.json: noaux_tc and sigmoid"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"index_topk": 2048}, "sparse attention"),
+        ({"attention_bias": True}, "attention_bias = true on deepseek_v3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "convert its weights to bfloat16"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "'linear' with multi-latent attention"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "one of mscale and mscale_all_dim"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "'yarn' with truncate"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false"),
+    ],
+)
+def test_unsupported_multi_latent_attention(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    assert word in model_refused(write_model(tmp_path, **{**DEEPSEEK, **changes}))
+
+
+def test_what_multi_latent_attention_needs(runnable: Path, tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "latent")
+    model = f"model.path={write_model(tmp_path / 'latent', **DEEPSEEK)}"
+    check_config(load_config(runnable, [model, "engine.parallel.tensor=2", "engine.parallel.sequence=true"]), 2)
+    check_config(load_config(runnable, [model, "engine.lora.rank=8", "engine.lora.targets=[linear_proj]"]), 2)
+    message = cannot_run(runnable, model, "engine.lora.rank=8", "engine.lora.targets=[linear_qkv,linear_proj]")
+    assert "no adapters beside linear_qkv with the multi-latent attention" in message
+    message = cannot_run(runnable, model, "engine.parallel.context=2")
+    assert "engine.parallel.context = 2: not supported for deepseek_v3" in message
+    write_model(tmp_path / "latent", **DEEPSEEK | {"kv_lora_rank": 32})
+    message = cannot_run(runnable, model)
+    assert "kv_lora_rank = 32" in message and "allowed: 512" in message
+    check_config(load_config(runnable, [model, "algorithm.name=sft"]), 2)
+
+
 def test_what_biases_of_routers_need(runnable: Path, tmp_path: Path) -> None:
     for name, fields in {"glm": GLM, "experts": EXPERTS}.items():
         build_tokenizer().save_pretrained(tmp_path / name)
@@ -161,7 +217,6 @@ def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "feature"),
     [
-        ("deepseek_v3", "multi-latent attention"),
         ("gemma3", "vision layers"),
         ("qwen2_5_vl", "vision layers"),
         ("mimo", "multi-token prediction"),

@@ -17,13 +17,14 @@ from transformers import AutoConfig
 
 from engine.windows import layer_windows
 from tests.ranks import run_ranks
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import SERVED, write_tiny_model
 
 # whether embeddings are tied; experts first, since vLLM builds their group only with the others, for a first model that has some
-FAMILIES = {"glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen2": False, "qwen3": True}
+FAMILIES = {"deepseek_v3": False, "glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen2": False, "qwen3": True}
 FAMILIES |= {"mistral": False, "gemma3_text": True}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
+    "deepseek_v3": SERVED,
     "qwen2_moe": {**WINDOW, "layer_types": ["sliding_attention"] * 2},
     "qwen3_moe": WINDOW,
     "qwen2": {**WINDOW, "max_window_layers": 0},
@@ -32,7 +33,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
 
 
 def write(folder: Path, family: str, tied: bool, seed: int) -> Path:
-    return write_tiny_model(folder, family, tied, seed, vocab_size=130, **CHANGES.get(family, {}))
+    return write_tiny_model(folder, family, tied, seed, **{"vocab_size": 130, **CHANGES.get(family, {})})
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
@@ -45,7 +46,10 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
     all_results = run_ranks(tensor_parallel, "tests.plan_cases:planned_models", arguments, alone=True)
     for rank, results in enumerate(all_results):
         for family, result in results.items():
-            assert result["fallback"] == {}, family
+            assert result["fallback"] == {} and result["problem"] == "", family
+            is_told = family == "deepseek_v3" and rank == 0
+            stale = "vLLM holds different values of model.layers.0.self_attn.kv_b_proj.weight in layers that share it"
+            assert result["stale"] == stale * is_told
             assert result["unplanned"] == [], family
             assert result["differing"] == [], family
             assert result["read_back"] == [], family

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.ranks import run_ranks
-from tests.tiny_models import LLAMA3, YARN, write_tiny_model
+from tests.tiny_models import LLAMA3, SERVED, YARN, write_tiny_model
 
 CASES: list[dict[str, Any]] = [{"wrap": wrap, "tensor": tensor} for wrap in ("ddp", "megatron_fsdp") for tensor in (1, 2)]
 NUM_LAYERS = 2
@@ -133,6 +133,23 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
         reasons = {name.rpartition(".")[2]: reason for name, reason in result["fallback"].items()}
         assert reasons.pop("routed_experts") == "the CPU backend packs its experts after loading"
         assert reasons.keys() == {"qkv_proj", "o_proj", "gate", "lm_head", "gate_up_proj", "down_proj"}
+        assert all(verified for _, _, verified in result["versions"])
+
+
+def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
+    """Also what it generates token by token, by weights that vLLM makes of those that were sent."""
+    sizes = {"vocab_size": 131, "num_hidden_layers": 2, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}
+    path = str(write_tiny_model(root / "latent", "deepseek_v3", **SERVED, **sizes))
+    cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "expert": 2}]
+    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": ("linear_proj",)}})
+    arguments = {"path": path, "cases": cases, "num_steps": 2, "verify": "readback", "generates": True}
+    results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, result["gap"])
+        assert result["differing"] == []
+        assert result["moved"] == 1
+        assert result["gap"] < 1e-4
+        assert not any("kv_b_proj" in name or "mla_attn" in name for name in result["fallback"]), "planned on CPUs, too"
         assert all(verified for _, _, verified in result["versions"])
 
 

@@ -150,6 +150,30 @@ def test_mbridge_still_lacks_a_norm_of_glm4_moe_and_megatron_core_takes_padding_
         TopKRouter._apply_expert_bias(router, torch.ones(5, 3, dtype=torch.bool), torch.zeros(5, dtype=torch.bool))
 
 
+def test_mbridge_still_has_a_field_too_many_for_multi_latent_attention_and_no_padding() -> None:
+    """engine/latent.py:complete_tables"""
+    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    assert " max_position_embeddings=" in inspect.getsource(DeepseekV3Bridge._build_config)
+    assert "max_position_embeddings" not in {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert "padded_vocab_size" not in inspect.getsource(DeepseekV3Bridge._model_provider)
+    assert "self_attention.q_layernorm.weight" not in DeepseekV3Bridge._ATTENTION_MAPPING
+    with pytest.raises(TypeError):
+        DeepseekV3Bridge._get_safetensor_io(SimpleNamespace(dtype=torch.float32), "")
+
+
+def test_megatron_core_still_gives_shared_keys_the_gradient_of_one_ranks_heads() -> None:
+    """engine/latent.py; engine/upstream.py:use_latent_attention_without_te"""
+    from megatron.core.tensor_parallel.mappings import _GatherFromModelParallelRegion
+    from megatron.core.transformer import multi_latent_attention
+
+    assert not isinstance(as_upstream_has_it(multi_latent_attention).TELinear, type), "isinstance takes classes only"
+    code = inspect.getsource(multi_latent_attention.MLASelfAttention.get_query_key_value_tensors)
+    assert "kv_combined = gather_from_tensor_model_parallel_region(kv_combined)" in code
+    assert "_split_along_last_dim" in inspect.getsource(_GatherFromModelParallelRegion.backward), "no sum over ranks"
+
+
 def test_transformers_still_keeps_rope_theta_elsewhere(tmp_path: Path) -> None:
     """engine/upstream.py:rope_theta"""
     config = AutoConfig.from_pretrained(write_tiny_model(tmp_path, "qwen3"))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bridge.receive import vllm_adapter, vllm_experts, vllm_reload
+from bridge.receive import vllm_adapter, vllm_experts, vllm_latent, vllm_reload
 
 from bridge.config import ReplicaConfig
 from bridge.replicas import vllm_api, vllm_arguments
@@ -192,6 +192,23 @@ def test_experts_are_packed_where_their_kernel_is_made() -> None:
     if "cpu_fused_moe" in code:
         pytest.skip("this vLLM packs experts at each loading")
     assert "self.moe_kernel.fused_experts.process_weights_after_loading(layer)" in code
+
+
+def test_multi_latent_attention_computes_with_two_parts_of_a_weight() -> None:
+    """vllm_latent; what CPUs do with kv_b_proj"""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    assert MLAAttention.__name__ == vllm_latent.KIND
+    code = inspect.getsource(MLAAttention.process_weights_after_loading)
+    assert all(part in code for part in vllm_latent.PARTS)
+    names = set(arguments(MLAAttention.__init__))
+    assert {"num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "kv_b_proj"} <= names
+    if "is_cpu" in inspect.getsource(linear.UnquantizedLinearMethod.process_weights_after_loading):
+        layer = torch.nn.Linear(4, 6, bias=False)
+        layer._cpu_skip_gemm_dispatch = True
+        linear.UnquantizedLinearMethod.process_weights_after_loading(object.__new__(linear.UnquantizedLinearMethod), layer)
+        assert vllm_latent.stays_as_loaded(layer) and tuple(layer.weight.shape) == (6, 4)
 
 
 def test_layerwise_reload_takes_any_module() -> None:

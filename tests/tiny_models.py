@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -38,6 +40,7 @@ from transformers import (
 
 VOCABULARY_SIZE = 128
 FAMILIES = {
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -56,16 +59,33 @@ LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-GEMMA = {  # every second layer slides, by frequencies of its own
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 8,
-    "sliding_window_pattern": 2,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
-}
+SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vLLM has kernels for multi-latent attention for
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+EXPERTS = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+BIASED = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
+BIASED |= {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
+FIELDS: dict[str, dict[str, object]] = {  # of config.json, where a family's differ from the others'
+    "deepseek_v3": {
+        **BIASED,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        # queries and keys of 40, of which 16 are turned, and values of 20
+        "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20,
+        "num_key_value_heads": 4,
+    },
+    "gemma3_text": {  # every second layer slides, by frequencies of its own
+        "query_pre_attn_scalar": 24, "sliding_window": 8, "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "glm4_moe": {**BIASED, "attention_bias": True},
+    "mixtral": {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+}
+WITHOUT_HEAD_DIM = ("deepseek_v3", "qwen2", "qwen2_moe")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -96,21 +116,10 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
-    if family in ("qwen2", "qwen2_moe"):
+    if family in WITHOUT_HEAD_DIM:
         del fields["head_dim"]
-    if family == "gemma3_text":
-        fields |= copy.deepcopy(GEMMA)
-    if family in ("qwen2_moe", "qwen3_moe"):
-        fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-        fields["norm_topk_prob"] = family == "qwen3_moe"
-    if family == "qwen2_moe":
-        fields["shared_expert_intermediate_size"] = 96
-    if family == "mixtral":
-        fields |= {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
-    if family == "glm4_moe":
-        fields |= {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
-        fields |= {"attention_bias": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
-    fields |= copy.deepcopy(config)  # transformers adds to rope_parameters
+    fields |= copy.deepcopy(FIELDS.get(family, {}))  # transformers adds to rope_parameters
+    fields |= copy.deepcopy(config)
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -8,5 +8,6 @@ shards.py          full tensors rebuilt from what workers hold
 vllm_adapter.py    adapters in a running vLLM
 vllm_reload.py     vLLM's layer-wise reload
 vllm_experts.py    vLLM's fused experts
+vllm_latent.py     vLLM's multi-latent attention
 vllm_readback.py   what a vLLM worker holds, in Hugging Face names
 """

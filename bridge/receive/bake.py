@@ -53,12 +53,14 @@ def bake(
     model: torch.nn.Module,
     load: Loader,
     transformed: Callable[[torch.nn.Module], str | None],
+    derived: Callable[[torch.nn.Module], bool] = lambda _: False,
 ) -> LoadPlan:
     """Record where `load` puts the tensors of `manifest`. Changes nothing.
 
-    `load` is the model's own loader; `transformed` says why a layer's weights are not as they were loaded, if so.
+    `load` is the model's own loader; `transformed` says why a layer's weights are not as they were loaded, if so;
+    `derived` whether a layer's own parameters are made of other layers', which nothing is loaded into.
     """
-    layers = {name: layer for name, layer in model.named_modules() if _own_parameters(layer)}
+    layers = {name: layer for name, layer in model.named_modules() if _own_parameters(layer) and not derived(layer)}
     owners = _Owners(layers)
     try:
         recorded = _record(manifest.tensors, load, owners)

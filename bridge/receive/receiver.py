@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors
 from bridge.messages import BeginSync
-from bridge.receive import vllm_adapter, vllm_readback, vllm_reload, vllm_routing
+from bridge.receive import vllm_adapter, vllm_latent, vllm_readback, vllm_reload, vllm_routing
 from bridge.receive.bake import bake
 from bridge.receive.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
@@ -87,7 +87,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         load_plan = self._load_plan
         if message.adapter is None and (load_plan is None or load_plan.manifest is not manifest or not load_plan.is_current):
             with vllm_reload.config_scope(self.vllm_config):
-                self._load_plan = bake(manifest, self.model, self.model.load_weights, vllm_reload.transformation(self.model))
+                transformed, load = vllm_reload.transformation(self.model), self.model.load_weights
+                self._load_plan = bake(manifest, self.model, load, transformed, vllm_latent.is_derived)
         self._unpacker = self._make_unpacker(message, manifest)
         self._sync = message
         return []
@@ -123,7 +124,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             layers = self.model_config.hf_text_config.num_hidden_layers
             self._held = without_predictors(read_folder_manifest(Path(self.model_config.model)), layers)
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        return find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
+        problem = vllm_latent.problem(self.model)
+        return [problem] if problem else find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
 
     @property
     def takes_adapter(self) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import TIED_HEAD, TensorSpec
-from bridge.receive import vllm_experts
+from bridge.receive import vllm_experts, vllm_latent
 from bridge.receive.shards import Part, assemble_one
 
 IDENTITY_ROWS = 1024
@@ -29,7 +29,7 @@ def unpacked_weight(layer: Any) -> torch.Tensor:
     CPU kernels drop `weight` and keep a packed copy in a closure (model_executor/layers/utils.py:470-600). An identity
     sent through the layer, some rows at a time, gives it back bit for bit, but for -0.0, which comes as 0.0.
     """
-    if not hasattr(layer, "cpu_linear"):
+    if not hasattr(layer, "cpu_linear") or vllm_latent.stays_as_loaded(layer):
         return layer.weight.detach()  # type: ignore[no-any-return]
     widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
     width = next(width for width in widths if width is not None)
@@ -66,6 +66,7 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
             if any(wanted(full_name) for full_name in full_names):
                 yield from _layer_slices(module, name, full_names)
 
+    yield from (part for part in vllm_latent.slices(model) if wanted(part[0]))
     head = getattr(model, "lm_head", None)
     if type(head).__name__ == "VocabParallelEmbedding" and wanted(TIED_HEAD):
         yield _vocabulary_rows(head, TIED_HEAD, unpacked_weight(head))  # in 0.26 a tied head is the embedding itself
@@ -98,6 +99,8 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
     kind = type(layer).__name__
     if kind == "GateLinear":  # a router's: model_executor/layers/fused_moe/router/gate_linear.py:21
         kind = "ReplicatedLinear"
+    if kind == "DeepSeekV2FusedQkvAProjLinear":  # model_executor/models/deepseek_v2.py:953, whole on each worker
+        kind = "MergedColumnParallelLinear"
     if kind == "RowParallelLinear":
         offsets = (0, rank * layer.input_size_per_partition) if name == "weight" else (0,)
         yield hf_names[0], offsets, tensor

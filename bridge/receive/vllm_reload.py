@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.receive import vllm_experts
+from bridge.receive import vllm_experts, vllm_latent
 
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
 
@@ -44,7 +44,7 @@ def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | 
         method = getattr(layer, "quant_method", None)
         if layer is tied_head or type(layer).__name__ == "VocabParallelEmbedding":
             return None if type(method).__name__ in AS_LOADED else f"{type(method).__name__} changes weights after loading"
-        if hasattr(layer, "cpu_linear"):
+        if hasattr(layer, "cpu_linear") and not vllm_latent.stays_as_loaded(layer):
             return "oneDNN packs its weight after loading"
         if vllm_experts.is_fused_experts(layer):
             return vllm_experts.transformation(layer)
@@ -73,7 +73,7 @@ def begin_reload(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, model_config: Any) -> None:
-    """Process what was deferred; on CPUs also pack the tied head anew.
+    """Process what was deferred, renew what is made of other layers; on CPUs also pack the tied head anew.
 
     A CPU head keeps a packed copy of its weight (model_executor/layers/vocab_parallel_embedding.py:67), which the
     reload of the embedding it is tied to does not renew (reload/layerwise.py:245): it would go on with the old weights.
@@ -82,6 +82,7 @@ def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, mod
 
     for layer in layers:
         finalize_layerwise_reload(layer, model_config)
+    vllm_latent.renew(model)
     repack_tied_head(model)
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from bridge.config import ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
 from bridge.layout.splitmix import GAMMA, mix64
-from bridge.receive import vllm_adapter, vllm_routing
+from bridge.receive import vllm_adapter, vllm_latent, vllm_routing
 from bridge.replicas import processes, vllm_outputs
 
 BACKEND = "megasync"
@@ -98,7 +98,8 @@ def build_engine(config: ReplicaConfig) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config) | config.engine_arguments))
+    arguments = engine_arguments(config) | vllm_latent.engine_arguments(config.model_path)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
 
 
 def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from engine import stages
 from engine.config import BIASED_ROUTERS, DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
+from megasync.config.check_latent import check_latent, check_latent_rollout
 from megasync.config.check_memory import check_context, check_recompute
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
@@ -22,6 +23,7 @@ MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Parallel sizes divide the model; the adapters fit it."""
     _check_engine_divides(config, shape)
+    check_latent(config, shape)
     _check_lora(config, shape)
     check_recompute(config, shape)
     check_context(config, shape)
@@ -29,6 +31,7 @@ def check_engine(config: Config, shape: ModelShape) -> None:
 
 def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
     """Heads divide over vLLM's workers, a sequence fits into every limit, the workers onto the ranks' devices."""
+    check_latent_rollout(config, shape)
     _check_vllm_heads(config, shape)
     _check_lengths(config, shape)
     _check_placement(config, world_size)
@@ -186,9 +189,8 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
     remedy = f"write rollout.max_new_tokens={positions // 2}"
     refuse_if(0 < positions <= rollout.max_new_tokens, message, model=model, remedy=remedy)
     longest = rollout.max_model_len or positions
-    size = shape.head_dim or shape.hidden_size // shape.num_attention_heads
-    kv_heads = max(1, shape.num_key_value_heads // rollout.tensor_parallel)
-    needed = 2 * shape.num_hidden_layers * kv_heads * size * DTYPE_BYTES[config.model.dtype] * longest
+    numbers = shape.num_hidden_layers * shape.cached_numbers(rollout.tensor_parallel)
+    needed = numbers * DTYPE_BYTES[config.model.dtype] * longest
     message = f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes}: too small for one sequence of {longest} tokens"
     remedy = "write more, or a lower rollout.max_model_len"
     is_small = rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed

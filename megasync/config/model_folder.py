@@ -14,9 +14,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, MOE_FAMILIES
+from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.model_features import REFUSED_FAMILIES, refused_rope, refused_router
+from megasync.config.model_features import (
+    QUERY_RANK,
+    REFUSED_FAMILIES,
+    REMEDIES,
+    ROUTER_DEFAULTS,
+    refused_latent,
+    refused_rope,
+    refused_router,
+)
 from megasync.config.model_windows import refused_gemma, refused_windows
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
@@ -41,6 +49,11 @@ class ModelShape:
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
     first_k_dense_replace: int = 0  # layers before those with experts
+    q_lora_rank: int = 0  # 0: queries have no low rank
+    kv_lora_rank: int = 0  # 0, and so the next three: no multi-latent attention
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
 
     @property
     def split_sizes(self) -> tuple[str, ...]:
@@ -49,11 +62,19 @@ class ModelShape:
             return ("intermediate_size",)
         return ("moe_intermediate_size", *(("intermediate_size",) if self.first_k_dense_replace else ()))
 
+    def cached_numbers(self, num_workers: int) -> int:
+        """That a worker of vLLM keeps of a token in a layer."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        size = self.head_dim or self.hidden_size // self.num_attention_heads
+        return 2 * max(1, self.num_key_value_heads // num_workers) * size
+
 
 OPTIONAL_SIZES = (
-    *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace"),
+    *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
 )
 GEMMA_SIZES = {GEMMA: {"num_key_value_heads": 4, "head_dim": 256}}  # transformers 5.19, Gemma3TextConfig's defaults
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -107,10 +128,13 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
         defaults["moe_intermediate_size"] = "intermediate_size"
     if family in BIASED_ROUTERS:
         defaults["num_experts"] = "n_routed_experts"
-    fields = {name: fields.get(other) for name, other in defaults.items()} | GEMMA_SIZES.get(family, {}) | fields
-    fields["first_k_dense_replace"] = fields.get("first_k_dense_replace", 1) or None if family in BIASED_ROUTERS else None
+    known = {**GEMMA_SIZES.get(family, {}), **ROUTER_DEFAULTS.get(family, {})}
+    fields = {name: fields.get(other) for name, other in defaults.items()} | known | fields
+    fields["first_k_dense_replace"] = fields["first_k_dense_replace"] or None if family in BIASED_ROUTERS else None
+    fields["q_lora_rank"] = fields.get("q_lora_rank", QUERY_RANK) if family in LATENT_FAMILIES else None
     unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
+    unused |= set() if family in LATENT_FAMILIES else set(LATENT_SIZES)
     sizes: dict[str, int] = {}
     for name in [name for name in ModelShape.__dataclass_fields__ if name not in unused]:
         size = fields.get(name)
@@ -130,6 +154,7 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         **refused_router(family, fields),
         **refused_windows(family, fields),
         **refused_gemma(family, fields),
+        **refused_latent(family, fields),
         f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
         f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
         f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
@@ -148,7 +173,8 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         }
     for feature, present in refused.items():
         if present:
-            raise ConfigError(f"{path}: {feature} is not supported", remedy=UNSUPPORTED_REMEDY)
+            remedy = next((text for begin, text in REMEDIES.items() if feature.startswith(begin)), UNSUPPORTED_REMEDY)
+            raise ConfigError(f"{path}: {feature} is not supported", remedy=remedy)
 
 
 def check_weights(folder: Path) -> None:

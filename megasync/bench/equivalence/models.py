@@ -1,7 +1,8 @@
 """Tiny models of each family with random weights, samples for them, and what transformers computes.
 
-Each has 4 layers, 4 heads and 2 KV heads of 32, and a vocabulary that two ranks do not divide; experts are 4, of which a token
-goes through 2. A family that engine/config.py:FAMILIES has got needs its line in FIELDS here.
+Each has 4 layers, 4 heads and 2 KV heads of 32 (deepseek_v3: low ranks that vLLM has kernels for), and a vocabulary that two
+ranks do not divide; experts are 4, of which a token goes through 2. A family that engine/config.py:FAMILIES has got needs its
+line in FIELDS here.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ LLAMA3 = {  # rope_parameters that scale some of a head's frequencies
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 FIELDS: dict[str, dict[str, Any]] = {  # of config.json, by family
+    "deepseek_v3": {
+        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "num_key_value_heads": NUM_HEADS, "head_dim": 64, "q_lora_rank": 48, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 64, "v_head_dim": 20,
+    },
     "gemma3_text": {
         "query_pre_attn_scalar": 24, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True,
         "rope_parameters": {
