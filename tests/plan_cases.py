@@ -110,9 +110,10 @@ def disagreement(model: torch.nn.Module) -> str:
 
 
 def windows(model: torch.nn.Module) -> tuple[int, ...]:
-    """Of each layer how many tokens it attends to; 0: all."""
+    """Of each layer how many tokens it attends to; 0: all, which multi-latent attention always does."""
     layers: Any = model.get_submodule("model.layers")
-    return tuple(max(0, layer.self_attn.attn.impl.sliding_window) for layer in layers)
+    found = (getattr(layer.self_attn, "attn", None) for layer in layers)
+    return tuple(0 if attention is None else max(0, attention.impl.sliding_window) for attention in found)
 
 
 def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
