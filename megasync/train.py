@@ -17,7 +17,7 @@ from megasync.config.check import check_config
 from megasync.config.errors import main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.launch.processes import end_on_sigterm
+from megasync.launch.processes import end_on_sigterm, run_and_leave
 from megasync.launch.scope import is_one_machine, listen_on_loopback
 from megasync.rollouts.prompts import RunData, load_data
 
@@ -77,4 +77,4 @@ def run(config: Config, data: RunData | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_leave(main)

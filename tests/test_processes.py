@@ -1,4 +1,4 @@
-"""Descendants of a replica that are found, ended, or gone before anybody looks.
+"""Descendants of a replica that are found, ended, or gone before anybody looks; programs that end.
 
     python -m pytest tests/test_processes.py
 """
@@ -147,3 +147,21 @@ def test_what_cuda_keeps_of_a_process_is_told_from_that_of_others() -> None:
     finally:
         mine.unlink(missing_ok=True)
         another.unlink(missing_ok=True)
+
+
+LEAVING = """
+import atexit, sys, time
+from megasync.launch.processes import run_and_leave
+def main(arguments):
+    print("said", *arguments)
+    {deed}
+atexit.register(time.sleep, 600)
+run_and_leave(main)
+"""
+
+
+@pytest.mark.parametrize(("deed", "code"), [("return 0", 0), ("return 3", 3), ("sys.exit(143)", 143)])
+def test_nothing_that_libraries_do_at_exit_holds_a_program_that_is_done(deed: str, code: int) -> None:
+    command = [sys.executable, "-c", LEAVING.format(deed=deed), "this"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "said this\n")

@@ -61,20 +61,21 @@ def environment(config: Path, **more: str) -> dict[str, str]:
     """This process's, with a TMPDIR below which no socket's path would be short enough."""
     folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"
     folder.mkdir(exist_ok=True)
-    return {**os.environ, "MEGASYNC_PYTHON": sys.executable, "TMPDIR": str(folder), **more}
+    return {**os.environ, "MEGASYNC_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), **more}
 
 
 def launch(config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300) -> subprocess.CompletedProcess[str]:
     """launch/torchrun_one_node.sh, with this Python in the place of a set-up of its own. Leaves nothing behind."""
+    command = [*TORCHRUN, str(config), *overrides, "--nproc", str(ranks)]
     with leaves_nothing(config) as own:
-        return subprocess.run(
-            [*TORCHRUN, str(config), *overrides, "--nproc", str(ranks)],
-            env=own,
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
+        process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            said = process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            for each in processes_with(own["MEGASYNC_TEST_MARKER"]):
+                each.send_signal(signal.SIGABRT)  # it says where it stands
+            raise AssertionError("\n".join([f"not over after {timeout_seconds:g} s", *process.communicate()])) from None
+        return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 def train(config: Path, *overrides: str, ranks: int = 2) -> tuple[int, str]:

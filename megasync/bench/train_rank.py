@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +27,7 @@ from megasync.bench.config import VARIANTS, BenchRoot
 from megasync.bench.random_engine import RandomEngine
 from megasync.config.load import load_config
 from megasync.files import write_atomically
+from megasync.launch.processes import run_and_leave
 from megasync.model_shapes import Shapes
 
 Measured = dict[str, Any]
@@ -188,9 +187,8 @@ def main(arguments: Sequence[str]) -> int:
         if dist.get_rank() == 0:
             write_atomically(Path(results_path), json.dumps(measured))
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # what is measured is written: no need to wait until all is freed
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_leave(main)

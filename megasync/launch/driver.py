@@ -21,6 +21,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megasync.launch.processes import run_and_leave
+
 PROGRAM = "megasync.train:main"
 GRACE_SECONDS = 5.0  # after the first failure, for a rank's death to become known too: it is the likelier cause
 PLACEMENT_SECONDS = 300.0
@@ -186,4 +188,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_leave(main)

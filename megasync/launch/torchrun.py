@@ -5,7 +5,6 @@ python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.y
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from torch.distributed import run
@@ -13,6 +12,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bridge.transport.channel import open_store
+from megasync.launch.processes import run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
 
 BACKEND = "loopback"
@@ -30,12 +30,13 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return BACKEND
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     """As torchrun, which raises where a rank failed."""
     rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id))
     with run_scope():
         run.main(["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK, *arguments])
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_and_leave(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 from megasync.bench.train import end_session
 from megasync.files import write_atomically
-from megasync.launch.processes import end_with_parent, torchrun
+from megasync.launch.processes import end_with_parent, run_and_leave, torchrun
 
 CASES_A_START = 30  # former engines leave some memory and time behind
 START_SECONDS = 120.0  # until the ranks have imported everything
@@ -116,9 +115,8 @@ def main(arguments: Sequence[str]) -> int:
             raise
         if int(os.environ["RANK"]) == 0:
             write_atomically(Path(job.result), json.dumps(measured))
-    sys.stdout.flush()
-    os._exit(0)  # what is measured is written: no need to wait until all is freed
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_leave(main)

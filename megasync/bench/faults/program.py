@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Self
@@ -22,6 +21,7 @@ from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from megasync import train, weights
 from megasync.bench.faults import orders
+from megasync.launch.processes import run_and_leave
 from megasync.rollouts import rollout
 from megasync.rollouts.stream import RolloutStream
 
@@ -111,4 +111,4 @@ class RecordedStream(RolloutStream):
 
 if __name__ == "__main__":
     vars(weights)["ReplicaPool"], vars(rollout)["RolloutStream"] = FaultyPool, RecordedStream
-    sys.exit(train.main(sys.argv[1:]))
+    run_and_leave(train.main)
