@@ -119,7 +119,7 @@ class CoreAttention(torch.nn.Module):
             return self._packed(query, key, value, packed_seq_params)
 
         def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self._packed(q, k, v, packed_seq_params).view(q.shape)
+            return self._packed(q, k, v, packed_seq_params).view(*q.shape[:2], v.shape[-1])
 
         attended: torch.Tensor = part.attend(query, key, value, self.scale, whole, self.window)
         return attended.flatten(1)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from engine import flash
-from engine.config import BIASED_ROUTERS, ParallelConfig
+from engine.config import ParallelConfig
 from engine.megatron import parallel_state as mpu
 
 if TYPE_CHECKING:
@@ -78,12 +78,17 @@ class ContextPart:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, whole: Attend, window: int = 0
     ) -> torch.Tensor:
-        """Causal attention of [T / C, heads, dim]; `whole`: that of all T tokens of a packing, with the same `window`."""
+        """Causal attention of [T / C, heads, dim], values may have a smaller dim, which is the result's.
+
+        `whole`: that of all T tokens of a packing, with the same `window`.
+        """
         if self.uses_ulysses:
             heads = whole(*(_Exchange.apply(x, self, True) for x in (query, key, value)))  # type: ignore[no-untyped-call]
             result: torch.Tensor = _Exchange.apply(heads, self, False)  # type: ignore[no-untyped-call]
             return result
-        key, value = _Gather.apply(torch.cat([key, value], 1), self, True).chunk(2, 1)  # type: ignore[no-untyped-call]
+        both = [key.flatten(1), value.flatten(1)]
+        gathered = _Gather.apply(torch.cat(both, 1), self, True).split([x.shape[1] for x in both], 1)  # type: ignore[no-untyped-call]
+        key, value = (x.unflatten(1, own.shape[1:]) for x, own in zip(gathered, (key, value), strict=True))
         if query.is_cuda and query.dtype is not torch.float32:
             ends, kv_index, longest = self.prefixes
             return flash.attend_prefixes(query, key[kv_index], value[kv_index], ends, longest, scale, window)
@@ -113,8 +118,6 @@ class ContextPart:
 
 def check(hf_config: Any, parallel: ParallelConfig) -> None:
     """ValueError for what does not go with it: megasync/config/check_memory.py says the same before anything starts."""
-    if parallel.context > 1 and hf_config.model_type in BIASED_ROUTERS:
-        raise ValueError(f"engine.parallel.context = {parallel.context}: not supported for {hf_config.model_type}; write 1")
     heads = hf_config.num_key_value_heads // parallel.tensor
     if parallel.context_attention == "ulysses" and heads % parallel.context:
         told = f"engine.parallel.context = {parallel.context} does not divide the {heads} KV heads of a tensor-parallel rank"

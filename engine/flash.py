@@ -103,6 +103,9 @@ def attend_prefixes(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    if missing := query.shape[-1] - value.shape[-1]:
+        whole = attend_prefixes(query, key, F.pad(value, (0, missing)), ends, longest, scale, window)
+        return whole[..., : value.shape[-1]]
     before = window - 1 if 0 < window < longest[1] else -1  # tokens before the query's own; -1: all
     options = {"scale": scale, "window_size": (before, 0), **_grouped_queries()}
     out = varlen_attn(query, key, value, *ends, *longest, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config import BIASED_ROUTERS, EngineConfig
+from engine.config import EngineConfig
 from megasync.config.errors import refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
@@ -35,9 +35,6 @@ def check_recompute(config: Config, shape: ModelShape) -> None:
 def check_context(config: Config, shape: ModelShape) -> None:
     """engine/context.py:check says the same."""
     parallel, model = config.engine.parallel, config.model.path
-    message = f"engine.parallel.context = {parallel.context}: not supported for {shape.model_type}"
-    is_biased = parallel.context > 1 and shape.model_type in BIASED_ROUTERS
-    refuse_if(is_biased, message, model=model, choices="1", remedy="write engine.parallel.context=1")
     if parallel.context_attention != "ulysses":
         return
     message = "engine.parallel.context_attention = ulysses: needs engine.parallel.context above 1, which is 1"

@@ -127,7 +127,8 @@ class Dispatcher:
         while True:
             try:
                 answer = self.pool.collect(replica, COLLECT_SECONDS)
-                collected = await asyncio.wait_for(asyncio.wrap_future(answer.future()), COLLECT_SECONDS + limit)
+                async with asyncio.timeout(COLLECT_SECONDS + limit):  # wait_for may swallow that the task is cancelled
+                    collected = await asyncio.wrap_future(answer.future())
             except TimeoutError:
                 return self._lose(replica, lane, f"gave no answer for {limit:g} s ({ANSWER_KEY})")
             except Exception as error:  # noqa: BLE001 # whatever ended it

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
 
 Result = TypeVar("Result")
+CLOSE_SECONDS = 10.0  # for what still runs to hear that it is cancelled
 
 
 class RolloutStream:
@@ -100,7 +101,8 @@ class RolloutStream:
     async def _cancel(self) -> None:
         for task in (tasks := list(self._tasks)):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` on the stream's event loop gives."""
