@@ -90,8 +90,10 @@ class OptimizerConfig(Section):
     """State and main weights lie in host memory but while the optimizer steps: room for activations, at a copy both ways."""
 
 
-LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+LatentTarget = Literal["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"] | LatentTarget
+LORA_TARGETS: tuple[LoraTarget, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LATENT_TARGETS: tuple[LoraTarget, ...] = ("linear_proj", *get_args(LatentTarget))  # of multi-latent attention
 
 
 class LoraConfig(Section):

@@ -95,6 +95,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, num_inputs: int, num_outputs: int, config: Any) -> None:
         super().__init__()
+        self.input_size, self.output_size, self.sequence_parallel = num_inputs, num_outputs, config.sequence_parallel
         weight = torch.empty(num_outputs, num_inputs, dtype=config.params_dtype, device=device.compute_device())
         self.weight = torch.nn.Parameter(weight)
         if config.perform_initialization:

@@ -5,7 +5,8 @@
 
 `A` and `B` are the linear's own parameters `lora_a` and `lora_b`; the base's names stay as they are. Gradients of the
 whole factor are complete on every tensor-parallel rank; under sequence parallelism each rank has its tokens' part, and
-megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Every expert has an adapter of its own, and those
+megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Of a linear that is whole on every
+tensor-parallel rank both factors are. Every expert has an adapter of its own, and those
 of a rank's experts are stacked as their weights are. Leaves out files (peft.py) and the merge (the weight bridge's).
 """
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 
 from engine.config import EXPERT_ROW_BYTES, LoraConfig
 from engine.experts import ExpertLinear, grouped_linear
+from engine.latent import ReplicatedLinear
 from engine.megatron import ColumnParallelLinear, RowParallelLinear, tensor_parallel
 from engine.megatron import parallel_state as mpu
 from engine.model import global_name, gpt_model
@@ -84,6 +86,17 @@ class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[mis
         return output + F.linear(low, factors[1]), bias
 
 
+class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
+    """y = W x + scale B (A x)."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = super().forward(inputs)
+        if (factors := self._factors()) is None:
+            return output
+        low = F.linear(self._dropped(inputs, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
+        return output + F.linear(low, factors[1])
+
+
 class AdaptedExpertLinear(_Adapted, ExpertLinear):
     """y = W_e x + scale B_e (A_e x) of each expert e; A [experts * rank, in], B [experts * out, rank].
 
@@ -101,6 +114,7 @@ class AdaptedExpertLinear(_Adapted, ExpertLinear):
 ADAPTED = {
     ColumnParallelLinear: AdaptedColumnParallelLinear,
     RowParallelLinear: AdaptedRowParallelLinear,
+    ReplicatedLinear: AdaptedReplicatedLinear,
     ExpertLinear: AdaptedExpertLinear,
 }
 
@@ -186,20 +200,21 @@ def _begin_graph(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -
 
 
 def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
-    is_column = isinstance(linear, ColumnParallelLinear)
+    is_column, is_row = isinstance(linear, ColumnParallelLinear), isinstance(linear, RowParallelLinear)
     rows, columns = linear.weight.shape
     _check_rank(config, name, min(linear.input_size, linear.output_size))
     first = _initial_a(config.rank, linear.input_size, name, seed)
-    if not is_column:
+    if is_row:
         first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()].contiguous()
     assert first.shape[1] == columns
     linear.__class__ = ADAPTED[type(linear)]  # as torch's fully_shard does: hooks, names and references stay
     linear.lora_a = torch.nn.Parameter(first.to(linear.weight))
     linear.lora_b = torch.nn.Parameter(linear.weight.new_zeros(rows, config.rank))
-    sharded, whole = (linear.lora_b, linear.lora_a) if is_column else (linear.lora_a, linear.lora_b)
-    tensor_parallel.set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
-    if linear.sequence_parallel:
-        whole.sequence_parallel = True
+    for factor, is_sharded in ((linear.lora_a, is_row), (linear.lora_b, is_column)):
+        if is_sharded:
+            tensor_parallel.set_tensor_model_parallel_attributes(factor, True, 0 if is_column else 1, 1)
+        elif linear.sequence_parallel:
+            factor.sequence_parallel = True
     linear.lora_scale = config.scale
     linear.lora_dropout = config.dropout
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from engine import peft_experts
-from engine.config import MOE_FAMILIES, LoraConfig
+from engine.config import LATENT_FAMILIES, LATENT_TARGETS, MOE_FAMILIES, LoraConfig
 from engine.experts import ExpertLinear
+from engine.latent import ReplicatedLinear
 from engine.lora import adapted_linears
 from engine.megatron import ColumnParallelLinear
 from engine.parallel import Layout, expert_group
@@ -105,16 +106,19 @@ def _experts_tensors(items: list[AdapterItem], tensor_group: Any, layout: Layout
 
 def _gather(items: list[AdapterItem], group: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A and B of each item whole over the tensor-parallel `group`; one collective."""
-    sharded = [item.adapter.b if item.shard_dim == 0 else item.adapter.a for item in items]
+    factors = {item.linear: (item.adapter.a, item.adapter.b) for item in items}
+    split = [item for item in items if item.shard_dim is not None]
+    if not split:
+        return list(factors.values())
+    sharded = [item.adapter.b if item.shard_dim == 0 else item.adapter.a for item in split]
     flat = torch.cat([tensor.reshape(-1) for tensor in sharded])
     gathered = flat.new_empty(group.size() * flat.numel())
     dist.all_gather_into_tensor(gathered, flat, group=group)
     shards = torch.split(gathered.view(group.size(), -1), [tensor.numel() for tensor in sharded], dim=1)
-    factors = []
-    for item, tensor, shard in zip(items, sharded, shards, strict=True):
+    for item, tensor, shard in zip(split, sharded, shards, strict=True):
         whole = torch.cat([part.view(tensor.shape) for part in shard], dim=item.shard_dim or 0)
-        factors.append((item.adapter.a, whole) if item.shard_dim == 0 else (whole, item.adapter.b))
-    return factors
+        factors[item.linear] = (item.adapter.a, whole) if item.shard_dim == 0 else (whole, item.adapter.b)
+    return list(factors.values())
 
 
 def save_stage(folder: Path, stage: int, adapters: Iterable[PeftFactors]) -> None:
@@ -222,7 +226,9 @@ def _read_factors(folder: Path) -> Factors:
 
 
 def _layer_names(hf_bridge: Any, index: int) -> Iterator[str]:
-    linears, config = ["self_attention.linear_qkv", "self_attention.linear_proj"], hf_bridge.hf_config
+    config = hf_bridge.hf_config
+    of_attention = LATENT_TARGETS if config.model_type in LATENT_FAMILIES else ("linear_qkv", "linear_proj")
+    linears = [f"self_attention.{target}" for target in of_attention]
     if config.model_type not in MOE_FAMILIES:
         linears += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif getattr(config, "shared_expert_intermediate_size", None):
@@ -250,8 +256,8 @@ def _load_linear(
     linear: Any, name: str, members: list[tuple[torch.Tensor, torch.Tensor] | None], heads: Heads, folder: Path
 ) -> None:
     """A and B over all ranks, then this rank's shard of them."""
-    size, rank = linear.tp_group.size(), linear.tp_group.rank()
-    is_column = isinstance(linear, ColumnParallelLinear)
+    is_column, is_whole = isinstance(linear, ColumnParallelLinear), isinstance(linear, ReplicatedLinear)
+    size, rank = (1, 0) if is_whole else (linear.tp_group.size(), linear.tp_group.rank())
     num_ranks = linear.lora_a.shape[0]
     whole_b = torch.zeros(linear.output_size, num_ranks)
     parts = split_rows(name, whole_b, heads, size if is_column else 1)

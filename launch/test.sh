@@ -14,8 +14,8 @@ if [ $# -eq 0 ]; then
   "$PYTHON" -m mypy || status=1
   [ $status -eq 0 ] || echo "ruff or mypy failed, see above; the tests run all the same" >&2
 fi
-if [ $# -eq 0 ]; then # a worker a core, at least 2, since a test often waits; each takes up to 5 GB
-  workers=$(env -u OMP_NUM_THREADS nproc) most=$(($(awk '/MemTotal/ {print $2}' /proc/meminfo) / 1024 / 6144))
+if [ $# -eq 0 ]; then # three workers on two cores, since a test often waits; each takes up to 5 GB
+  workers=$((($(env -u OMP_NUM_THREADS nproc) * 3 + 1) / 2)) most=$(($(awk '/MemTotal/ {print $2}' /proc/meminfo) / 1024 / 6144))
   [ "$workers" -le "$most" ] || workers=$most
   [ "$workers" -ge 2 ] || workers=2
   set -- --numprocesses "$workers" --dist loadfile --no-loadscope-reorder

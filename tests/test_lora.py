@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from bridge.export.merge import merge_into, squared_error
+from engine.config import LATENT_TARGETS
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 
@@ -69,12 +70,29 @@ def gemma(root: Path) -> tuple[str, str]:
     return path, str(write_peft_adapter(root / "gemma_shared", path, shared=True))
 
 
+@pytest.fixture(scope="module")
+def latent(root: Path) -> tuple[str, dict[str, Any]]:
+    """A model with multi-latent attention, and adapters beside all of its linears."""
+    from tests.lora_cases import write_peft_adapter
+
+    path = str(write_tiny_model(root / "latent", "deepseek_v3", num_hidden_layers=2))
+    modules = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    adapter = str(write_peft_adapter(root / "latent_adapter", path, shared=False, modules=modules))
+    return path, {**LORA, "targets": LATENT_TARGETS, "adapter_path": adapter}
+
+
 # ------------------------------------------------------------------------------------------------------ against PEFT
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_log_probs_equal_peft(
-    root: Path, model: str, shared: str, apart: str, gemma: tuple[str, str], num_ranks: int
+    root: Path,
+    model: str,
+    shared: str,
+    apart: str,
+    gemma: tuple[str, str],
+    latent: tuple[str, dict[str, Any]],
+    num_ranks: int,
 ) -> None:
     """fp32, to 1e-5; and the adapter written again is the one that was read."""
     layouts = PAIRS if num_ranks == 2 else PAIRS[:2]
@@ -82,6 +100,7 @@ def test_log_probs_equal_peft(
     stacked = {"rank": 8, "alpha": 16.0, "adapter_path": apart}  # q and v keep an A of their own
     cases.append({"path": model, "lora": stacked, **(layouts[2] if num_ranks == 2 else {})})
     cases += [{"path": gemma[0], "lora": {**LORA, "adapter_path": gemma[1]}, **layouts[1]}] if num_ranks == 1 else []
+    cases += [{"path": latent[0], "lora": latent[1], **layout} for layout in (layouts[0], layouts[-2])]
     arguments = {"cases": cases, "folder": str(root / f"again_{num_ranks}")}
     for case, result in zip(cases, run_ranks(num_ranks, "tests.lora_cases:against_peft", arguments)[0], strict=True):
         print(case, result)
@@ -114,18 +133,21 @@ def test_experts_equal_peft(root: Path) -> None:
         assert any("mlp.experts.lora_A" in name for name in result["compared"])
 
 
-def test_every_layout_trains_alike(shallow: str) -> None:
+def test_every_layout_trains_alike(shallow: str, latent: tuple[str, dict[str, Any]]) -> None:
     """Loss and gradient norm equal to 1e-5; the KL is to the model with its adapters off."""
     common = {"path": shallow, "lora": LORA, "name": "grpo", "num_minibatches": 2, "optimizer": FAST, "kl_coefficient": 0.1}
-    one = [{**common, **layout} for layout in ({}, {"wrap": "megatron_fsdp", "recompute": "full"})]
+    of_latent = {**common, "path": latent[0], "lora": latent[1]}
+    one = [{**common, **layout} for layout in ({}, {"wrap": "megatron_fsdp", "recompute": "full"})] + [of_latent]
     two = [{**common, **layout} for layout in PAIRS]
     two.append({**two[3], "recompute": "full", "recompute_inputs": "host"})
+    two += [{**of_latent, **layout} for layout in PAIRS[3:5]]
     results = run_ranks(1, "tests.engine_cases:losses", {"cases": one, "num_steps": 4})[0]
     results += run_ranks(2, "tests.engine_cases:losses", {"cases": two, "num_steps": 4})[0]
-    reference = results[0]
-    assert abs(reference[-1][1] - reference[0][1]) > 0.01
+    references = {shallow: results[0], latent[0]: results[2]}
+    for reference in references.values():
+        assert abs(reference[-1][1] - reference[0][1]) > 0.01
     for case, result in zip([*one, *two], results, strict=True):
-        for (loss, norm), (loss_there, norm_there) in zip(result, reference, strict=True):
+        for (loss, norm), (loss_there, norm_there) in zip(result, references[case["path"]], strict=True):
             assert abs(loss - loss_there) < 1e-5, case
             assert abs(norm - norm_there) < 1e-5 * max(1.0, norm_there), case
 
@@ -153,7 +175,7 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
     [
         ("qwen2_moe", ("linear_qkv", "linear_proj"), "self_attn"),
         ("qwen2_moe", ("linear_fc1", "linear_fc2"), "mlp"),
-        ("deepseek_v3", ("linear_proj",), "self_attn.o_proj"),
+        ("deepseek_v3", LATENT_TARGETS, "self_attn"),
     ],
 )
 def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targets: tuple[str, ...], part: str) -> None:
@@ -163,7 +185,7 @@ def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targ
     rank = run_ranks(2, "tests.lora_cases:merged_export", arguments)[0]
     assert rank["in_order"] and rank["copied"]
     assert rank["worst"] < 1e-6
-    adapted = [name for name in rank["names"] if part in name and "_proj.weight" in name]
+    adapted = [name for name in rank["names"] if part in name and name.endswith(("_proj.weight", "_mqa.weight"))]
     assert sorted(rank["names"]) == sorted([*adapted, *rank["unmoved"]])
 
 

@@ -156,9 +156,16 @@ def test_what_multi_latent_attention_needs(runnable: Path, tmp_path: Path) -> No
     check_config(load_config(runnable, [model, "engine.parallel.tensor=2", "engine.parallel.sequence=true"]), 2)
     check_config(load_config(runnable, [model, "engine.lora.rank=8", "engine.lora.targets=[linear_proj]"]), 2)
     message = cannot_run(runnable, model, "engine.lora.rank=8", "engine.lora.targets=[linear_qkv,linear_proj]")
-    assert "no adapters beside linear_qkv with the multi-latent attention" in message
-    message = cannot_run(runnable, model, "engine.parallel.context=2")
-    assert "engine.parallel.context = 2: not supported for deepseek_v3" in message
+    assert "no adapters beside linear_qkv in deepseek_v3" in message and "linear_kv_up_proj" in message
+    targets = "engine.lora.targets=[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj]"
+    check_config(load_config(runnable, [model, "engine.lora.rank=8", targets, "engine.parallel.context=2"]), 2)
+    write_model(tmp_path / "latent", **DEEPSEEK | {"q_lora_rank": 4})
+    assert "smallest dimension, 4" in cannot_run(runnable, model, "engine.lora.rank=8", targets)
+    write_model(tmp_path / "latent", **DEEPSEEK | {"q_lora_rank": None})
+    message = cannot_run(runnable, model, "engine.lora.rank=8", targets)
+    assert "no adapters beside linear_q_down_proj, linear_q_up_proj" in message
+    message = cannot_run(runnable, "engine.lora.rank=8", targets)
+    assert "linear_kv_up_proj in qwen" in message and "leave linear_q_down_proj" in message
     write_model(tmp_path / "latent", **DEEPSEEK | {"kv_lora_rank": 32})
     message = cannot_run(runnable, model)
     assert "kv_lora_rank = 32" in message and "allowed: 512" in message
@@ -177,7 +184,7 @@ def test_what_biases_of_routers_need(runnable: Path, tmp_path: Path) -> None:
     assert "checkpoints hold adapters alone" in cannot_run(runnable, f"model.path={tmp_path / 'glm'}", moving, *lora)
     glm = f"model.path={tmp_path / 'glm'}"
     assert "linear_fc1 is in the experts of glm4_moe" in cannot_run(runnable, glm, lora[0])
-    assert "engine.parallel.context = 2: not supported for glm4_moe" in cannot_run(runnable, glm, "engine.parallel.context=2")
+    check_config(load_config(runnable, [glm, "engine.parallel.context=2"]), 2)
     odd = f"model.path={write_model(tmp_path / 'glm', **{**GLM, 'intermediate_size': 97})}"
     message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
     assert "intermediate_size = 97" in message

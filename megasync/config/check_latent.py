@@ -5,22 +5,40 @@ Leaves out what its config.json may say (model_features.py) and context parallel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from engine.config import LATENT_TARGETS
 from megasync.config.errors import refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
 
 SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vllm/v1/attention/backends/mla: of each GPU, and of CPUs
-ADAPTED = ("linear_proj",)
+OF_QUERIES = "linear_q_"
 
 
 def check_latent(config: Config, shape: ModelShape) -> None:
-    """Adapters go beside the output of attention alone; engine/lora.py:add_adapters says the same."""
-    lora = config.engine.lora
-    others = [target for target in lora.targets if target not in ADAPTED]
-    message = f"engine.lora.targets = {', '.join(lora.targets)}: no adapters beside {', '.join(others)} with the multi-latent "
-    message += f"attention and the routers of {shape.model_type}"
-    is_wrong = shape.kv_lora_rank and lora.rank and others
-    refuse_if(is_wrong, message, model=config.model.path, choices="linear_proj", remedy="write engine.lora.targets=[linear_proj]")
+    """Adapters go beside linears of attention alone, which are others than those of heads that are projected at once."""
+    lora, is_latent = config.engine.lora, bool(shape.kv_lora_rank)
+    if not lora.rank:
+        return
+    there = [target for target in LATENT_TARGETS if shape.q_lora_rank or not target.startswith(OF_QUERIES)]
+    missing = [target for target in lora.targets if (target not in there if is_latent else target in LATENT_TARGETS[1:])]
+    message = f"engine.lora.targets = {', '.join(lora.targets)}: no adapters beside {', '.join(missing)} in {shape.model_type}"
+    choices = ", ".join(there) if is_latent else "linear_qkv, linear_proj, linear_fc1, linear_fc2"
+    remedy = "write engine.lora.targets=[linear_proj]" if is_latent else f"leave {', '.join(missing)} out"
+    refuse_if(missing, message, model=config.model.path, choices=choices, remedy=remedy)
+
+
+def low_ranks(targets: Sequence[str], shape: ModelShape) -> list[int]:
+    """The smallest dimensions of the linears of multi-latent attention that `targets` names."""
+    sizes = {
+        "linear_q_down_proj": shape.q_lora_rank,
+        "linear_q_up_proj": shape.q_lora_rank,
+        "linear_kv_down_proj": shape.kv_lora_rank + shape.qk_rope_head_dim,
+        "linear_kv_up_proj": shape.kv_lora_rank,
+        "linear_proj": shape.num_attention_heads * shape.v_head_dim,
+    }
+    return [sizes[target] for target in targets if shape.kv_lora_rank and target in sizes]
 
 
 def check_latent_rollout(config: Config, shape: ModelShape) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from engine import stages
 from engine.config import BIASED_ROUTERS, DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
-from megasync.config.check_latent import check_latent, check_latent_rollout
+from megasync.config.check_latent import check_latent, check_latent_rollout, low_ranks
 from megasync.config.check_memory import check_context, check_recompute
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.model_folder import ModelShape
@@ -114,7 +114,7 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             raise ConfigError(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out")
         return
     _check_lora_of_experts(config, shape)
-    smallest = min(shape.hidden_size, *_adapted_widths(config, shape))
+    smallest = min(shape.hidden_size, *_adapted_widths(config, shape), *low_ranks(lora.targets, shape))
     message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
     refuse_if(lora.rank > smallest, message, model=config.model.path, remedy=f"write engine.lora.rank={min(32, smallest)}")
     message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
