@@ -132,8 +132,6 @@ def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -
         for parameter in chunk.parameters():
             parameter.requires_grad = False
         linears = dict(_layer_linears(chunk))
-        if gpt_model(chunk).config.moe_router_score_function == "sigmoid" and {"linear_fc1", "linear_fc2"} & set(config.targets):
-            raise ValueError("engine.lora.targets: not of these experts; write engine.lora.targets=[linear_qkv,linear_proj]")
         present = sorted({name.rpartition(".")[2] for name in linears})
         unknown = [target for target in config.targets if target not in present]
         if unknown:

@@ -8,6 +8,7 @@ Leaves out experts (peft_experts.py) and what a folder's config may say (peft_fo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,19 +161,20 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
 def _targets(names: Iterable[str], lora: LoraConfig) -> dict[str, list[str]]:
     """PEFT's fields.
 
-    With experts it takes shared experts' linears for theirs (0.21.2, transformers_weight_conversion.py:_convert_peft_config_moe),
-    unless they are given as parameters.
+    With experts it takes linears of shared ones and of layers without any for theirs, unless they are given as parameters
+    (0.21.2, transformers_weight_conversion.py:_convert_peft_config_moe).
     """
     modules = [name for name, target in TARGET_OF.items() if target in lora.targets]
     linears = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
     if not any(linear.removesuffix(".base_layer").endswith(EXPERTS) for linear in linears):
         return {"target_modules": sorted(modules)}
     parameters = [f"mlp.experts.{peft_experts.PARAMETERS[kind]}" for kind in peft_experts.PARAMETERS if kind in lora.targets]
-    shared = {".".join(linear.split(".")[-3:]) for linear in linears if ".mlp.shared_expert." in linear}
+    shared = {linear[linear.index("mlp.") :] for linear in linears if ".mlp.shared_expert" in linear}
+    dense = {linear[linear.index("layers.") :] for linear in linears if re.search(r"\.mlp\.\w+_proj$", linear)}
     attention = [name for name in modules if name not in ("gate_proj", "up_proj", "down_proj")]
     return {
         "target_modules": sorted(attention),
-        "target_parameters": parameters + [f"{linear}.weight" for linear in sorted(shared)],
+        "target_parameters": parameters + [f"{linear}.weight" for linear in sorted(shared | dense)],
     }
 
 
@@ -229,13 +231,14 @@ def _layer_names(hf_bridge: Any, index: int) -> Iterator[str]:
     config = hf_bridge.hf_config
     of_attention = LATENT_TARGETS if config.model_type in LATENT_FAMILIES else ("linear_qkv", "linear_proj")
     linears = [f"self_attention.{target}" for target in of_attention]
-    if config.model_type not in MOE_FAMILIES:
+    has_experts = config.model_type in MOE_FAMILIES and index >= (getattr(config, "first_k_dense_replace", 0) or 0)
+    if not has_experts:
         linears += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif getattr(config, "shared_expert_intermediate_size", None):
+    elif any(getattr(config, name, None) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
         linears += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     for linear in linears:
         yield from hf_linears(hf_bridge, f"decoder.layers.{index}.{linear}")
-    if config.model_type in MOE_FAMILIES:
+    if has_experts:
         for kind in peft_experts.PARAMETERS:
             yield peft_experts.linear_name(f"decoder.layers.{index}.mlp.experts.{kind}")
 

@@ -112,15 +112,18 @@ def test_log_probs_equal_peft(
 def test_experts_equal_peft(root: Path) -> None:
     """Log-probs, loss and each gradient to 1e-5 in fp32; merged bit for bit; the adapter written is the one read.
 
-    Also of shared experts, and with one of the two parameters adapted.
+    Also of shared experts and of layers without experts, and with one of the two parameters adapted.
     """
     from tests.lora_cases import write_peft_adapter
 
     experts, cases = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), []
     shared = tuple(f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down"))
-    adapted = {"qwen3_moe": experts, "qwen2_moe": (*experts, *shared), "mixtral": experts[1:]}
+    biased = [name.replace("shared_expert", "shared_experts") for name in shared]
+    biased += [name.replace("mlp.shared_expert", "layers.0.mlp") for name in shared]
+    adapted = {"qwen3_moe": experts, "qwen2_moe": (*experts, *shared), "mixtral": experts[1:], "glm4_moe": (*experts, *biased)}
     for family, parameters in adapted.items():
-        path = str(write_tiny_model(root / f"{family}_experts", family, num_hidden_layers=1))
+        layers = 2 if family == "glm4_moe" else 1  # the first has no experts
+        path = str(write_tiny_model(root / f"{family}_experts", family, num_hidden_layers=layers))
         adapter = str(write_peft_adapter(root / f"{family}_adapter", path, shared=True, parameters=parameters))
         cases.append({"path": path, "lora": {**LORA, "adapter_path": adapter}})
     cases[2]["lora"]["targets"] = ("linear_qkv", "linear_proj", "linear_fc2")

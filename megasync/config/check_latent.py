@@ -17,11 +17,12 @@ OF_QUERIES = "linear_q_"
 
 
 def check_latent(config: Config, shape: ModelShape) -> None:
-    """Adapters go beside linears of attention alone, which are others than those of heads that are projected at once."""
+    """The linears of attention are others than where all heads are projected at once."""
     lora, is_latent = config.engine.lora, bool(shape.kv_lora_rank)
     if not lora.rank:
         return
     there = [target for target in LATENT_TARGETS if shape.q_lora_rank or not target.startswith(OF_QUERIES)]
+    there += ["linear_fc1", "linear_fc2"]
     missing = [target for target in lora.targets if (target not in there if is_latent else target in LATENT_TARGETS[1:])]
     message = f"engine.lora.targets = {', '.join(lora.targets)}: no adapters beside {', '.join(missing)} in {shape.model_type}"
     choices = ", ".join(there) if is_latent else "linear_qkv, linear_proj, linear_fc1, linear_fc2"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from engine import stages
-from engine.config import BIASED_ROUTERS, DTYPE_BYTES, EXPERT_ROW_BYTES
+from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES
 from engine.peft_folder import check_peft_folder
 from megasync.config.check_latent import check_latent, check_latent_rollout, low_ranks
 from megasync.config.check_memory import check_context, check_recompute
@@ -129,7 +129,8 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
 
 def _adapted_widths(config: Config, shape: ModelShape) -> list[int]:
     """Of the MLPs, experts and shared experts that engine.lora.targets names."""
-    names = ("moe_intermediate_size", "shared_expert_intermediate_size") if shape.num_experts else ("intermediate_size",)
+    names = ["moe_intermediate_size", "shared_expert_intermediate_size"] if shape.num_experts else []
+    names += ["intermediate_size"] if not shape.num_experts or shape.first_k_dense_replace else []
     is_adapted = not shape.num_experts or {"linear_fc1", "linear_fc2"} & set(config.engine.lora.targets)
     return [size for name in names if is_adapted and (size := getattr(shape, name))] or [shape.hidden_size]
 
@@ -146,9 +147,7 @@ def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
     adapted = [target for target in lora.targets if target in ("linear_fc1", "linear_fc2")]
     if not adapted:
         return
-    attention = "engine.lora.targets=[linear_qkv,linear_proj]"
-    message = f"engine.lora.targets = {', '.join(lora.targets)}: {adapted[0]} is in the experts of {shape.model_type}"
-    refuse_if(shape.model_type in BIASED_ROUTERS, message, model=model, remedy=f"write {attention}")
+    attention = "engine.lora.targets=[linear_proj]" if shape.kv_lora_rank else "engine.lora.targets=[linear_qkv,linear_proj]"
     message = f"engine.lora.dropout = {lora.dropout:g}: PEFT has none for experts, of which {adapted[0]} is"
     refuse_if(lora.dropout > 0, message, model=model, remedy=f"write engine.lora.dropout=0, or {attention}")
     multiple = EXPERT_ROW_BYTES // DTYPE_BYTES[config.model.dtype]
