@@ -141,12 +141,16 @@ def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
     """Also what it generates token by token, by weights that vLLM makes of those that were sent; and with adapters beside all
     linears merged, those of experts and of shared ones, too.
     """
-    sizes = {"vocab_size": 131, "num_hidden_layers": 2, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}
-    path = str(write_tiny_model(root / "latent", "deepseek_v3", **SERVED, **sizes))
+    sizes: dict[str, Any] = {**SERVED, "vocab_size": 131, "num_hidden_layers": 2}
+    yarn = {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}
+    paths = [write_tiny_model(root / "latent", "deepseek_v3", **sizes, **yarn)]
+    paths.append(write_tiny_model(root / "latent_unscaled", "deepseek_v3", **sizes))
     cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "expert": 2}]
     cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": (*LATENT_TARGETS, "linear_fc1", "linear_fc2")}})
-    arguments = {"path": path, "cases": cases, "num_steps": 2, "verify": "readback", "generates": True}
-    results = run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
+    results = []
+    for path, own in zip(paths, (cases[:1], cases[1:]), strict=True):
+        arguments = {"path": str(path), "cases": own, "num_steps": 2, "verify": "readback", "generates": True}
+        results += run_ranks(2, "tests.sync_cases:publish_and_compare", arguments)[0]
     for case, result in zip(cases, results, strict=True):
         print(case, result["gap"])
         assert result["differing"] == []

@@ -211,6 +211,21 @@ def test_multi_latent_attention_computes_with_two_parts_of_a_weight() -> None:
         assert vllm_latent.stays_as_loaded(layer) and tuple(layer.weight.shape) == (6, 4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's kernels for CPUs")
+def test_the_rotary_kernel_of_cpus_turns_pairs_of_several_heads_wrongly() -> None:
+    """Once it does not, vllm_latent.engine_arguments need not choose another."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    positions, query, key = torch.arange(5), torch.randn(5, 4, 64), torch.randn(5, 1, 64)
+    angles = positions[:, None] / 10000 ** (torch.arange(0, 64, 2) / 64)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    expected, expected_key = RotaryEmbedding.forward_static(positions, query.clone(), key.clone(), 64, 64, table, False)
+    _custom_ops.rotary_embedding(positions, query, key, 64, table, False)
+    assert expected_key is not None and torch.allclose(key, expected_key, atol=1e-5)
+    assert not torch.allclose(query, expected, atol=0.1)
+
+
 def test_layerwise_reload_takes_any_module() -> None:
     from vllm.model_executor.model_loader import reload
 

