@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,10 +16,14 @@ from hypothesis import given, settings
 from bridge.generation import GenerationRequest
 from bridge.replicas import vllm_api, vllm_outputs
 
+LIMIT = 64  # max_model_len
+
 
 def request(**fields: Any) -> Any:
+    from vllm.v1.request import Request
+
     wanted = GenerationRequest((5,), 1, 9, **fields)
-    return SimpleNamespace(sampling_params=vllm_api.sampling_parameters(wanted, 0))
+    return Request("0", [5], vllm_api.sampling_parameters(wanted, 0), None)
 
 
 def output(tokens: list[int], name: str = "0", **fields: Any) -> Any:
@@ -42,36 +45,36 @@ def test_the_last_output_brings_all_tokens_in_order(steps: list[list[int]], reas
 
     held, other, running = vllm_outputs.Held(), output([3], "1"), request()
     for tokens in steps[:-1]:
-        assert not held.pass_on(output(tokens), running)
-        assert not held.pass_on(other, running)
+        assert not held.pass_on(output(tokens), running, LIMIT)
+        assert not held.pass_on(other, running, LIMIT)
     last = output(steps[-1], finish_reason=FinishReason[reason])
-    assert held.pass_on(last, None)
+    assert held.pass_on(last, None, LIMIT)
     whole = [token for tokens in steps for token in tokens]
     assert last.new_token_ids == whole and last.finish_reason == FinishReason[reason]
     assert last.new_logprobs.logprob_token_ids[:, 0].tolist() == whole == last.new_logprobs.sampled_token_ranks.tolist()
     assert last.new_logprobs.logprobs[:, 0].tolist() == [token / 8 for token in whole]
     assert last.routed_experts[:, 0, 0].tolist() == whole
     again = output([1], finish_reason=FinishReason.STOP)
-    assert held.pass_on(again, None) and again.new_token_ids == [1]
+    assert held.pass_on(again, None, LIMIT) and again.new_token_ids == [1]
 
 
 def test_what_the_front_end_needs_at_once_is_not_held() -> None:
     held = vllm_outputs.Held()
-    assert held.pass_on(output([3]), request(stop=("end",)))
-    assert not held.pass_on(output([3]), request())
+    assert held.pass_on(output([3]), request(stop=("end",)), LIMIT)
+    assert not held.pass_on(output([3]), request(), LIMIT)
     with_more = output([4], kv_transfer_params={"of": "a connector"})
-    assert held.pass_on(with_more, request()) and with_more.new_token_ids == [3, 4]
+    assert held.pass_on(with_more, request(), LIMIT) and with_more.new_token_ids == [3, 4]
 
 
 def test_aborted_requests_leave_nothing() -> None:
     held, running = vllm_outputs.Held(), {name: request() for name in ("0", "1")}
     for name, each in running.items():
-        assert not held.pass_on(output([3], name), each)
+        assert not held.pass_on(output([3], name), each, LIMIT)
     held.forget(running)
-    assert held._outputs.keys() == running.keys()
+    assert held.tokens.keys() == running.keys()
     del running["0"]
     held.forget(running)
-    assert held._outputs.keys() == {"1"}
+    assert held.tokens.keys() == {"1"}
 
 
 def test_what_is_relied_on_in_vllm() -> None:

@@ -1,9 +1,8 @@
 """Tokens of a request wait in vLLM's engine core until it ends.
 
 vLLM's core tells the front end of each token as it comes (v1/core/sched/scheduler.py:update_from_output), also where the front
-end gives one output at the end: about 40 us of Python a token there, so that 256 running requests keep a core busy for as long
-as a GPU takes for their next tokens. Where a request asks for its final output alone, and the core decides by itself when it
-ends, nobody needs them earlier. Leaves out requests with stop strings: the front end looks for those.
+end gives one output at the end. Where a request asks for its final output alone, and the core decides by itself when it ends,
+nobody needs them earlier. Leaves out requests with stop strings: the front end looks for those.
 
     hold_outputs()                        # in the process of the engine core, before it is built
     await num_tokens(engine)              # by request, while generation is paused
@@ -12,43 +11,44 @@ ends, nobody needs them earlier. Leaves out requests with stop strings: the fron
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from bridge.replicas.vllm_plain_tokens import COMPARED, TOLD, HeldTokens, source_digest, take_plain_tokens
 
 HOLDS = "MEGASYNC_HOLDS_OUTPUTS"  # set in a replica's actor, inherited by its engine core
 COUNT = "megasync_num_tokens"
 JOINED = ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
-TOLD = ("events", "prefill_stats", "num_cached_tokens", "num_external_computed_tokens", "trace_headers")  # some with the first
 SAID = ("scheduler_stats", "finished_requests", "wave_complete", "start_wave")  # by EngineCoreOutputs, beside outputs
 
 
 class Held:
-    """What one scheduler holds back: outputs by request."""
+    """What one scheduler holds back, by request."""
 
     def __init__(self) -> None:
-        self._outputs: dict[str, list[Any]] = {}
+        self.tokens: dict[str, HeldTokens] = {}
 
-    def pass_on(self, output: Any, request: Any) -> bool:
+    def pass_on(self, output: Any, request: Any, max_model_len: int) -> bool:
         """Whether the output is to go to the front end now, with all that was held of its request put into it.
 
         `output`: an EngineCoreOutput; `request`: the scheduler's Request, None once it has ended.
         """
         if request is not None and _waits_for_end(request) and _has_tokens_alone(output):
-            if output.routed_experts is not None:
-                output.routed_experts = output.routed_experts.copy()  # a view of those of all requests of the step
-            self._outputs.setdefault(output.request_id, []).append(output)
+            if (held := self.tokens.get(output.request_id)) is None:
+                self.tokens[output.request_id] = HeldTokens(output, request, max_model_len)
+            else:
+                held.add(output)
             return False
-        if former := self._outputs.pop(output.request_id, None):
-            _join(former, output)
+        if (held := self.tokens.pop(output.request_id, None)) is not None:
+            held.move_to(output)
         return True
 
     def forget(self, requests: dict[str, Any]) -> None:
         """Drop what is held of requests that are not among the scheduler's: they were aborted."""
-        if len(self._outputs) > len(requests):
-            self._outputs = {name: outputs for name, outputs in self._outputs.items() if name in requests}
+        if len(self.tokens) > len(requests):
+            self.tokens = {name: held for name, held in self.tokens.items() if name in requests}
 
 
 def hold_outputs() -> None:
@@ -59,7 +59,10 @@ def hold_outputs() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     setattr(core.EngineCore, COUNT, _count)
-    Scheduler.update_from_output = _holding(Scheduler.update_from_output)
+    is_compared = source_digest() in COMPARED
+    if not is_compared:
+        logging.getLogger("vllm.megasync").warning("this vLLM's scheduler was not compared with ours: all tokens go by its own")
+    Scheduler.update_from_output = _holding(Scheduler.update_from_output, is_compared)
 
 
 async def num_tokens(engine: Any) -> dict[str, int]:
@@ -72,15 +75,18 @@ def _count(core: Any) -> dict[str, int]:
     return {name: request.num_output_tokens for name, request in core.scheduler.requests.items() if not request.is_finished()}
 
 
-def _holding(update: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-    """The same method, with outputs left out that are held."""
+def _holding(update: Callable[..., dict[int, Any]], is_compared: bool) -> Callable[..., dict[int, Any]]:
+    """The same method, with outputs left out that are held, and plain tokens taken before it if its source `is_compared`."""
 
     @functools.wraps(update)
-    def update_from_output(self: Any, *arguments: Any, **options: Any) -> dict[int, Any]:
-        by_client = update(self, *arguments, **options)
+    def update_from_output(self: Any, scheduled: Any, ran: Any) -> dict[int, Any]:
         held: Held = self.__dict__.setdefault("_megasync_held", Held())
+        if is_compared:
+            scheduled = take_plain_tokens(self, scheduled, ran, held.tokens)
+        by_client = update(self, scheduled, ran)
+        limit = self.max_model_len
         for told in by_client.values():
-            told.outputs = [output for output in told.outputs if held.pass_on(output, self.requests.get(output.request_id))]
+            told.outputs = [each for each in told.outputs if held.pass_on(each, self.requests.get(each.request_id), limit)]
         held.forget(self.requests)
         return {client: told for client, told in by_client.items() if _says_something(told)}
 
@@ -109,17 +115,3 @@ def _other_fields(kind: Any) -> tuple[str, ...]:
     """Of EngineCoreOutput, those that are None where an output brings tokens and nothing else."""
     defaults = zip(kind.__struct_fields__[-len(kind.__struct_defaults__) :], kind.__struct_defaults__, strict=True)
     return tuple(name for name, default in defaults if default is None and name not in (*JOINED, *TOLD))
-
-
-def _join(former: list[Any], output: Any) -> None:
-    """Put tokens, log-probs and experts of earlier outputs before those of `output`; what only an earlier one told stays told."""
-    every = [*former, output]
-    output.new_token_ids = [token for each in every for token in each.new_token_ids]
-    if parts := [each.new_logprobs for each in every if each.new_logprobs is not None]:
-        columns = zip(*(part[:3] for part in parts), strict=True)
-        output.new_logprobs = type(parts[0])(*map(np.concatenate, columns))
-    if experts := [each.routed_experts for each in every if each.routed_experts is not None]:
-        output.routed_experts = np.concatenate(experts)
-    for name in TOLD:
-        if hasattr(output, name) and not getattr(output, name):
-            setattr(output, name, next((value for each in former if (value := getattr(each, name))), getattr(output, name)))
