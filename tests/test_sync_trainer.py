@@ -57,7 +57,7 @@ def follow(path: str, cases: list[dict[str, Any]], transport: str, *, num_steps:
 
 
 def test_replica_follows_the_trainer_bit_for_bit(tied: str) -> None:
-    follow(tied, CASES, "shm", num_steps=20, has_head=False)
+    follow(tied, CASES, "shm", num_steps=10, has_head=False)
 
 
 def test_a_canary_agrees_until_a_replica_holds_other_weights(root: Path, tied: str) -> None:

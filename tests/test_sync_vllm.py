@@ -305,12 +305,13 @@ def split_folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def split_pool(split_folders, cluster):
-    pool = start(split_folders[0], tensor_parallel=2, max_num_seqs=64)
+    pool = start(split_folders[0], tensor_parallel=2, max_num_seqs=64, engine_arguments={"enable_prefix_caching": False})
     yield pool
     pool.close()
 
 
-def test_two_workers_hold_what_was_sent(split_pool, split_folders) -> None:
+def test_two_workers_without_a_prefix_cache_hold_what_was_sent(split_pool, split_folders) -> None:
+    assert not split_pool.settings()["enable_prefix_caching"]
     source = DictSource(load(split_folders[0]))
     for transport in ("shm", "nccl"):
         publisher = Publisher(source, split_pool, SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback"))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ import pytest
 from tests.train_cases import (
     SUBMIT,
     TORCHRUN,
+    break_rewards,
+    cut_off_copy,
     endless_run,
     exact,
     far_listeners,
@@ -49,55 +48,30 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
 
 
-def cut_off_copy(first_run: Path, folder: Path) -> Path:
-    """The former run's folder as a kill after step 3 would have left it, half a checkpoint on top."""
-    copy = folder / "runs" / "run"
-    shutil.copytree(first_run, copy)
-    (copy / "checkpoints" / "step_00000006").rename(copy / "checkpoints" / ".partial_step_00000006")
-    return copy
-
-
 def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
     """Whoever has the devices. It goes on for ever, so that it is cut off in the midst of its work."""
     config = write_config(tmp_path, rollout={"placement": "colocated"}, sync={"transport": "ipc"})
     copy = cut_off_copy(first_run, tmp_path)
     with endless_run(TORCHRUN, config, "--nproc", "2") as run:
         run.wait_for(7)
+        assert far_listeners(run.marker) == []
         run.ranks()[0].kill()
     assert run.process.returncode == 1, run.said.read_text()
     assert exact(copy)[:6] == exact(first_run)
-    assert {"step_00000003", "step_00000006"} <= {p.name for p in (copy / "checkpoints").iterdir()}
+    checkpoints = {p.name for p in (copy / "checkpoints").iterdir()}
+    assert {"step_00000003", "step_00000006"} <= checkpoints and ".partial_step_00000006" not in checkpoints
 
 
-def test_a_resumed_run_is_the_same_until_ctrl_c_and_listens_on_the_loopback_alone(first_run: Path, tmp_path: Path) -> None:
-    """It goes on for ever, so that it is cut off in the midst of its work."""
-    config = write_config(tmp_path)
-    copy = cut_off_copy(first_run, tmp_path)
-    with endless_run(TORCHRUN, config, "--nproc", "2") as run:
-        run.wait_for(7)
-        assert far_listeners(run.marker) == []
-        os.killpg(run.process.pid, signal.SIGINT)
-    assert run.process.returncode != 0
-    assert exact(copy)[:6] == exact(first_run)
-    checkpoints = [p.name for p in (copy / "checkpoints").iterdir()]
-    assert "step_00000006" in checkpoints and ".partial_step_00000006" not in checkpoints
-
-
-def test_through_ray_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
-    with endless_run(SUBMIT, write_config(tmp_path)) as run:
+def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path, tmp_path: Path) -> None:
+    with endless_run(SUBMIT, write_config(tmp_path), "rollout.reward=tests.train_cases:breaking_reward") as run:
         run.wait_for(6)
         assert far_listeners(run.marker) == []
-        run.ranks()[0].kill()
-    assert run.process.returncode == 1, run.said.read_text()
+        break_rewards(tmp_path)
+    said = run.said.read_text()
+    assert run.process.returncode == 1, said
     assert exact(tmp_path / "runs" / "run")[:6] == exact(first_run)
-
-
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
-    config = write_config(tmp_path, engine={"wrap": "ddp"}, checkpoint={"every_steps": 0})
-    done = launch(config, "rollout.reward=tests.train_cases:broken_reward", ranks=1)
-    assert done.returncode == 1, done.stdout + done.stderr
-    said = ("the reward tests.train_cases:broken_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
-    assert all(done.stderr.count(words) == 1 for words in said) and "in broken_reward" in done.stderr, done.stderr
+    told = ("the reward tests.train_cases:breaking_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
+    assert all(words in said for words in told) and "in breaking_reward" in said, said
 
 
 TROUBLED = "tests.train_cases:troubled_reward"

@@ -226,6 +226,15 @@ def test_the_rotary_kernel_of_cpus_turns_pairs_of_several_heads_wrongly() -> Non
     assert not torch.allclose(query, expected, atol=0.1)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's kernels for CPUs")
+def test_no_config_brings_that_kernel_back(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 8}')
+    given = {"compilation_config": {"mode": 0, "custom_ops": ["all", "+rotary_embedding"]}, "max_num_batched_tokens": 512}
+    arguments = vllm_api.engine_arguments(ReplicaConfig(str(tmp_path), engine_arguments=given))
+    assert arguments["compilation_config"] == {"mode": 0, "custom_ops": ["all", "-rotary_embedding"]}
+    assert (arguments["max_num_batched_tokens"], arguments["attention_backend"]) == (512, "CPU_MLA")
+
+
 def test_layerwise_reload_takes_any_module() -> None:
     from vllm.model_executor.model_loader import reload
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,12 @@ import psutil
 import yaml
 
 from megasync.assets import write_assets
-from megasync.rollouts.rewards.functions import RewardInput
+from megasync.rollouts.rewards.functions import RewardInput, token_count
 from tests.ranks import run_ranks
 from tests.reward_cases import DEEDS
 
 ROOT = Path(__file__).resolve().parents[1]
+TEST_FOLDER, BROKEN = "MEGASYNC_TEST_FOLDER", "rewards are broken"
 TORCHRUN = [str(ROOT / "launch" / "torchrun_one_node.sh")]
 SUBMIT = [sys.executable, "-m", "megasync.submit", "--num-ranks", "2"]
 # What a run calls its files in /tmp: its own folder, and what lies in that. Beside other tests only the first is surely its own.
@@ -61,7 +63,8 @@ def environment(config: Path, **more: str) -> dict[str, str]:
     """This process's, with a TMPDIR below which no socket's path would be short enough."""
     folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"
     folder.mkdir(exist_ok=True)
-    return {**os.environ, "MEGASYNC_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), **more}
+    own = {"MEGASYNC_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), TEST_FOLDER: str(config.parent)}
+    return {**os.environ, **own, **more}
 
 
 def launch(config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300) -> subprocess.CompletedProcess[str]:
@@ -217,9 +220,24 @@ def endless_run(command: list[str], config: Path, *overrides: str) -> Iterator[R
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def broken_reward(_: RewardInput) -> float:
-    """For `rollout.reward`."""
-    raise RuntimeError("broken on purpose")
+def cut_off_copy(run: Path, folder: Path) -> Path:
+    """A finished run's folder as a kill after step 3 would have left it, half a checkpoint on top; for a config in `folder`."""
+    copy = folder / "runs" / "run"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints" / "step_00000006").rename(copy / "checkpoints" / ".partial_step_00000006")
+    return copy
+
+
+def breaking_reward(sample: RewardInput) -> float:
+    """For `rollout.reward`: as token_count, until `break_rewards`."""
+    if (Path(os.environ[TEST_FOLDER]) / BROKEN).exists():
+        raise RuntimeError("broken on purpose")
+    return token_count(sample)
+
+
+def break_rewards(folder: Path) -> None:
+    """Of the run whose config is in `folder`, from now on."""
+    (folder / BROKEN).touch()
 
 
 def troubled_reward(sample: RewardInput) -> float:

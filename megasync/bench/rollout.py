@@ -45,6 +45,7 @@ class RolloutBench(BenchRank):
             publisher.publish(NUM_STEPS)
             same_weights[way] = self.compare(way, source, self.pools[way])
         rounds: list[Measured] = []
+        results: Measured = {"rounds": rounds, "same_weights": same_weights, "same_tokens": 0.0}
         tokens: dict[str, list[tuple[int, ...]]] = {}
         for index in range(-1, self.config.bench.rounds):  # -1 warms up
             for way in list(self.pools)[:: -1 if index % 2 else 1]:
@@ -52,11 +53,14 @@ class RolloutBench(BenchRank):
                     seconds, tokens[way] = self._generate(pool)
                     num_tokens = sum(map(len, tokens[way]))
                     self.say(f"round {index + 1} of {self.config.bench.rounds}  {way:<8}{num_tokens / seconds:.1f} tokens/s")
-                    rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": num_tokens})
+                    if index >= 0:
+                        rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": num_tokens})
                 dist.barrier()
-        counted = [measured for measured in rounds if measured["round"] >= 0]
-        same = [first == second for first, second in zip(*tokens.values(), strict=True)]  # none on ranks but the first
-        return {"rounds": counted, "same_weights": same_weights, "same_tokens": sum(same) / max(1, len(same))}
+            same = [first == second for first, second in zip(*tokens.values(), strict=True)]  # none on ranks but the first
+            results["same_tokens"] = sum(same) / max(1, len(same))
+            if rounds:
+                self.keep(results, is_complete=False)
+        return results
 
     def _generate(self, pool: BenchPool) -> tuple[float, list[tuple[int, ...]]]:
         begin = time.perf_counter()

@@ -53,14 +53,16 @@ class StalenessBench(BenchRank):
         cores = pin(self.pool)
         self.say("warming up")
         self._run_row(1, "continue", min(2, self.config.bench.num_batches))
-        rows = []
+        rows: list[Measured] = []
+        lengths = {"median": statistics.median(self.lengths), "mean": statistics.fmean(self.lengths), "most": max(self.lengths)}
+        results: Measured = {"rounds": rows, "cores": cores, "lengths": lengths}
         for number in range(self.config.bench.rounds):
             for staleness, on_update in ROWS[:: -1 if number % 2 else 1]:
                 row = {"round": number, **self._run_row(staleness, on_update, self.config.bench.num_batches)}
                 self.say(f"round {number + 1}  {staleness} {on_update:<9}{row['seconds']:.1f} s")
                 rows.append(row)
-        lengths = {"median": statistics.median(self.lengths), "mean": statistics.fmean(self.lengths), "most": max(self.lengths)}
-        return {"rounds": rows, "cores": cores, "lengths": lengths}
+            self.keep(results, is_complete=False)
+        return results
 
     def _run_row(self, staleness: int, on_update: str, num_batches: int) -> Measured:
         """As loop.py has it."""

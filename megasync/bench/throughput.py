@@ -62,8 +62,8 @@ def requests_of(config: BenchRoot) -> list[GenerationRequest]:
 class ThroughputBench:
     """Two engines that wait for requests. `ends` takes them down."""
 
-    def __init__(self, config: BenchRoot, ends: ExitStack) -> None:
-        self.config, self.requests = config, requests_of(config)
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        self.config, self.requests, self.results_path = config, requests_of(config), results_path
         if (stop_ray := start_ray("local")) is not None:
             ends.callback(stop_ray)
         given = replica_config(config)
@@ -76,8 +76,8 @@ class ThroughputBench:
             self.pools[way] = kind.start(given, 1)
             ends.callback(self.pools[way].close)
 
-    def run(self) -> Measured:
-        """Of each round and way: seconds, tokens, and CPU seconds of the process that asks and of those that compute."""
+    def run(self) -> None:
+        """Write of each round and way: seconds, tokens, and CPU seconds of the process that asks and of those that compute."""
         rounds: list[Measured] = []
         tokens: dict[str, list[list[int]]] = {}
         for index in range(-1, self.config.bench.rounds):  # -1 warms up
@@ -87,9 +87,13 @@ class ThroughputBench:
                 spent = {name: after - before[name] for name, after in self._cpu_seconds(way).items()}
                 number = sum(map(len, tokens[way]))
                 print(f"round {index + 1} of {self.config.bench.rounds}  {way:<8}{number / seconds:.1f} tokens/s", flush=True)
-                rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": number, "cpu_seconds": spent})
-        same = [first == second for first, second in zip(*tokens.values(), strict=True)]
-        return {"rounds": [one for one in rounds if one["round"] >= 0], "same_tokens": sum(same) / len(same)}
+                if index >= 0:
+                    rounds.append({"round": index, "way": way, "seconds": seconds, "tokens": number, "cpu_seconds": spent})
+            if rounds:
+                same = [first == second for first, second in zip(*tokens.values(), strict=True)]
+                is_complete = index + 1 == self.config.bench.rounds
+                whole = {"rounds": rounds, "same_tokens": sum(same) / len(same), "is_complete": is_complete}
+                write_atomically(self.results_path, json.dumps(whole))
 
     def _generate(self, way: str) -> tuple[float, list[list[int]]]:
         pool = self.pools[way]
@@ -118,8 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     config_path, results_path = arguments
     end_on_sigterm()
     with ExitStack() as ends:
-        results = ThroughputBench(load_config(config_path, root=BenchRoot), ends).run()
-        write_atomically(Path(results_path), json.dumps({**results, "is_complete": True}))
+        ThroughputBench(load_config(config_path, root=BenchRoot), Path(results_path), ends).run()
     return 0
 
 
