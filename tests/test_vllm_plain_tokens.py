@@ -133,10 +133,11 @@ REQUESTS = st.lists(
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
 @settings(deadline=None, max_examples=100)
-@given(requests=REQUESTS, num_blocks=st.integers(12, 60))
+@given(requests=REQUESTS, num_blocks=st.integers(12, 60), reset_at=st.sampled_from([None, 6, 13]))
 def test_a_scheduler_goes_through_the_same_states_and_tells_the_same(
-    config: Callable[[str], Any], kind: str, requests: list[dict[str, Any]], num_blocks: int
+    config: Callable[[str], Any], kind: str, requests: list[dict[str, Any]], num_blocks: int, reset_at: int | None
 ) -> None:
+    """Also where few blocks, or a cache that is dropped under way, let requests start again."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs = Core(config(kind), None, num_blocks)
@@ -144,6 +145,8 @@ def test_a_scheduler_goes_through_the_same_states_and_tells_the_same(
     for index in range(400):
         for core in (theirs, ours):
             core.change(index, requests)
+            if index == reset_at:
+                core.scheduler.reset_prefix_cache(reset_running_requests=True)
             core.step()
         assert ours.state() == theirs.state()
         if index > 20 and not theirs.scheduler.requests:

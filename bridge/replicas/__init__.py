@@ -5,6 +5,7 @@ vllm_arguments.py  which fields of its EngineArgs a config may set
 replica.py         what runs in the Ray actor of one vLLM replica
 generator.py       the requests that it works on
 vllm_outputs.py    tokens that wait in its engine core until their request ends
+vllm_plain_tokens.py  how they pass most of its scheduler by
 output.py          what its processes write
 processes.py       ends vLLM's processes with their replica, cleans /dev/shm
 actors.py          those actors: started, called, ended

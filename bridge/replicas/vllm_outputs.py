@@ -36,7 +36,8 @@ class Held:
         `output`: an EngineCoreOutput; `request`: the scheduler's Request, None once it has ended.
         """
         if request is not None and _waits_for_end(request) and _has_tokens_alone(output):
-            if (held := self.tokens.get(output.request_id)) is None:
+            held = self.tokens.get(output.request_id)
+            if held is None or held.request is not request:
                 self.tokens[output.request_id] = HeldTokens(output, request, max_model_len)
             else:
                 held.add(output)
@@ -47,8 +48,8 @@ class Held:
 
     def forget(self, requests: dict[str, Any]) -> None:
         """Drop what is held of requests that are not among the scheduler's: they were aborted."""
-        if len(self.tokens) > len(requests):
-            self.tokens = {name: held for name, held in self.tokens.items() if name in requests}
+        for name in self.tokens.keys() - requests.keys():
+            del self.tokens[name]
 
 
 def hold_outputs() -> None:

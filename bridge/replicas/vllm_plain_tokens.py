@@ -132,7 +132,10 @@ def take_plain_tokens(scheduler: Any, scheduled: Any, ran: Any, held: dict[str, 
 
 
 def source_digest() -> str:
-    """Of the installed vLLM's code that `take_plain_tokens` stands for; asked before `update_from_output` is replaced."""
+    """Of the installed vLLM's code that `take_plain_tokens` stands for; empty where it is installed without its source.
+
+    Asked before `update_from_output` is replaced.
+    """
     from vllm.v1.core.sched import async_scheduler, scheduler, utils
     from vllm.v1.request import Request
 
@@ -143,7 +146,11 @@ def source_digest() -> str:
         utils.check_stop,
         Request.append_output_token_ids,
     )
-    return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:16]
+    try:
+        source = "".join(map(inspect.getsource, parts))
+    except OSError:
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def _is_plain_step(scheduler: Any, scheduled: Any, ran: Any) -> bool:
