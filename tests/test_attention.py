@@ -91,7 +91,7 @@ def test_a_part_of_a_sequence_attends_to_what_the_whole_one_does(window: int, si
 
 
 def _check(out: torch.Tensor, expected: torch.Tensor, mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """To 2 % of the largest."""
+    """To 2 % of the largest; with a window of one token the gradients of q and k are 0, and rounded to about 2e-6."""
     for a, b in [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]:
         assert a is not None and b is not None
-        assert float((a.float() - b).abs().max() / b.abs().max()) < 2e-2
+        assert float((a.float() - b).abs().max()) < 2e-2 * max(float(b.abs().max()), 1e-3)

@@ -138,8 +138,10 @@ def test_sockets_lie_where_their_paths_are_short_enough(folder: str, monkeypatch
     assert not Path(made).exists()
 
 
-def test_what_cuda_keeps_of_a_process_is_told_from_that_of_others() -> None:
-    mine, another = (Path(f"/dev/shm/cuda.shm.{os.getuid()}.{pid:x}.test{uuid4().hex[:8]}") for pid in (2**31 - 2, 2**31 - 3))
+@pytest.mark.parametrize("name", ["cuda.shm.0.{pid:x}.test{some}", "torch_{pid}_{some}_0"])
+def test_what_cuda_and_torch_keep_of_a_process_is_told_from_that_of_others(name: str) -> None:
+    paths = [f"/dev/shm/{name}".format(pid=pid, some=uuid4().hex[:8]) for pid in (2**31 - 2, 2**31 - 3)]
+    mine, another = map(Path, paths)
     try:
         mine.touch()
         another.touch()

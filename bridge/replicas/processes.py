@@ -73,8 +73,13 @@ def shared_memory_below(pid: int) -> set[str]:
 
 
 def cuda_memory(pids: Iterable[int]) -> set[str]:
-    """What CUDA has in /dev/shm for these processes when they share GPU memory; it outlives one that was killed (driver 580)."""
-    return {str(path) for pid in pids for path in MEMORY_FOLDER.glob(f"cuda.shm.*.{pid:x}.*")}
+    """What CUDA and torch have in /dev/shm for these processes when they share GPU memory.
+
+    It outlives a process that was killed, or left by `os._exit`: CUDA's (driver 580), and torch's counts of who has the memory
+    mapped (NewProcessWideShmHandle in ATen's MapAllocator.cpp names them; torch 2.11).
+    """
+    patterns = (pattern for pid in pids for pattern in (f"cuda.shm.*.{pid:x}.*", f"torch_{pid}_*"))
+    return {str(path) for pattern in patterns for path in MEMORY_FOLDER.glob(pattern)}
 
 
 def end_descendants(pid: int) -> None:
