@@ -1,4 +1,4 @@
-"""avg@k and pass@k, and what data.eval may say. Real generation: test_train_data.py.
+"""avg@k and pass@k, and what data.eval may say. Real generation: test_train.py.
 
 python -m pytest tests/test_evaluation.py
 """

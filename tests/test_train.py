@@ -1,13 +1,21 @@
-"""Whole runs through the commands that users type: the same twice, resumed, one-step-off, through Ray, and cut off."""
+"""Whole runs through the commands that users type: the same twice, resumed, one-step-off, through Ray, and cut off.
+
+The first is on tables of messages, with sampling keys and several evaluation sets.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megasync.reporting.log import read_evaluations, read_samples, read_summary
+from tests.table_cases import STOPS, table_config
 from tests.train_cases import (
     SUBMIT,
     TORCHRUN,
@@ -27,7 +35,7 @@ from tests.train_cases import (
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of six steps under Megatron-FSDP on two ranks; its run folder."""
     folder = tmp_path_factory.mktemp("first")
-    done = launch(write_config(folder))
+    done = launch(table_config(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "run"
 
@@ -36,7 +44,7 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     lines = metrics(first_run)
     assert [line["step"] for line in lines] == list(range(6))
     assert all(abs(line["ratio/first_minibatch_mean"] - 1) < 1e-6 for line in lines)
-    assert all(line["logprob_gap/max"] < 1e-4 for line in lines)
+    assert all(line["logprob_gap/max"] > 1e-3 for line in lines), "vLLM's are above ours by what top_k and min_p left out"
     assert all(line["staleness/max"] == 0 and line["sync/verified"] == 1 for line in lines)
     assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
     for key in ("sync/seconds", "sync/bytes", "sync/gb_per_second", "sync/pause_seconds", "step/seconds"):
@@ -48,11 +56,42 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
 
 
+def test_sets_are_evaluated_when_due_and_not_at_the_start(first_run: Path) -> None:
+    lines = read_evaluations(first_run)
+    assert [line["step"] for line in lines] == [3, 6]
+    keys = {"step", "eval/sums/truncated", "eval/small/truncated", "eval/small/avg@1", "eval/small/pass@1"}
+    assert set(lines[0]) == keys | {f"eval/sums/{name}" for name in ("avg@3", "pass@1", "pass@2", "pass@3")}
+    assert all(0 <= value <= 1 for line in lines for key, value in line.items() if key != "step")
+    summary = read_summary(first_run)
+    assert summary["eval/sums/pass@3"] == lines[-1]["eval/sums/pass@3"] and summary["accuracy_after"] is None
+
+
+def test_samples_show_what_the_model_got_and_gave(first_run: Path) -> None:
+    lines = read_samples(first_run)
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_set.setdefault(line["set"], []).append(line)
+    assert {name: len(found) for name, found in by_set.items()} == {"train": 6 * 8, "sums": 2 * 8, "small": 2 * 2}
+    assert [line["step"] for line in by_set["train"]] == [step for step in range(6) for _ in range(8)]
+    for line in by_set["train"]:
+        assert line["prompt"].startswith("xyz ") and line["prompt"].endswith("=") and "+" in line["prompt"]
+        assert line["versions"] == [line["step"]] * 2 and line["reward"] == line["tokens"] / 8
+        left, right = line["prompt"].removeprefix("xyz ").removesuffix("=").split("+")
+        assert int(left) + int(right) == int(line["answer"])
+        ends = [line["response"].index(stop) + len(stop) for stop in STOPS if stop in line["response"]]
+        if ends:
+            assert min(ends) == len(line["response"]) and line["finish_reason"] == "stop"
+        else:
+            assert line["tokens"] == 8 or line["finish_reason"] == "stop"
+    assert any(stop in line["response"] for stop in STOPS for line in by_set["train"])
+    assert all(line["tokens"] <= 5 for line in by_set["sums"])
+
+
 def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
     """Whoever has the devices. It goes on for ever, so that it is cut off in the midst of its work."""
-    config = write_config(tmp_path, rollout={"placement": "colocated"}, sync={"transport": "ipc"})
+    colocated = ("rollout.placement=colocated", "sync.transport=ipc")
     copy = cut_off_copy(first_run, tmp_path)
-    with endless_run(TORCHRUN, config, "--nproc", "2") as run:
+    with endless_run(TORCHRUN, table_config(tmp_path), *colocated, "--nproc", "2") as run:
         run.wait_for(7)
         assert far_listeners(run.marker) == []
         run.ranks()[0].kill()
@@ -62,8 +101,25 @@ def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(
     assert {"step_00000003", "step_00000006"} <= checkpoints and ".partial_step_00000006" not in checkpoints
 
 
+def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_run: Path, tmp_path: Path) -> None:
+    copy = cut_off_copy(first_run, tmp_path)
+    with endless_run(TORCHRUN, table_config(tmp_path), "--nproc", "2") as run:
+        run.wait_for(7)
+        os.killpg(run.process.pid, signal.SIGINT)
+    assert run.process.returncode != 0
+    assert exact(copy)[:6] == exact(first_run)
+    assert [line["step"] for line in read_evaluations(copy)][:2] == [3, 6]
+
+    def places(folder: Path) -> list[tuple[int, str, str]]:
+        ends = {"train": 6}  # the steps of the first run
+        lines = [line for line in read_samples(folder) if line["step"] < ends.get(line["set"], 7)]
+        return sorted((line["step"], line["set"], line["prompt"]) for line in lines)
+
+    assert places(copy) == places(first_run)
+
+
 def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path, tmp_path: Path) -> None:
-    with endless_run(SUBMIT, write_config(tmp_path), "rollout.reward=tests.train_cases:breaking_reward") as run:
+    with endless_run(SUBMIT, table_config(tmp_path), "rollout.reward=tests.train_cases:breaking_reward") as run:
         run.wait_for(6)
         assert far_listeners(run.marker) == []
         break_rewards(tmp_path)
@@ -113,6 +169,7 @@ def test_one_step_off_generates_under_training(unsteady_run: tuple[Path, str]) -
     folder, _ = unsteady_run
     lines = metrics(folder)
     assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert lines[0]["logprob_gap/max"] < 1e-4
     for line in lines:
         assert 0 < line["response/truncated_fraction"] < 1
         cut_off = 32 * 8 * line["response/truncated_fraction"]
