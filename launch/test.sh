@@ -6,6 +6,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$MEGASYNC_ROOT"
+unset PYTHONDONTWRITEBYTECODE # containers set it, and each of some hundred processes would compile our modules anew
 status=0
 with_gpus=false
 if [ $# -eq 0 ]; then

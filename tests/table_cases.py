@@ -49,7 +49,8 @@ def table_config(folder: Path) -> Path:
     }
     rollout = {"top_k": 20, "min_p": 0.01, "stop": STOPS, "evaluate_every_steps": 3, "evaluate_at_start": False}
     rollout["engine_arguments"] = {"max_num_batched_tokens": 512}
-    config = write_config(folder, rollout=rollout, data=data, run={"log_samples": 8})
+    engine = {"optimizer": {"learning_rate": 1e-5}}  # with more, all responses are soon cut off, and equal
+    config = write_config(folder, engine=engine, rollout=rollout, data=data, run={"log_samples": 8})
     tokenizer = folder / "assets" / "model" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": TEMPLATE}))
     return config

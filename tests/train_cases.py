@@ -180,7 +180,7 @@ class Run:
     marker: str
     said: Path
 
-    def wait_for(self, steps: int, timeout_seconds: float = 200) -> None:
+    def wait_for(self, steps: int, timeout_seconds: float = 400) -> None:
         """Until that many steps are in metrics.jsonl."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline and self.process.poll() is None:
