@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,7 @@ from tests.sources import DictSource
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
+STORE_TIMEOUT = timedelta(seconds=120)  # no signal reaches a rank that waits for another there
 GREEDY = [GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0), GenerationRequest((40,), 1, 12, 0.0)]
 SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, seed=i) for i in range(5)]
 
@@ -333,7 +335,7 @@ def halves(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
 
 def publish_second_stage(store: str, folders: list[Path], results: multiprocessing.Queue) -> None:
     """Rank 1 of the trainer, in a process of its own: sends stage 1; its last sync fails in the source."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2, timeout=STORE_TIMEOUT)
     source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
     publisher = Publisher(source, None, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
     for version, folder in enumerate([folders[0], folders[2], folders[1]]):
@@ -353,7 +355,7 @@ def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders
     store = str(tmp_path / "store")
     other = context.Process(target=publish_second_stage, args=(store, split_folders, results))
     other.start()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2, timeout=STORE_TIMEOUT)
     try:
         source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
         publisher = Publisher(source, split_pool, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))

@@ -2,11 +2,13 @@
 
 Most of what the tests take is imports of vLLM. A quarter of those is the collector, which looks for cycles among modules. vLLM
 has it look five times more as it starts, and so does every process as it ends: what was imported is looked through once. A
-seventh is what transformers finds out at each import from its source files and all installed packages: kept_answers.py keeps it.
+seventh is what transformers finds out at each import from its source files and all installed packages: two answers are kept in
+files, for as long as the module that asks and the packages stay. Imports here are those that most processes do without.
 """
 
 import atexit
 import gc
+import os
 import sys
 
 ASKS = "transformers.utils.import_utils"
@@ -20,15 +22,55 @@ def freeze_once(phase, info):
 
 
 class Finder:
-    """An import hook for the module that asks."""
+    """An import hook for the module that asks: as Python finds it, with a loader that puts the two functions in."""
 
     def find_spec(self, name, path=None, target=None):
         if name != ASKS:
             return None
-        sys.meta_path.remove(self)
-        from kept_answers import spec_of
+        import importlib.metadata
+        import importlib.util
 
-        return spec_of(name)
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            asked = importlib.metadata.packages_distributions
+            importlib.metadata.packages_distributions = kept(asked, spec.origin)
+            try:
+                run(module)
+            finally:
+                importlib.metadata.packages_distributions = asked
+            module.define_import_structure = kept(module.define_import_structure, spec.origin)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def kept(function, module_file):
+    """The same function of paths."""
+    import hashlib
+    import pickle
+    from contextlib import suppress
+    from pathlib import Path
+
+    folder, packages = Path(__file__).parent / "__pycache__", Path(module_file).parents[2]
+    state = [path.stat().st_mtime_ns for path in (Path(module_file), packages)]
+
+    def ask(*paths, **options):
+        question = repr((function.__name__, [str(path) for path in paths], options, str(packages), state))
+        file = folder / f"{function.__name__}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
+        with suppress(FileNotFoundError):
+            return pickle.loads(file.read_bytes())
+        answer = function(*paths, **options)
+        with suppress(OSError):  # such as where the checkout may not be written to
+            folder.mkdir(exist_ok=True)
+            partial = file.with_name(f"{file.name}-{os.getpid()}")
+            partial.write_bytes(pickle.dumps(answer))
+            partial.replace(file)
+        return answer
+
+    return ask
 
 
 gc.set_threshold(100_000, 50, 1000)
