@@ -10,6 +10,7 @@ vocabulary.py  a vocabulary that tensor parallelism does not divide
 experts.py     mixtures of experts in that; router.py chooses them, or takes those that a rollout had
 windows.py     how many tokens each layer attends to; gemma.py: layers of Gemma 3
 attention.py   core attention over packed sequences, and the sequence-parallel RMSNorm; flash.py has the kernels of GPUs
+kernels.py     which libraries' kernels train: torch's own, and others' where they are installed
 latent.py      multi-latent attention, with projections of its own
 context.py     sequences that several ranks share
 recompute.py   what the backward pass computes again

@@ -149,6 +149,9 @@ class EngineConfig(Section):
     """full: where the inputs of layers wait for the backward pass; host: in pinned host memory, for longer contexts."""
     fusions: Literal["auto", "all", "none"] = "auto"
     """One kernel for each memory-bound piece of a step; auto: with CUDA."""
+    kernels: Literal["auto", "torch", "te"] = "auto"
+    """auto: FlashAttention 3 and, with ddp, apex's or TransformerEngine's product for weight gradients, where they are installed;
+    torch: neither; te: TransformerEngine's Adam, too."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, context, device, families, fused, lora, loss, metrics, outputs
+from engine import advantages, context, device, families, flash, fused, kernels, lora, loss, metrics, outputs
 from engine import parallel, peft, router, router_bias, stages
 from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
@@ -69,8 +69,11 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
-        self.hf_bridge = build_bridge(model, engine, algorithm.load_balancing, algorithm.router_bias_update_rate)
+        chosen = kernels.choose(engine)
+        router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
+        self.hf_bridge = build_bridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
         self.use_fused = fused.is_enabled(engine.fusions)
+        self.kernels = kernels.describe(engine.kernels, chosen, flash.choose(engine.kernels, self.hf_bridge.config))
         self.stage_layers = pipeline_layers(self.hf_bridge, engine.parallel)
         self.balance = balance(engine, self.hf_bridge)
         self._describe_choices()
@@ -92,7 +95,8 @@ class Engine:
     def _describe_choices(self) -> None:
         """Of what was left to the engine, on rank 0."""
         told = families.describe(self.hf_bridge.hf_config)
-        told += [fused.describe(self.config.fusions)] if device.has_cuda() else []
+        if device.has_cuda():
+            told += [fused.describe(self.config.fusions), self.kernels]
         told += [stages.describe(self.stage_layers, self.layout.pipeline_size)] if self.layout.pipeline_size > 1 else []
         for line in told if self.layout.rank == 0 else ():
             print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""Causal attention over packed sequences on a GPU, in 16 bits: cuDNN's kernel for long sequences, else torch's varlen_attn.
+"""Causal attention over packed sequences on a GPU, in 16 bits: FlashAttention 3, or cuDNN and torch's varlen_attn by length.
+
+FlashAttention 3, where it is installed and right for the model's heads, runs under varlen_attn, whatever the lengths: torch has
+a switch for it. It is 1.2 to 2 times as fast as the other two, which are otherwise chosen by length (docs/benchmarks.md).
 
 On an H200, with 16 heads of 128 on 2 KV heads and 32 768 tokens, cuDNN 9.19 reaches 627 TFLOP/s forward and 463 backward,
 FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length a call and plans each shape anew, so that sequences are
@@ -11,11 +14,14 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from importlib.util import find_spec
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
+from engine import device, windows
 
 if TYPE_CHECKING:
     from engine.attention import PackedSequences
@@ -23,6 +29,74 @@ if TYPE_CHECKING:
 LONG = 8192  # tokens from which a sequence has a call of its own
 WIDEST = 128  # elements of a head that cuDNN takes everywhere
 MULTIPLE = 1024  # of tokens, to which those are padded: a few shapes only, each planned once
+THREE, THREE_NAME = "FA3", "FlashAttention 3"  # for torch, and in the log
+HOPPER = 9  # the major number of its compute capability
+TRIED = (5, 40, 19)  # tokens of the sequences that it is tried with
+
+
+def choose(kernels: str, config: Any) -> str:
+    """Put FlashAttention 3 under varlen_attn in this process where `engine.kernels` and the machine allow it, else take it away.
+
+    Tried with the model's heads and windows, forward and backward, against torch's own. `config`: a TransformerConfig.
+
+    Returns:
+        What attention runs on, and why not FlashAttention 3, for the log.
+    """
+    from torch.nn import attention
+
+    if is_three():
+        attention.restore_flash_attention_impl()
+    if not device.has_cuda() or config.params_dtype is torch.float32:
+        return "torch"
+    reason = "not chosen" if kernels == "torch" else _why_not_three(config)
+    return f"torch and cuDNN ({THREE_NAME}: {reason})" if reason else THREE_NAME
+
+
+def is_three() -> bool:
+    """Whether varlen_attn runs on FlashAttention 3 in this process."""
+    from torch.nn import attention
+
+    return getattr(attention, "current_flash_attention_impl", lambda: None)() == THREE
+
+
+def _why_not_three(config: Any) -> str:
+    """Empty: it is in place."""
+    from torch.nn import attention
+
+    if find_spec("flash_attn_interface") is None:
+        return "not installed"
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        return "made for Hopper GPUs"
+    if THREE not in getattr(attention, "list_flash_attention_impls", list)():
+        return f"torch {torch.__version__} has no switch for it"
+    layer_windows = {windows.of_layer(config, number + 1) for number in range(config.num_layers)}
+    expected = [_try(config, window) for window in layer_windows]
+    try:
+        attention.activate_flash_attention_impl(THREE)
+        found = [_try(config, window) for window in layer_windows]
+        pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)]
+        if all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05) for a, b in pairs):
+            return ""
+        reason = "computes other values than torch here"
+    except Exception as error:  # noqa: BLE001 - what an extension raises that was built for other heads or versions
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    attention.restore_flash_attention_impl(_raise_warn=False)
+    return reason
+
+
+def _try(config: Any, window: int) -> list[torch.Tensor]:
+    """Values and gradients of q, k and v for random bf16 tokens in heads of the model's."""
+    is_latent = config.multi_latent_attention
+    size = config.qk_head_dim + config.qk_pos_emb_head_dim if is_latent else config.kv_channels
+    groups = 1 if is_latent else config.num_attention_heads // config.num_query_groups
+    where = device.compute_device()
+    generator = torch.Generator(where).manual_seed(0)
+    q, k, v, seed = (
+        torch.randn(sum(TRIED), heads, size, generator=generator, device=where).bfloat16().requires_grad_()
+        for heads in (groups, 1, 1, groups)
+    )
+    out = _varlen(q, k, v, offsets(list(TRIED), where), max(TRIED), None, window)
+    return [out, *torch.autograd.grad(out, [q, k, v], seed)]
 
 
 def attend(
@@ -36,7 +110,7 @@ def attend(
         whole = attend(query, key, F.pad(value, (0, missing)), packed, scale, window)
         return whole[..., : value.shape[-1]]
     lengths, value = packed.lengths, value.contiguous()  # a view would keep the whole of what q, k and v are split from
-    if max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
+    if is_three() or max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
         return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale, window)
     pieces, start = [], 0
     for is_long, run in groupby(lengths, lambda length: length >= LONG):

@@ -93,11 +93,17 @@ def _tie_output_layer(bridge: Any) -> None:
 
 
 def build_bridge(
-    model: ModelConfig, engine: EngineConfig, load_balancing: float = 0.0, router_bias_update_rate: float = 0.0
+    model: ModelConfig,
+    engine: EngineConfig,
+    load_balancing: float = 0.0,
+    router_bias_update_rate: float = 0.0,
+    *,
+    adds_gradients: bool = False,
 ) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
 
-    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig.
+    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig. `adds_gradients`: linears add their weights' gradients to the
+    main ones themselves (kernels.py).
     """
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     families.complete(hf_config)
@@ -110,7 +116,7 @@ def build_bridge(
     bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=adds_gradients,
         # SwiGLU; there is no bias and no dropout, so bias_dropout_fusion has nothing to do
         bias_activation_fusion=use_fused and "activation_func" not in of_family,
         bias_dropout_fusion=False,

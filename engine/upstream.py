@@ -152,6 +152,48 @@ def use_foreach_clipping() -> None:
         clip_grads.multi_tensor_scale_impl = scale
 
 
+def use_adam(library: str) -> None:
+    """megatron-core takes TransformerEngine's or apex's Adam wherever one is installed (optimizer/__init__.py:12)."""
+    import megatron.core.optimizer as package
+    import torch
+    from megatron.core.optimizer import distrib_optimizer
+
+    adam: Any = torch.optim.AdamW
+    if library != "torch":
+        adam = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
+    vars(package).update(Adam=adam, USING_PYTORCH_OPTIMIZER=library == "torch")
+    vars(distrib_optimizer).update(Adam=adam, HAVE_APEX_OR_TE=library != "torch")
+
+
+class _TransformerEngineProduct:
+    """What apex's extension has, by the names that layers.py:569 calls."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Any, gradient: Any, main: Any) -> None:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        general_gemm(inputs, gradient, out_dtype=main.dtype, layout="NT", out=main, accumulate=True, grad=True)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def use_weight_gradient_product(library: str) -> None:
+    """Of `gradient_accumulation_fusion`, for which megatron-core's own linears know apex's extension alone (layers.py:44)."""
+    from megatron.core.tensor_parallel import layers
+
+    is_apex = library == "apex"
+    product: Any = importlib.import_module("fused_weight_gradient_mlp_cuda") if is_apex else _TransformerEngineProduct
+    vars(layers).update(fused_weight_gradient_mlp_cuda=product, _grad_accum_fusion_available=True)
+
+
+def weight_gradient_product() -> Callable[[Any, Any, Any], None]:
+    """(inputs [T, n], gradient [T, m], main gradient float32 [m, n], added to), as the linears call it."""
+    from megatron.core.tensor_parallel import layers
+
+    product: Callable[[Any, Any, Any], None] = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    return product
+
+
 def use_checkpoints_without_fp8() -> None:
     """random.py:636 takes fp8=False, its default, for fp8, and :589 asks TransformerEngine about it, which is not there."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput

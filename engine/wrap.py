@@ -97,10 +97,11 @@ class Wrap:
 
     chunk: type[DdpChunk | FsdpChunk]
     fields: dict[str, Any]
+    accumulates_gradients: bool  # linears may add to the main gradient; Megatron-FSDP's write it anew (layers.py:563)
 
 
 WRAPS: dict[str, Wrap] = {
-    "ddp": Wrap(DdpChunk, {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}),
+    "ddp": Wrap(DdpChunk, {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}, accumulates_gradients=True),
     "megatron_fsdp": Wrap(
         FsdpChunk,
         {
@@ -111,6 +112,7 @@ WRAPS: dict[str, Wrap] = {
             "overlap_param_gather": True,
             "grad_reduce_in_fp32": True,
         },
+        accumulates_gradients=False,
     ),
 }
 

@@ -70,6 +70,7 @@ def engine(
         **{name: options.pop(name) for name in ("recompute_modules", "recompute_inputs") if name in options},
         logits_chunk_tokens=options.pop("logits_chunk_tokens", 8192),
         fusions=options.pop("fusions", "auto"),
+        kernels=options.pop("kernels", "auto"),
         overrides=options.pop("overrides", {}),
         optimizer=OptimizerConfig(**optimizer),
         lora=LoraConfig(**options.pop("lora", {})),

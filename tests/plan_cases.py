@@ -33,6 +33,7 @@ def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module
     config = EngineArgs(
         model=folder, dtype="float32", max_model_len=64, tensor_parallel_size=tensor_parallel, enforce_eager=True,
         skip_tokenizer_init=True, distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+        **vllm_latent.engine_arguments(folder, {}),
     ).create_engine_config()  # fmt: skip
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+
+LIBRARIES = ["torch", "FlashAttention 3"]
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int = 0) -> torch.Tensor:
@@ -52,14 +56,35 @@ def test_attention_within_a_window_is_that_of_each_sequence_alone(lengths: list[
         torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
 
 
+def use_library(library: str, size: int, window: int) -> None:
+    """Skips where it is not installed, or not for such heads."""
+    from engine import flash  # imports torch's parts that workers which only collect this file do without
+
+    fields: dict[str, Any] = {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": [1], "num_layers": 1}
+    heads = {"kv_channels": size, "num_attention_heads": 4, "num_query_groups": 2, "multi_latent_attention": False}
+    config = SimpleNamespace(**fields, **heads, params_dtype=torch.bfloat16)
+    told = flash.choose("torch" if library == "torch" else "auto", config)
+    if not told.startswith(library):
+        pytest.skip(told)
+
+
+@pytest.fixture(autouse=True)
+def torch_afterwards() -> Iterator[None]:
+    yield
+    if torch.cuda.is_available():
+        use_library("torch", 64, 0)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("window", "size"), [(0, 64), (1, 64), (64, 128), (700, 256), (8192, 64), (0, 256)])
 @pytest.mark.parametrize("lengths", [[5, 700, 1, 1300], [8192], [40, 9001, 3, 8192, 8200, 2]])
-def test_packed_attention_equals_each_sequence_alone(lengths: list[int], window: int, size: int) -> None:
+def test_packed_attention_equals_each_sequence_alone(lengths: list[int], window: int, size: int, library: str) -> None:
     """bf16: short sequences, a long one and both; values and gradients; heads of Gemma 3, too."""
-    from engine import flash  # imports megatron-core, which workers that only collect this file do without
+    from engine import flash
     from engine.attention import PackedSequences
 
+    use_library(library, size, window)
     *packed, seed = inputs(lengths, size, "cuda", torch.bfloat16)
     mine, theirs = [x.clone().requires_grad_() for x in packed], [x.float().requires_grad_() for x in packed]
     out = flash.attend(*mine, PackedSequences.from_lengths(lengths, torch.device("cuda")), None, window)
@@ -70,11 +95,13 @@ def test_packed_attention_equals_each_sequence_alone(lengths: list[int], window:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("window", "size"), [(0, 128), (100, 128), (100, 256)])
-def test_a_part_of_a_sequence_attends_to_what_the_whole_one_does(window: int, size: int) -> None:
+def test_a_part_of_a_sequence_attends_to_what_the_whole_one_does(window: int, size: int, library: str) -> None:
     """What a context-parallel rank computes: of the last 300 and the first 200 tokens of two sequences; heads of Gemma 3, too."""
     from engine import flash
 
+    use_library(library, size, window)
     lengths, chunks = [1000, 400], [(700, 1000), (0, 200)]
     device = torch.device("cuda")
     *packed, seed = inputs(lengths, size, "cuda", torch.bfloat16)

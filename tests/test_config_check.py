@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bridge.replicas import vllm_arguments
+from megasync.config import check
 from megasync.config.check import check_config
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError, main_errors
@@ -38,6 +39,15 @@ def test_overrides_are_fields_of_megatron_core(runnable: Path) -> None:
     assert "remedy:  write engine.overrides.bucket_size" in message
     assert "overlap_grad_reduce" in message
     check_config(load_config(runnable, ["engine.overrides.bucket_size=5"]), 2)
+
+
+def test_transformer_engine_is_there_where_it_is_asked_for(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_config(load_config(runnable, ["engine.kernels=torch"]), 1)
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformer_engine" else object())
+    message = cannot_run(runnable, "engine.kernels=te")
+    assert "engine.kernels = te: TransformerEngine is not installed" in message
+    assert "or write engine.kernels=auto" in message
+    assert "choices: auto, torch, te" in refused(runnable, "engine.kernels=apex")
 
 
 def test_tensor_parallel_must_divide_the_model(runnable: Path) -> None:

@@ -99,6 +99,12 @@ for case in "$@"; do
         rollout.max_new_tokens=2048 rollout.max_model_len=2560 rollout.max_num_seqs=256 rollout.kv_cache_bytes=24GiB \
         rollout.enforce_eager=false rollout.gpu_memory_utilization=0.4 ;;
     train) train train 0,1 ;;
+    kernels) "$python" "$here/docs/bench/kernels.py" "$out/kernels.json" ;;
+    train-kernels) # what other libraries' kernels bring, where they are installed
+      train train-kernels 0 bench_train.num_ranks=1 \
+        'bench_train.variants=[ddp,ddp_torch_kernels,megatron_fsdp,megatron_fsdp_torch_kernels]' ;;
+    3b-32k-kernels) train 3b-32k-kernels 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=selective 'bench_train.variants=[ddp,ddp_torch_kernels]' ;;
+    moe6-kernels) train moe6-kernels 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp,ddp_torch_kernels]' ;;
     moe6) train moe6 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp]' ;;
     moe6-ep2) train moe6-ep2 0,1 "${moe6[@]}" engine.parallel.expert=2 'bench_train.variants=[ddp,megatron_fsdp]' ;;
     3b-32k) train 3b-32k 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=selective ;;

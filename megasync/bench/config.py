@@ -57,16 +57,25 @@ class Variant(NamedTuple):
 
     wrap: str
     fusions: bool = True  # as engine.fusions says; else none
+    kernels: bool = True  # as engine.kernels says; else torch
     dot_product: bool = False  # megatron-core's DotProductAttention, all activations recomputed: else it does not fit
 
 
 VariantName = Literal[
-    "ddp", "megatron_fsdp", "ddp_no_fusions", "megatron_fsdp_no_fusions", "ddp_dot_product", "megatron_fsdp_dot_product"
+    "ddp",
+    "megatron_fsdp",
+    "ddp_no_fusions",
+    "megatron_fsdp_no_fusions",
+    "ddp_dot_product",
+    "megatron_fsdp_dot_product",
+    "ddp_torch_kernels",
+    "megatron_fsdp_torch_kernels",
 ]
 VARIANTS = {
     name: Variant(
-        name.removesuffix("_no_fusions").removesuffix("_dot_product"),
+        "megatron_fsdp" if name.startswith("megatron_fsdp") else "ddp",
         fusions=not name.endswith("_no_fusions"),
+        kernels=not name.endswith("_torch_kernels"),
         dot_product=name.endswith("_dot_product"),
     )
     for name in get_args(VariantName)

@@ -56,6 +56,7 @@ def build_engine(config: BenchRoot, variant_name: str) -> Engine:
     changes = {
         "wrap": variant.wrap,
         "fusions": config.engine.fusions if variant.fusions else "none",
+        "kernels": config.engine.kernels if variant.kernels else "torch",
         "recompute": "full" if variant.dot_product else config.engine.recompute,
         "tokens_per_microbatch": bench.num_sequences * bench.sequence_length,
     }
@@ -96,6 +97,7 @@ def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
     built = build_engine(config, variant_name)
     measured: Measured = {
         "fusions": fused.describe(built.config.fusions),
+        "kernels": built.kernels,
         "recompute": built.config.recompute,
         "build_seconds": time.perf_counter() - begin,
     }

@@ -32,6 +32,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     """
     check_ranks(config, world_size)
     _check_overrides(config)
+    _check_kernels(config)
     _check_algorithm(config)
     check_objective(config)
     _check_schedule(config)
@@ -57,6 +58,14 @@ def _check_overrides(config: Config) -> None:
             fields = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if config.engine.wrap in wraps)
             remedy = f"write engine.overrides.{near}" if near else f"leave engine.overrides.{name} out"
             raise ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy)
+
+
+def _check_kernels(config: Config) -> None:
+    """Where nothing is trained, as on a machine that only submits runs, there may be no torch either."""
+    is_missing = find_spec("torch") and not find_spec("transformer_engine")
+    remedy = "install transformer_engine[pytorch], 2.9 to 2.11, or write engine.kernels=auto"
+    message = "engine.kernels = te: TransformerEngine is not installed"
+    refuse_if(config.engine.kernels == "te" and is_missing, message, choices="auto, torch", remedy=remedy)
 
 
 def _check_algorithm(config: Config) -> None:

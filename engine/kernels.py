@@ -1,0 +1,83 @@
+"""Which libraries' kernels train, by `engine.kernels`: torch's own, and others' where they are installed. Nothing needs them.
+
+`auto` takes what was faster on an H200 (docs/benchmarks.md): FlashAttention 3 (flash.py), and under DDP the matrix product of
+apex or TransformerEngine that adds a weight's gradient to the main gradient at once. For RMSNorm, linears, experts, Adam and
+the gradients' norm torch's kernels were as fast or faster. Each is tried before it is used. Sources: megatron-core 0.16.1
+tensor_parallel/layers.py, TransformerEngine 2.11.0 pytorch/cpp_extensions/gemm.py, apex csrc/megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from engine import device, upstream
+from engine.config import EngineConfig
+from engine.wrap import WRAPS
+
+APEX, TRANSFORMER_ENGINE = "apex", "TransformerEngine"
+Library = Literal["torch", "apex", "TransformerEngine"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where they come from; attention's is in flash.py, since it depends on the model."""
+
+    weight_gradients: Library = "torch"
+    adam: Library = "torch"
+
+
+def choose(config: EngineConfig) -> Kernels:
+    """What `engine.kernels` selects on this machine; megatron-core is told of it.
+
+    Raises:
+        ValueError: TransformerEngine is asked for and cannot be used.
+    """
+    chosen = _choose(config)
+    upstream.use_adam(chosen.adam)
+    return chosen
+
+
+def _choose(config: EngineConfig) -> Kernels:
+    accumulates = WRAPS[config.wrap].accumulates_gradients
+    if config.kernels == "te":
+        if reason := _problem(TRANSFORMER_ENGINE):
+            raise ValueError(f"engine.kernels = te: {reason}. Remedy: install it, or write engine.kernels=auto")
+        return Kernels(TRANSFORMER_ENGINE if accumulates else "torch", TRANSFORMER_ENGINE)
+    if config.kernels == "torch" or not accumulates:
+        return Kernels()
+    libraries: tuple[Library, ...] = (APEX, TRANSFORMER_ENGINE)
+    return Kernels(next((library for library in libraries if not _problem(library)), "torch"))
+
+
+def describe(setting: str, chosen: Kernels, attention: str) -> str:
+    """One line for the log. `attention`: what flash.py says."""
+    return f"engine.kernels={setting}: attention {attention}; weight gradients {chosen.weight_gradients}; Adam {chosen.adam}"
+
+
+def _problem(library: Library) -> str:
+    """Why the library's product of weight gradients cannot be used here; empty: it can, and megatron-core's linears have it."""
+    package = {APEX: "fused_weight_gradient_mlp_cuda", TRANSFORMER_ENGINE: "transformer_engine"}[library]
+    if not device.has_cuda():
+        return f"{library} needs an NVIDIA GPU, and there is none"
+    if find_spec(package) is None:
+        return f"{library} is not installed"
+    try:
+        upstream.use_weight_gradient_product(library)
+        return "" if _adds_up() else f"{library} computes wrong weight gradients on this device"
+    except Exception as error:  # noqa: BLE001 - what an extension raises that was built for other versions
+        return f"{library} is installed and fails: {type(error).__name__}: {error}"
+
+
+def _adds_up() -> bool:
+    """Whether what megatron-core's linears call adds a product to what is there, in float32."""
+    generator = torch.Generator(device.compute_device()).manual_seed(0)
+    options: Any = {"device": device.compute_device(), "generator": generator}
+    inputs, gradient = (torch.randn(32, size, dtype=torch.bfloat16, **options) for size in (16, 64))
+    main = torch.randn(64, 16, **options)
+    expected = main + gradient.float().t() @ inputs.float()
+    upstream.weight_gradient_product()(inputs, gradient, main)
+    return bool(torch.allclose(main, expected, rtol=1e-4, atol=1e-3))

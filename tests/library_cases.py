@@ -1,0 +1,69 @@
+"""What tests/test_libraries.py runs on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import checkpoint, kernels
+from engine.optimizer import inner_optimizers
+from tests.engine_cases import engine, losses
+from tests.resume_cases import history, save
+
+
+class TorchProduct:
+    """What apex's extension does."""
+
+    num_calls = 0
+
+    @classmethod
+    def wgrad_gemm_accum_fp32(cls, inputs: torch.Tensor, gradient: torch.Tensor, main: torch.Tensor) -> None:
+        cls.num_calls += 1
+        main.addmm_(gradient.t(), inputs)
+
+
+@contextmanager
+def torch_product() -> Iterator[None]:
+    """Linears under DDP add their weights' gradients to the main ones themselves, as they do with apex."""
+    from megatron.core.tensor_parallel import layers
+
+    names = ("fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available")
+    before = {name: vars(layers).get(name) for name in names}, kernels._choose
+    vars(layers).update(zip(names, (TorchProduct, True), strict=True))
+    kernels._choose = lambda _: kernels.Kernels(kernels.APEX)
+    try:
+        yield
+    finally:
+        vars(layers).update(before[0])
+        kernels._choose = before[1]
+
+
+def losses_with_and_without(cases: list[dict[str, Any]], num_steps: int) -> list[Any]:
+    """Of engine_cases.losses, with torch_product and without, and how often it was called in the first."""
+    TorchProduct.num_calls = 0
+    with torch_product():
+        found = losses(cases, num_steps)
+    return [found, losses(cases, num_steps), TorchProduct.num_calls]
+
+
+def trained_with(path: str, wrap: str, root: str) -> dict[str, Any]:
+    """Losses and gradient norms on a GPU by `engine.kernels`; and those of a run that changes between torch's and te's Adam."""
+    found: dict[str, Any] = {}
+    settings = {"name": "sft", "wrap": wrap, "dtype": "bfloat16", "optimizer": {"warmup_steps": 0}}
+    for chosen in ("torch", "auto", "te"):
+        with engine(path, kernels=chosen, **settings) as built:
+            found[chosen] = {"told": built.kernels, "history": history(built, 0, 2)}
+            found[chosen]["adam"] = {type(inner).__name__ for inner in inner_optimizers(built.optimizer)}
+            save(built, Path(root) / chosen, path).wait()
+            found[chosen]["history"] += history(built, 2, 5)
+    for before, after in (("torch", "te"), ("te", "torch"), ("te", "te")):
+        folder = checkpoint.newest(Path(root) / before)
+        assert folder is not None
+        with engine(path, kernels=after, **checkpoint.start(folder), **settings) as built:
+            checkpoint.restore(folder, built)
+            found[f"{before} to {after}"] = history(built, 2, 5)
+    return found
