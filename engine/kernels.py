@@ -18,8 +18,9 @@ from engine import device, upstream
 from engine.config import EngineConfig
 from engine.wrap import WRAPS
 
-APEX, TRANSFORMER_ENGINE = "apex", "TransformerEngine"
 Library = Literal["torch", "apex", "TransformerEngine"]
+APEX: Library = "apex"
+TRANSFORMER_ENGINE: Library = "TransformerEngine"
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ def _choose(config: EngineConfig) -> Kernels:
         return Kernels(TRANSFORMER_ENGINE if accumulates else "torch", TRANSFORMER_ENGINE)
     if config.kernels == "torch" or not accumulates:
         return Kernels()
-    libraries: tuple[Library, ...] = (APEX, TRANSFORMER_ENGINE)
-    return Kernels(next((library for library in libraries if not _problem(library)), "torch"))
+    return Kernels(next((library for library in (APEX, TRANSFORMER_ENGINE) if not _problem(library)), "torch"))
 
 
 def describe(setting: str, chosen: Kernels, attention: str) -> str:

@@ -170,9 +170,8 @@ class _TransformerEngineProduct:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Any, gradient: Any, main: Any) -> None:
-        from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-        general_gemm(inputs, gradient, out_dtype=main.dtype, layout="NT", out=main, accumulate=True, grad=True)
+        extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+        extensions.general_gemm(inputs, gradient, out_dtype=main.dtype, layout="NT", out=main, accumulate=True, grad=True)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
@@ -202,11 +201,13 @@ def use_checkpoints_without_fp8() -> None:
 
 
 def use_torch_in_router() -> None:
-    """Without TransformerEngine moe_utils.py:36 leaves `te_general_gemm` undefined; the router (:1191) compares it with None."""
+    """Without TransformerEngine moe_utils.py:36 leaves `te_general_gemm` undefined; the router (:1191) compares it with None.
+
+    With it the logits would come of another product, whatever `engine.kernels` says.
+    """
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
 
 
 def use_latent_attention_without_te() -> None:

@@ -47,7 +47,7 @@ def test_transformer_engine_is_there_where_it_is_asked_for(runnable: Path, monke
     message = cannot_run(runnable, "engine.kernels=te")
     assert "engine.kernels = te: TransformerEngine is not installed" in message
     assert "or write engine.kernels=auto" in message
-    assert "choices: auto, torch, te" in refused(runnable, "engine.kernels=apex")
+    assert "choices:  auto, torch, te" in refused(runnable, "engine.kernels=apex")
 
 
 def test_tensor_parallel_must_divide_the_model(runnable: Path) -> None:

@@ -35,7 +35,7 @@ def test_gradients_that_linears_add_themselves_are_the_same(models: dict[str, st
         {"path": untied, "name": "sft", "recompute": "full", "optimizer": {"offload": True}},
         {"path": untied, "name": "sft", "overrides": {"grad_reduce_in_fp32": False, "overlap_param_gather": True}},
         {"path": untied, "name": "sft", "lora": {"rank": 4}},
-        {"path": models["experts"], "name": "sft", "tensor": 2, "sequence": True, "expert": 2},
+        {"path": models["experts"], "name": "sft", "expert": 2},
         {"path": models["latent"], "name": "sft", "recompute": "selective"},
     ]
     found = run_ranks(2, "tests.library_cases:losses_with_and_without", {"cases": cases, "num_steps": 3})

@@ -213,3 +213,16 @@ def test_shards_are_still_compared_over_the_whole_world() -> None:
 def test_groups_of_gloo_still_have_a_thread_each_that_wakes_up_all_the_time() -> None:
     for before, own, shared in run_ranks(2, "tests.fsdp_cases:threads_of_gloo", {"num_groups": 3}, alone=True):
         assert (own, shared) == (before + 3, before + 4)
+
+
+def test_linears_still_know_one_product_for_weight_gradients_and_the_optimizer_one_adam() -> None:
+    """engine/upstream.py:use_weight_gradient_product, use_adam: names that are set there, and no argument for either."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel import layers
+
+    source = inspect.getsource(layers.LinearWithGradAccumulationAndAsyncCommunication.backward)
+    assert all(f"fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_{kind}(" in source for kind in ("fp32", "fp16"))
+    assert "_grad_accum_fusion_available" in vars(layers)
+    assert {"Adam", "USING_PYTORCH_OPTIMIZER"} <= vars(optimizer).keys()
+    assert {"Adam", "HAVE_APEX_OR_TE"} <= vars(distrib_optimizer).keys()
