@@ -102,8 +102,8 @@ def build_bridge(
 ) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
 
-    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig. `adds_gradients`: linears add those of their weights to the main
-    gradients themselves (kernels.py).
+    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig. `adds_gradients`: linears add those of their weights to the
+    main gradients themselves (kernels.py).
     """
     hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     families.complete(hf_config)
