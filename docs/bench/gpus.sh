@@ -90,6 +90,9 @@ for case in "$@"; do
     30b-a3b-ep2)
       sync 30b-a3b-ep2 0,1,2 bench.shapes=30b-a3b engine.parallel.expert=2 bench.num_ranks=2 bench.lora_rank=0 \
         rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified]' ;;
+    30b-a3b-ep2-tp2)
+      sync 30b-a3b-ep2-tp2 0,1,2,3 bench.shapes=30b-a3b engine.parallel.expert=2 bench.num_ranks=2 bench.lora_rank=0 \
+        rollout.tensor_parallel=2 rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified]' ;;
     3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
