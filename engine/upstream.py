@@ -25,7 +25,7 @@ def use_standalone_fsdp() -> None:
     adapter.MegatronFSDP = megatron_fsdp.MegatronFSDP
     adapter.FSDPDistributedIndex = megatron_fsdp.FSDPDistributedIndex
     adapter._get_dp_tp_mesh = _stage_mesh
-    _check_no_shards_over_stages()
+    _compare_no_shards()
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name, too
     finalize._allreduce_embedding_grad = _reduce_tied_embeddings
     if not isinstance(adapter.TELinear, type):
@@ -48,24 +48,24 @@ def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:
     return ranks[:, position // shape[2] % ep_size]
 
 
-def _check_no_shards_over_stages() -> None:
-    """Under tensor parallelism megatron-fsdp 0.6.1 has torch check each shard (param_and_grad_buffer.py:5128, run_check).
+def _compare_no_shards() -> None:
+    """As it starts megatron-fsdp 0.6.1 has the ranks compare their shards of each parameter and gather where these begin, by
+    collectives of Python objects, one after another (param_and_grad_buffer.py:3250).
 
-    torch 2.13 compares it with what every rank of the world has (distributed/tensor/_collective_utils.py:check_tensor_meta), but
-    the stages of a pipeline have other parameters. What ranks hold in common is sent to all of them before (:5115).
+    The second is for torch's DCP, which nobody uses here. In the first torch 2.13 compares shards under tensor parallelism with
+    what every rank of the world has (distributed/tensor/_collective_utils.py:check_tensor_meta), but the stages of a pipeline
+    have other parameters. What ranks hold in common is sent to all of them before (:5115).
     """
     from megatron_fsdp import param_and_grad_buffer
 
-    from engine.megatron import parallel_state as mpu
-
     plain = param_and_grad_buffer.make_fsdp_dtensor
-    if hasattr(plain, "checks_shards_over_stages"):
+    if hasattr(plain, "compares_shards"):
         return
 
-    def make_fsdp_dtensor(*args: Any, run_check: bool = False, **options: Any) -> Any:
-        return plain(*args, run_check=run_check and mpu.get_pipeline_model_parallel_world_size() == 1, **options)
+    def make_fsdp_dtensor(*args: Any, **options: Any) -> Any:
+        return plain(*args, **{**options, "run_check": False, "update_uneven_dtensor_chunk_meta": False})
 
-    make_fsdp_dtensor.checks_shards_over_stages = False  # type: ignore[attr-defined]
+    make_fsdp_dtensor.compares_shards = False  # type: ignore[attr-defined]
     param_and_grad_buffer.make_fsdp_dtensor = make_fsdp_dtensor
 
 

@@ -200,13 +200,15 @@ def test_megatron_core_still_scales_as_llama_3_1_alone_and_mbridge_knows_no_mist
     assert "mistral" not in _MODEL_REGISTRY
 
 
-def test_shards_are_still_compared_over_the_whole_world() -> None:
-    """engine/upstream.py:_check_no_shards_over_stages"""
-    from megatron_fsdp import param_and_grad_buffer
+def test_shards_are_still_compared_parameter_by_parameter_and_over_the_whole_world() -> None:
+    """engine/upstream.py:_compare_no_shards"""
+    from megatron_fsdp import param_and_grad_buffer, uneven_dtensor
     from torch.distributed.tensor import _collective_utils
 
     source = inspect.getsource(param_and_grad_buffer)
     assert "run_check=run_check," in source and "run_check=True," in source
+    assert "update_uneven_dtensor_chunk_meta=True," in source
+    assert "all_gather_object" in inspect.getsource(uneven_dtensor.gather_and_compute_chunk_metadata)
     assert "torch.distributed.get_world_size()" in inspect.getsource(_collective_utils.check_tensor_meta)
 
 
