@@ -19,6 +19,7 @@ from bridge.receive.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
 from bridge.layout.digest import digest_value
 from bridge.receive.vllm_readback import digest_whole, hf_slices, tensor_group
+from bridge.replicas.processes import MEMORY_FOLDER
 
 BUCKET_BYTES = 100_000
 
@@ -145,4 +146,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "digests": misdigested(model, tensors),
             "disagreement": disagreement(model),
         }
+    # what CPU workers sum in, which a replica's end removes
+    for path in MEMORY_FOLDER.glob(f"{os.environ.get('VLLM_DIST_IDENT', '-')}-*-cpushm_*"):
+        path.unlink(missing_ok=True)
     return results
