@@ -69,7 +69,7 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
-        chosen = kernels.choose(engine)
+        chosen = kernels.choose(engine, model.dtype)
         router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
         self.hf_bridge = build_bridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
         self.use_fused = fused.is_enabled(engine.fusions)

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences on a GPU, in 16 bits: FlashAttention 3, or cuDNN and torch's varlen_attn by length.
 
 FlashAttention 3, where it is installed and right for the model's heads, runs under varlen_attn, whatever the lengths: torch has
-a switch for it. It is 1.2 to 2 times as fast as the other two, which are otherwise chosen by length (docs/benchmarks.md).
+a switch for it. It is 1.1 to 2.1 times as fast as the other two, which are otherwise chosen by length (docs/benchmarks.md).
 
 On an H200, with 16 heads of 128 on 2 KV heads and 32 768 tokens, cuDNN 9.19 reaches 627 TFLOP/s forward and 463 backward,
 FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length a call and plans each shape anew, so that sequences are
@@ -31,13 +31,14 @@ WIDEST = 128  # elements of a head that cuDNN takes everywhere
 MULTIPLE = 1024  # of tokens, to which those are padded: a few shapes only, each planned once
 THREE, THREE_NAME = "FA3", "FlashAttention 3"  # for torch, and in the log
 HOPPER = 9  # the major number of its compute capability
-TRIED = (5, 40, 19)  # tokens of the sequences that it is tried with
+TRIED, TRIED_WINDOW = (5, 40, 19), 16  # tokens of the sequences and of the window, if there is one, that it is tried with
 
 
 def choose(kernels: str, config: Any) -> str:
     """Put FlashAttention 3 under varlen_attn in this process where `engine.kernels` and the machine allow it, else take it away.
 
-    Tried with the model's heads and windows, forward and backward, against torch's own. `config`: a TransformerConfig.
+    Tried with the model's heads, with a window where one of its layers has one, forward and backward, against torch's own.
+    `config`: a TransformerConfig.
 
     Returns:
         What attention runs on, and why not FlashAttention 3, for the log.
@@ -69,7 +70,7 @@ def _why_not_three(config: Any) -> str:
         return "made for Hopper GPUs"
     if THREE not in getattr(attention, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no switch for it"
-    layer_windows = {windows.of_layer(config, number + 1) for number in range(config.num_layers)}
+    layer_windows = {min(windows.of_layer(config, number + 1), TRIED_WINDOW) for number in range(config.num_layers)}
     expected = [_try(config, window) for window in layer_windows]
     try:
         attention.activate_flash_attention_impl(THREE)

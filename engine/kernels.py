@@ -29,36 +29,43 @@ class Kernels:
 
     weight_gradients: Library = "torch"
     adam: Library = "torch"
+    left_out: tuple[str, ...] = ()  # of libraries that were looked for: why they are not used
 
 
-def choose(config: EngineConfig) -> Kernels:
-    """What `engine.kernels` selects on this machine; megatron-core is told of it.
+def choose(config: EngineConfig, dtype: str) -> Kernels:
+    """What `engine.kernels` selects on this machine for a model of this `model.dtype`; megatron-core is told of it.
 
     Raises:
         ValueError: TransformerEngine is asked for and cannot be used.
     """
-    chosen = _choose(config)
+    chosen = _choose(config, dtype)
     upstream.use_adam(chosen.adam)
     return chosen
 
 
-def _choose(config: EngineConfig) -> Kernels:
-    accumulates = WRAPS[config.wrap].accumulates_gradients
+def _choose(config: EngineConfig, dtype: str) -> Kernels:
+    adds = WRAPS[config.wrap].accumulates_gradients and dtype == "bfloat16"
+    main_dtype = torch.float32 if config.overrides.get("grad_reduce_in_fp32", True) else torch.bfloat16
     if config.kernels == "te":
-        if reason := _problem(TRANSFORMER_ENGINE):
-            raise ValueError(f"engine.kernels = te: {reason}. Remedy: install it, or write engine.kernels=auto")
-        return Kernels(TRANSFORMER_ENGINE if accumulates else "torch", TRANSFORMER_ENGINE)
-    if config.kernels == "torch" or not accumulates:
-        return Kernels()
-    return Kernels(next((library for library in (APEX, TRANSFORMER_ENGINE) if not _problem(library)), "torch"))
+        if problem := _problem(TRANSFORMER_ENGINE, main_dtype):
+            raise ValueError(f"engine.kernels = te: {problem}. Remedy: install it for this machine, or write engine.kernels=auto")
+        return Kernels(TRANSFORMER_ENGINE if adds else "torch", TRANSFORMER_ENGINE)
+    left_out: list[str] = []
+    for library in (APEX, TRANSFORMER_ENGINE) if config.kernels == "auto" and adds else ():
+        problem = _problem(library, main_dtype)
+        if not problem:
+            return Kernels(library, left_out=tuple(left_out))
+        left_out.append(problem)
+    return Kernels(left_out=tuple(left_out))
 
 
 def describe(setting: str, chosen: Kernels, attention: str) -> str:
     """One line for the log. `attention`: what flash.py says."""
-    return f"engine.kernels={setting}: attention {attention}; weight gradients {chosen.weight_gradients}; Adam {chosen.adam}"
+    why = f" ({'; '.join(chosen.left_out)})" if chosen.left_out else ""
+    return f"engine.kernels={setting}: attention {attention}; weight gradients {chosen.weight_gradients}{why}; Adam {chosen.adam}"
 
 
-def _problem(library: Library) -> str:
+def _problem(library: Library, main_dtype: torch.dtype) -> str:
     """Why the library's product of weight gradients cannot be used here; empty: it can, and megatron-core's linears have it."""
     package = {APEX: "fused_weight_gradient_mlp_cuda", TRANSFORMER_ENGINE: "transformer_engine"}[library]
     if not device.has_cuda():
@@ -67,17 +74,18 @@ def _problem(library: Library) -> str:
         return f"{library} is not installed"
     try:
         upstream.use_weight_gradient_product(library)
-        return "" if _adds_up() else f"{library} computes wrong weight gradients on this device"
+        return "" if _adds_up(main_dtype) else f"{library} computes wrong weight gradients on this device"
     except Exception as error:  # noqa: BLE001 - what an extension raises that was built for other versions
-        return f"{library} is installed and fails: {type(error).__name__}: {error}"
+        return f"{library} is installed and fails: {type(error).__name__}: {error}".splitlines()[0]
 
 
-def _adds_up() -> bool:
-    """Whether what megatron-core's linears call adds a product to what is there, in float32."""
+def _adds_up(main_dtype: torch.dtype) -> bool:
+    """Whether what megatron-core's linears call adds a product of bf16 matrices to a main gradient of this dtype."""
     generator = torch.Generator(device.compute_device()).manual_seed(0)
     options: Any = {"device": device.compute_device(), "generator": generator}
     inputs, gradient = (torch.randn(32, size, dtype=torch.bfloat16, **options) for size in (16, 64))
-    main = torch.randn(64, 16, **options)
-    expected = main + gradient.float().t() @ inputs.float()
-    upstream.weight_gradient_product()(inputs, gradient, main)
-    return bool(torch.allclose(main, expected, rtol=1e-4, atol=1e-3))
+    main = torch.randn(64, 16, dtype=main_dtype, **options)
+    expected = main.float() + gradient.float().t() @ inputs.float()
+    upstream.weight_gradient_product(main_dtype)(inputs, gradient, main)
+    tolerance = 1e-3 if main_dtype is torch.float32 else 0.2  # of sums up to about 20
+    return bool(torch.allclose(main.float(), expected, rtol=1e-4, atol=tolerance))

@@ -185,12 +185,16 @@ def use_weight_gradient_product(library: str) -> None:
     vars(layers).update(fused_weight_gradient_mlp_cuda=product, _grad_accum_fusion_available=True)
 
 
-def weight_gradient_product() -> Callable[[Any, Any, Any], None]:
-    """(inputs [T, n], gradient [T, m], main gradient float32 [m, n], added to), as the linears call it."""
+def weight_gradient_product(main_dtype: Any) -> Callable[[Any, Any, Any], None]:
+    """(inputs [T, n], gradient [T, m], main gradient [m, n] of this dtype, added to), as the linears call it (layers.py:567)."""
+    import torch
     from megatron.core.tensor_parallel import layers
 
-    product: Callable[[Any, Any, Any], None] = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-    return product
+    product: Any = layers.fused_weight_gradient_mlp_cuda
+    call: Callable[[Any, Any, Any], None] = (
+        product.wgrad_gemm_accum_fp32 if main_dtype is torch.float32 else product.wgrad_gemm_accum_fp16
+    )
+    return call
 
 
 def use_checkpoints_without_fp8() -> None:

@@ -146,7 +146,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "digests": misdigested(model, tensors),
             "disagreement": disagreement(model),
         }
-    # what CPU workers sum in, which a replica's end removes
+    # shared memory in which vLLM's CPU workers add up; of a replica the actor removes it
     for path in MEMORY_FOLDER.glob(f"{os.environ.get('VLLM_DIST_IDENT', '-')}-*-cpushm_*"):
         path.unlink(missing_ok=True)
     return results

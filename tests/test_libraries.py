@@ -47,16 +47,34 @@ def test_gradients_that_linears_add_themselves_are_the_same(models: dict[str, st
                 assert step == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_other_libraries_are_asked_for_in_vain_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_auto_is_torch_and_te_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine import kernels
     from engine.config import EngineConfig
 
-    assert kernels.choose(EngineConfig(kernels="torch")) == kernels.Kernels()
+    assert kernels.choose(EngineConfig(kernels="torch"), "bfloat16") == kernels.Kernels()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for wrap in ("ddp", "megatron_fsdp"):
-        assert kernels.choose(EngineConfig(wrap=wrap)) == kernels.Kernels()
+    chosen = kernels.choose(EngineConfig(wrap="ddp"), "bfloat16")
+    assert (chosen.weight_gradients, chosen.adam) == ("torch", "torch")
+    assert chosen.left_out == tuple(f"{name} needs an NVIDIA GPU, and there is none" for name in ("apex", "TransformerEngine"))
+    assert "weight gradients torch (apex needs an NVIDIA GPU" in kernels.describe("auto", chosen, "torch")
+    for wrap, dtype in (("megatron_fsdp", "bfloat16"), ("ddp", "float32")):
+        assert kernels.choose(EngineConfig(wrap=wrap), dtype) == kernels.Kernels(), "nothing to choose"
     with pytest.raises(ValueError, match=r"engine.kernels = te: TransformerEngine needs an NVIDIA GPU.*engine.kernels=auto"):
-        kernels.choose(EngineConfig(kernels="te"))
+        kernels.choose(EngineConfig(kernels="te"), "bfloat16")
+
+
+def test_a_product_is_tried_before_it_is_used() -> None:
+    """For main gradients in either precision."""
+    from engine import kernels
+    from tests.library_cases import TorchProduct, torch_product
+
+    with torch_product(), pytest.MonkeyPatch.context() as patch:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert kernels._adds_up(dtype)
+        for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
+            patch.setattr(TorchProduct, name, lambda inputs, gradient, main: main.copy_(gradient.t() @ inputs))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not kernels._adds_up(dtype), "it replaces and does not add"
 
 
 @pytest.mark.gpu
