@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 LONG = 8192  # tokens from which a sequence has a call of its own
 WIDEST = 128  # elements of a head that cuDNN takes everywhere
 MULTIPLE = 1024  # of tokens, to which those are padded: a few shapes only, each planned once
-THREE, THREE_NAME = "FA3", "FlashAttention 3"  # for torch, and in the log
+FA3, FLASH_ATTENTION_3 = "FA3", "FlashAttention 3"  # for torch, and in the log
 HOPPER = 9  # the major number of its compute capability
-TRIED, TRIED_WINDOW = (5, 40, 19), 16  # tokens of the sequences and of the window, if there is one, that it is tried with
+PROBE_LENGTHS, PROBE_WINDOW = (5, 40, 19), 16  # tokens of the sequences and of the window, if there is one, that it is tried with
 
 
 def choose(kernels: str, config: Any) -> str:
@@ -45,22 +45,22 @@ def choose(kernels: str, config: Any) -> str:
     """
     from torch.nn import attention
 
-    if is_three():
+    if uses_flash_attention_3():
         attention.restore_flash_attention_impl()
     if not device.has_cuda() or config.params_dtype is torch.float32:
         return "torch"
-    reason = "not chosen" if kernels == "torch" else _why_not_three(config)
-    return f"torch and cuDNN ({THREE_NAME}: {reason})" if reason else THREE_NAME
+    reason = "not chosen" if kernels == "torch" else _why_not_flash_attention_3(config)
+    return f"torch and cuDNN ({FLASH_ATTENTION_3}: {reason})" if reason else FLASH_ATTENTION_3
 
 
-def is_three() -> bool:
+def uses_flash_attention_3() -> bool:
     """Whether varlen_attn runs on FlashAttention 3 in this process."""
     from torch.nn import attention
 
-    return getattr(attention, "current_flash_attention_impl", lambda: None)() == THREE
+    return getattr(attention, "current_flash_attention_impl", lambda: None)() == FA3
 
 
-def _why_not_three(config: Any) -> str:
+def _why_not_flash_attention_3(config: Any) -> str:
     """Empty: it is in place."""
     from torch.nn import attention
 
@@ -68,13 +68,13 @@ def _why_not_three(config: Any) -> str:
         return "not installed"
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return "made for Hopper GPUs"
-    if THREE not in getattr(attention, "list_flash_attention_impls", list)():
+    if FA3 not in getattr(attention, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no switch for it"
-    layer_windows = {min(windows.of_layer(config, number + 1), TRIED_WINDOW) for number in range(config.num_layers)}
-    expected = [_try(config, window) for window in layer_windows]
+    layer_windows = {min(windows.of_layer(config, number + 1), PROBE_WINDOW) for number in range(config.num_layers)}
+    expected = [_probe(config, window) for window in layer_windows]
     try:
-        attention.activate_flash_attention_impl(THREE)
-        found = [_try(config, window) for window in layer_windows]
+        attention.activate_flash_attention_impl(FA3)
+        found = [_probe(config, window) for window in layer_windows]
         pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)]
         if all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05) for a, b in pairs):
             return ""
@@ -85,7 +85,7 @@ def _why_not_three(config: Any) -> str:
     return reason
 
 
-def _try(config: Any, window: int) -> list[torch.Tensor]:
+def _probe(config: Any, window: int) -> list[torch.Tensor]:
     """Values and gradients of q, k and v for random bf16 tokens in heads of the model's."""
     is_latent = config.multi_latent_attention
     size = config.qk_head_dim + config.qk_pos_emb_head_dim if is_latent else config.kv_channels
@@ -93,10 +93,10 @@ def _try(config: Any, window: int) -> list[torch.Tensor]:
     where = device.compute_device()
     generator = torch.Generator(where).manual_seed(0)
     q, k, v, seed = (
-        torch.randn(sum(TRIED), heads, size, generator=generator, device=where).bfloat16().requires_grad_()
+        torch.randn(sum(PROBE_LENGTHS), heads, size, generator=generator, device=where).bfloat16().requires_grad_()
         for heads in (groups, 1, 1, groups)
     )
-    out = _varlen(q, k, v, offsets(list(TRIED), where), max(TRIED), None, window)
+    out = _varlen(q, k, v, offsets(list(PROBE_LENGTHS), where), max(PROBE_LENGTHS), None, window)
     return [out, *torch.autograd.grad(out, [q, k, v], seed)]
 
 
@@ -111,7 +111,7 @@ def attend(
         whole = attend(query, key, F.pad(value, (0, missing)), packed, scale, window)
         return whole[..., : value.shape[-1]]
     lengths, value = packed.lengths, value.contiguous()  # a view would keep the whole of what q, k and v are split from
-    if is_three() or max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
+    if uses_flash_attention_3() or max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
         return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale, window)
     pieces, start = [], 0
     for is_long, run in groupby(lengths, lambda length: length >= LONG):

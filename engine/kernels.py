@@ -74,12 +74,12 @@ def _problem(library: Library, main_dtype: torch.dtype) -> str:
         return f"{library} is not installed"
     try:
         upstream.use_weight_gradient_product(library)
-        return "" if _adds_up(main_dtype) else f"{library} computes wrong weight gradients on this device"
+        return "" if _accumulates(main_dtype) else f"{library} computes wrong weight gradients on this device"
     except Exception as error:  # noqa: BLE001 - what an extension raises that was built for other versions
         return f"{library} is installed and fails: {type(error).__name__}: {error}".splitlines()[0]
 
 
-def _adds_up(main_dtype: torch.dtype) -> bool:
+def _accumulates(main_dtype: torch.dtype) -> bool:
     """Whether what megatron-core's linears call adds a product of bf16 matrices to a main gradient of this dtype."""
     generator = torch.Generator(device.compute_device()).manual_seed(0)
     options: Any = {"device": device.compute_device(), "generator": generator}

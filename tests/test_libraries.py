@@ -70,11 +70,11 @@ def test_a_product_is_tried_before_it_is_used() -> None:
 
     with torch_product(), pytest.MonkeyPatch.context() as patch:
         for dtype in (torch.float32, torch.bfloat16):
-            assert kernels._adds_up(dtype)
+            assert kernels._accumulates(dtype)
         for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
             patch.setattr(TorchProduct, name, lambda inputs, gradient, main: main.copy_(gradient.t() @ inputs))
         for dtype in (torch.float32, torch.bfloat16):
-            assert not kernels._adds_up(dtype), "it replaces and does not add"
+            assert not kernels._accumulates(dtype), "it replaces and does not add"
 
 
 @pytest.mark.gpu
