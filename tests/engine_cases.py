@@ -86,7 +86,8 @@ def engine(
             leave_groups()
         raise
     leave_groups()
-    forget_wrappers()
+    if wrap == "megatron_fsdp":
+        forget_wrappers()
 
 
 def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:

@@ -27,17 +27,17 @@ def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         with engine(path, name="grpo", optimizer=OPTIMIZER, **case) as built:
             source, disk = exporter(built), load_file(Path(path) / "model.safetensors")
             mine = log_probs(built, samples)
-            exported = {name: tensor.clone() for name, tensor in whole_tensors(source)}
+            exported = {name: tensor.clone().cpu() for name, tensor in whole_tensors(source)}
             history = []
             for step in range(NUM_STEPS):
                 metrics = built.update(built.prepare(random_samples(8, seed=step)))
                 history.append([metrics[name] for name in ("loss/policy", "grad_norm", "entropy/mean")])
-            after = {name: tensor.clone() for name, tensor in whole_tensors(source)}
+            after = {name: tensor.clone().cpu() for name, tensor in whole_tensors(source)}
             padding = _padding(built.chunks[-1], built.hf_bridge)
         pairs = zip(mine, hf_log_probs(path, samples), strict=True)
         results.append(
             {
-                "worst": max(float((a - b).abs().max()) for a, b in pairs),
+                "worst": max(float((a.cpu() - b.cpu()).abs().max()) for a, b in pairs),
                 "names": sorted(exported),
                 "disk": sorted(disk),
                 "differing": [name for name, tensor in exported.items() if not torch.equal(tensor, disk[name])],

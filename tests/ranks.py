@@ -166,8 +166,6 @@ def _take_calls(folder: Path, parent: int) -> None:
         target, arguments = call
         module, name = target.split(":")
         function = getattr(importlib.import_module(module), name)
-        if number == 0:  # what was imported stays: no collection need look through it again
-            gc.collect()
-            gc.freeze()
+        gc.freeze()  # what is here stays, modules above all: no collection need look through it again
         _put(folder / f"call{number}_rank{rank}", function(**arguments))
         gc.collect()

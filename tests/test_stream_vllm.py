@@ -16,6 +16,7 @@ import pytest
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.send.publish import Publisher
+from megasync.launch.ray_cluster import start_ray
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.rewards.pool import Scored
 from megasync.rollouts.stream import RolloutStream
@@ -35,16 +36,15 @@ def folders(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def pool(folders) -> Iterator[StampedPool]:
-    import ray
-
-    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=4)
+    stop_ray = start_ray("local")
+    assert stop_ray is not None
     config = ReplicaConfig(str(folders[0]), "float32", max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**26)
     pool = StampedPool.start(config, 2)
     try:
         yield pool
     finally:
         pool.close()
-        ray.shutdown()
+        stop_ray()
 
 
 @pytest.fixture(scope="module")
