@@ -126,14 +126,13 @@ def add_fsdp_fields(ddp_config: Any) -> None:
 
 
 def use_foreach_clipping() -> None:
-    """Gradient norm and clipping over all tensors at once, where megatron-core falls back to its own loops.
+    """Gradient norm and clipping over all tensors at once by torch, whatever is installed.
 
-    Without TransformerEngine and apex, utils.py:1200 brings each tensor's norm to the host by itself (hundreds of waits a
-    step) and :1212 launches two kernels a tensor.
+    megatron-core takes TransformerEngine's or apex's, unasked. Without them utils.py:1200 brings each tensor's norm to the host
+    by itself (hundreds of waits a step) and :1212 launches two kernels a tensor.
     """
     import torch
     from megatron.core.optimizer import clip_grads
-    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
     def l2_norm(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], _each: bool) -> tuple[torch.Tensor, None]:
         tensors = [tensor for tensor in lists[0] if tensor.numel()]
@@ -146,10 +145,7 @@ def use_foreach_clipping() -> None:
             torch._foreach_copy_(target, source)
         torch._foreach_mul_(target, factor)
 
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = l2_norm
-    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = scale
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = l2_norm, scale
 
 
 def use_adam(library: str) -> None:

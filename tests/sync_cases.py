@@ -37,7 +37,9 @@ def is_rank_zero() -> bool:
 
 
 def replica(path: str, **fields: Any) -> OpenPool:
-    """A pool of one replica, for rank 0. It stays for the calls that follow, until `close_replicas` or the process's end."""
+    """A pool of one replica, for rank 0. It stays for the calls that follow on the same model, or until `close_replicas`."""
+    for key in [key for key, pool in _replicas.items() if pool.config.model_path != path]:
+        _replicas.pop(key).close()
     if (stop_ray := start_ray("local")) is not None:
         _stop_ray.append(stop_ray)
         atexit.register(close_replicas)

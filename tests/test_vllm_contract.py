@@ -79,6 +79,17 @@ def test_the_engine_has_the_calls_of_a_sync() -> None:
     assert vllm_api.START_FAILURE in inspect.getsource(core)
 
 
+def test_processes_of_a_replica_still_spin_for_a_second_after_a_message() -> None:
+    """vllm_api.spin_less changes a default that all callers take."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    if not hasattr(shm_broadcast, "SpinCondition"):
+        pytest.skip("vLLM 0.26 has other loops; there replicas are on GPUs")
+    defaults = inspect.signature(shm_broadcast.SpinCondition).parameters
+    assert defaults["busy_loop_s"].default == 1 and list(defaults)[-1] == "busy_loop_s"
+    assert "busy_loop_s=" not in inspect.getsource(shm_broadcast)
+
+
 def test_engine_arguments_are_known() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -34,6 +34,7 @@ START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 
 FAILED_START_SECONDS = 20.0
 SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
+CPU_SPIN_SECONDS = 0.01
 WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
 # Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
 # the weights several times, between ones that stay, which leaves glibc's own heap full of holes.
@@ -49,8 +50,23 @@ def register() -> None:
     replica = os.environ.get(REPLICA_PID)
     if replica is not None and int(replica) != os.getpid():
         processes.die_with(int(replica))
+        spin_less()
         if vllm_outputs.HOLDS in os.environ:
             vllm_outputs.hold_outputs()
+
+
+def spin_less() -> None:
+    """The core and the workers of a replica on CPUs wait for each other's messages asleep.
+
+    vLLM has each of them spin for a second after a message (distributed/device_communicators/shm_broadcast.py:122), on cores
+    that the trainer and other replicas could use.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+        SpinCondition.__init__.__defaults__ = (CPU_SPIN_SECONDS,)  # busy_loop_s, which no caller gives
 
 
 def environment(*, cuda: bool) -> dict[str, str]:
