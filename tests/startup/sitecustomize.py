@@ -1,7 +1,7 @@
 """Python runs this at the start of each process of the tests: conftest.py puts this folder on PYTHONPATH.
 
 Most of what the tests take is imports of vLLM. A quarter of those is the collector, which looks for cycles among modules. vLLM
-has it look five times more as it starts, and so does every process as it ends: what was imported is looked through once. A
+has it look five times more as it starts and ends, and so does every process as it ends: none looks through what was imported. A
 seventh is what transformers finds out at each import from its source files and all installed packages: two answers are kept in
 files, for as long as the module that asks and the packages stay. An eighth is torch's compiler, which vLLM imports to change it,
 and nothing is compiled here. Imports here are those that most processes do without.
@@ -16,11 +16,16 @@ ASKS = "transformers.utils.import_utils"
 COMPILER = "torch._inductor.lowering"
 
 
-def freeze_once(phase, info):
-    """In the place of the first full collection: it finds nothing to look through."""
-    if phase == "start" and info["generation"] == 2:
-        gc.callbacks.remove(freeze_once)
+num_frozen = 0
+
+
+def freeze(phase, info):
+    """What was imported, before a full collection looks through it: each time that a thousand more modules are there."""
+    global num_frozen  # noqa: PLW0603
+    if phase == "start" and info["generation"] == 2 and len(sys.modules) > num_frozen + 1000:
+        num_frozen = len(sys.modules)
         gc.freeze()
+        gc.unfreeze = lambda: None  # vLLM's processes look through everything as they end (v1/engine/core.py:836)
 
 
 class Finder:
@@ -86,7 +91,7 @@ def kept(function, module_file):
     return ask
 
 
-gc.set_threshold(100_000, 50, 1000)
-gc.callbacks.append(freeze_once)
+gc.set_threshold(500_000, 50, 1000)
+gc.callbacks.append(freeze)
 atexit.register(gc.freeze)
 sys.meta_path.insert(0, Finder())
