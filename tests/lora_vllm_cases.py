@@ -20,6 +20,8 @@ from tests.replicas import OpenPool
 from tests.lora_cases import save_adapter, worst_difference
 from tests.sync_cases import is_rank_zero, replica
 
+STARTS_PROCESSES = True  # see ranks.py
+
 
 def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Train; after each step bring the weights merged to one replica and the adapter alone to another, and compare.

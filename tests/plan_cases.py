@@ -21,6 +21,7 @@ from bridge.layout.digest import digest_value
 from bridge.receive.vllm_readback import digest_whole, hf_slices, tensor_group
 from bridge.replicas.processes import MEMORY_FOLDER
 
+STARTS_PROCESSES = True  # see ranks.py
 BUCKET_BYTES = 100_000
 
 

@@ -17,12 +17,15 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +91,17 @@ class Ranks:
     def call(self, target: str, arguments: dict[str, Any], timeout_seconds: float) -> list[Any]:
         number, self.num_calls = self.num_calls, self.num_calls + 1
         said_before = self.output.stat().st_size
-        _put(self.folder / f"call{number}", (target, arguments))
         results = [self.folder / f"call{number}_rank{rank}" for rank in range(len(self.processes))]
-        deadline = time.monotonic() + timeout_seconds
-        while not all(path.exists() for path in results):
-            ended = any(process.exitcode is not None for process in self.processes)
-            if ended or time.monotonic() > deadline:
-                said = self.output.read_bytes()[said_before:].decode(errors="replace")
-                what = "failed" if ended else f"took more than {timeout_seconds:g} s"
-                raise AssertionError(f"{target} on {len(self.processes)} ranks {what}:\n{said[-8000:]}")
-            time.sleep(POLL_SECONDS)
+        with own_core() as core:
+            _put(self.folder / f"call{number}", (target, arguments, core))
+            deadline = time.monotonic() + timeout_seconds
+            while not all(path.exists() for path in results):
+                ended = any(process.exitcode is not None for process in self.processes)
+                if ended or time.monotonic() > deadline:
+                    said = self.output.read_bytes()[said_before:].decode(errors="replace")
+                    what = "failed" if ended else f"took more than {timeout_seconds:g} s"
+                    raise AssertionError(f"{target} on {len(self.processes)} ranks {what}:\n{said[-8000:]}")
+                time.sleep(POLL_SECONDS)
         return [pickle.loads(path.read_bytes()) for path in results]
 
     def end(self) -> None:
@@ -119,6 +123,26 @@ class Ranks:
             process.kill()
             process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def own_core() -> Iterator[int | None]:
+    """One for all ranks of a call, while xdist's workers fill the cores: waking each other on another takes an eighth more time.
+
+    Mostly one that no other worker's ranks have. None: they may run on any.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) < len(cores):
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX) as claim:  # its name is of no file, and ends with it
+        for core in cores:
+            with suppress(OSError):
+                claim.bind(f"\0megasync-tests-core-{core}")
+                break
+        else:
+            core = random.choice(cores)
+        yield core
 
 
 def process_context() -> Any:
@@ -153,19 +177,28 @@ def serve(folder: Path, parent: int, environment: dict[str, str]) -> None:
 
 
 def _take_calls(folder: Path, parent: int) -> None:
-    rank = os.environ["RANK"]
+    rank, cores = os.environ["RANK"], os.sched_getaffinity(0)
     for number in itertools.count():
-        path = folder / f"call{number}"
-        while not path.exists():
+        given = folder / f"call{number}"
+        while not given.exists():
             if not Path(f"/proc/{parent}").exists():
                 return
             time.sleep(POLL_SECONDS)
-        call = pickle.loads(path.read_bytes())
+        call = pickle.loads(given.read_bytes())
         if call is None:
             return
-        target, arguments = call
-        module, name = target.split(":")
-        function = getattr(importlib.import_module(module), name)
+        target, arguments, core = call
+        path, name = target.split(":")
+        module = importlib.import_module(path)
+        function = getattr(module, name)
+        stay_on(cores if core is None or hasattr(module, "STARTS_PROCESSES") else {core})
         gc.freeze()  # what is here stays, modules above all: no collection need look through it again
         _put(folder / f"call{number}_rank{rank}", function(**arguments))
         gc.collect()
+
+
+def stay_on(cores: set[int]) -> None:
+    """All threads of this process."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            os.sched_setaffinity(int(thread.name), cores)

@@ -27,6 +27,7 @@ from megasync.weights import Weights, build_publisher
 from tests.engine_cases import engine, exporter, log_probs, random_samples
 from tests.replicas import OpenPool
 
+STARTS_PROCESSES = True  # see ranks.py
 BUCKET_BYTES = 150_000  # smaller than the largest tensors: some are split
 _replicas: dict[str, OpenPool] = {}  # rank 0's, by their config
 _stop_ray: list[Callable[[], None]] = []

@@ -25,6 +25,7 @@ from megasync.rollouts.rewards.functions import RewardInput, token_count
 from tests.ranks import run_ranks
 from tests.reward_cases import DEEDS
 
+STARTS_PROCESSES = True  # see ranks.py
 ROOT = Path(__file__).resolve().parents[1]
 TEST_FOLDER, BROKEN = "MEGASYNC_TEST_FOLDER", "rewards are broken"
 TORCHRUN = [str(ROOT / "launch" / "torchrun_one_node.sh")]
