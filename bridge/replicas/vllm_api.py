@@ -61,9 +61,9 @@ def spin_less() -> None:
     vLLM has each of them spin for a second after a message (distributed/device_communicators/shm_broadcast.py:122), on cores
     that the trainer and other replicas could use.
     """
-    import torch
+    from vllm.platforms import current_platform
 
-    if not torch.cuda.is_available():
+    if current_platform.is_cpu():
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         SpinCondition.__init__.__defaults__ = (CPU_SPIN_SECONDS,)  # busy_loop_s, which no caller gives
