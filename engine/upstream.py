@@ -25,7 +25,7 @@ def use_standalone_fsdp() -> None:
     adapter.MegatronFSDP = megatron_fsdp.MegatronFSDP
     adapter.FSDPDistributedIndex = megatron_fsdp.FSDPDistributedIndex
     adapter._get_dp_tp_mesh = _stage_mesh
-    _compare_no_shards()
+    _skip_shard_comparison()
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function has its name, too
     finalize._allreduce_embedding_grad = _reduce_tied_embeddings
     if not isinstance(adapter.TELinear, type):
@@ -48,7 +48,7 @@ def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:
     return ranks[:, position // shape[2] % ep_size]
 
 
-def _compare_no_shards() -> None:
+def _skip_shard_comparison() -> None:
     """As it starts megatron-fsdp 0.6.1 has the ranks compare their shards of each parameter and gather where these begin, by
     collectives of Python objects, one after another (param_and_grad_buffer.py:3250).
 

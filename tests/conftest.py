@@ -41,7 +41,10 @@ LONGEST_FIRST = (
     *("test_vllm_contract", "test_checkpoint", "test_unshard", "test_upstream", "test_quickstart_assets", "test_reward_pool"),
     *("test_batch", "test_bench_train", "test_equivalence", "test_group_transport", "test_rank_zero", "test_stream_units"),
 )
-VLLM_ON_CPU = {"test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm"}
+VLLM_ON_CPU = {
+    *("test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm", "test_stream_vllm"),
+    *("test_generation_vllm", "test_faults"),
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -127,9 +127,10 @@ class Ranks:
 
 @contextmanager
 def own_core() -> Iterator[int | None]:
-    """One for all ranks of a call, while xdist's workers fill the cores: waking each other on another takes an eighth more time.
+    """The core that all ranks of a call run on, where there are as many xdist workers as cores; else None: they run on any.
 
-    Mostly one that no other worker's ranks have. None: they may run on any.
+    Ranks that wake each other across cores take an eighth more CPU time. If there is one, it is a core that no other worker's
+    ranks have.
     """
     cores = sorted(os.sched_getaffinity(0))
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) < len(cores):

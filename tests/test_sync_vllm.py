@@ -90,7 +90,7 @@ def cluster():
     assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.NO_IDLE_WORKERS"
     commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
-    assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_PARTS leaves out"
+    assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"
     stop_ray()
     left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
     assert left == []

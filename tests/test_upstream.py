@@ -201,7 +201,7 @@ def test_megatron_core_still_scales_as_llama_3_1_alone_and_mbridge_knows_no_mist
 
 
 def test_shards_are_still_compared_parameter_by_parameter_and_over_the_whole_world() -> None:
-    """engine/upstream.py:_compare_no_shards"""
+    """engine/upstream.py:_skip_shard_comparison"""
     from megatron_fsdp import param_and_grad_buffer, uneven_dtensor
     from torch.distributed.tensor import _collective_utils
 

@@ -79,15 +79,19 @@ def test_the_engine_has_the_calls_of_a_sync() -> None:
     assert vllm_api.START_FAILURE in inspect.getsource(core)
 
 
-def test_processes_of_a_replica_still_spin_for_a_second_after_a_message() -> None:
+def test_processes_of_a_replica_spin_for_a_second_after_a_message_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm_api.spin_less changes a default that all callers take."""
     from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
 
-    if not hasattr(shm_broadcast, "SpinCondition"):
-        pytest.skip("vLLM 0.26 has other loops; there replicas are on GPUs")
-    defaults = inspect.signature(shm_broadcast.SpinCondition).parameters
-    assert defaults["busy_loop_s"].default == 1 and list(defaults)[-1] == "busy_loop_s"
+    if not current_platform.is_cpu():
+        pytest.skip("of replicas on CPUs")
+    start = shm_broadcast.SpinCondition.__init__
+    monkeypatch.setattr(start, "__defaults__", start.__defaults__)  # put back in the end
+    assert start.__defaults__ == (1,) and list(inspect.signature(start).parameters)[-1] == "busy_loop_s"
     assert "busy_loop_s=" not in inspect.getsource(shm_broadcast)
+    vllm_api.spin_less()
+    assert inspect.signature(start).parameters["busy_loop_s"].default == vllm_api.CPU_SPIN_SECONDS
 
 
 def test_engine_arguments_are_known() -> None:

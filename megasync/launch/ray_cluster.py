@@ -35,7 +35,7 @@ STOP_SECONDS = 20.0
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
 # What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs and a dashboard.
-UNUSED_PARTS = ("start_monitor", "start_log_monitor", "start_api_server")
+UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
             shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        with environment(variables), _actors_alone():
+        with environment(variables), _without_unused_daemons():
             _connect(options)
     except BaseException:
         stop()
@@ -102,14 +102,14 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
 
 
 @contextmanager
-def _actors_alone() -> Iterator[None]:
-    """A Ray of our own starts without UNUSED_PARTS, for which `ray.init` has no keys (ray 2.60.0 _private/node.py:1642)."""
+def _without_unused_daemons() -> Iterator[None]:
+    """A Ray of our own starts without UNUSED_DAEMONS, for which `ray.init` has no keys (ray 2.60.0 _private/node.py:1642)."""
     from ray._private.node import Node
 
     def leave_out(node: Any, **_: Any) -> None:
         node._webui_url = None  # start_api_server sets it
 
-    before = {name: vars(Node)[name] for name in UNUSED_PARTS if name in vars(Node)}
+    before = {name: vars(Node)[name] for name in UNUSED_DAEMONS if name in vars(Node)}
     try:
         for name in before:
             setattr(Node, name, leave_out)

@@ -14,9 +14,7 @@ import sys
 
 ASKS = "transformers.utils.import_utils"
 COMPILER = "torch._inductor.lowering"
-
-
-num_frozen = 0
+num_frozen = 0  # modules
 
 
 def freeze(phase, info):
