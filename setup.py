@@ -9,5 +9,5 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
-    entry_points={"vllm.general_plugins": ["megasync = bridge.replicas.vllm_api:register"]},
+    entry_points={"vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"]},
 )

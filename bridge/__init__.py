@@ -2,13 +2,15 @@
 
 Each room imports only from those above it:
 
-config.py     the YAML key `sync`, and what a replica is started with
-messages.py   the typed messages and states of a sync
-generation.py what is to be generated, and what comes back
-layout/       what a sync carries, in which bytes: manifest, buckets, regions, copies, digests
-export/       megatron-core parameters become Hugging Face tensors: gathered, merged with their adapters, renamed
-transport/    how buckets travel: shm, nccl, ipc
-send/         the trainer's side of a sync: Publisher, one call on every rank
-receive/      the side of a vLLM worker: buckets become parameters
-replicas/     the Ray actors that run vLLM: started, called, ended, cleaned up after
+config.py      the YAML key `sync`, and what a replica is started with
+messages.py    the typed messages and states of a sync
+generation.py  what is to be generated, and what comes back
+processes.py   ends vLLM's processes with their replica, cleans /dev/shm
+layout/        what a sync carries, in which bytes: manifest, buckets, regions, copies, digests, the baked plan
+export/        megatron-core parameters become Hugging Face tensors: gathered, merged with their adapters, renamed
+transport/     how buckets travel: shm, nccl, ipc
+send/          the trainer's side of a sync: Publisher, one call on every rank
+vllm/          all that depends on the vLLM version
+receive/       the side of a vLLM worker: buckets become parameters
+replicas/      the Ray actors that run vLLM: started, called, ended, cleaned up after
 """

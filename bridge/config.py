@@ -49,7 +49,7 @@ class SyncConfig(BaseModel):
     """Deadline of one sync."""
     canary_tolerance: Annotated[float, Field(ge=0)] | None = 0.2
     """After each sync trainer and one replica in turn score a few prompts; the run stops where their log-probs differ by more
-    than this a token on average, which evens bf16's noise out (0.006 in a dense 3B, 0.03 at its worst token) and wrong weights
+    than this a token on average, which averages bf16 noise out (0.006 in a dense 3B, 0.03 at its worst token) and wrong weights
     not; 0 or null: no such probe."""
 
 

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion.
 
-    `top_k` 0 and `min_p` 0 leave no token out. `stop`: texts, for replicas that detokenise (ReplicaConfig).
+    `top_k` 0 and `min_p` 0 leave no token out. `stop`: texts, for replicas that detokenise (ReplicaConfig). `max_new_tokens` 0
+    is for log-probs of the prompt (Generator.score).
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,7 +47,7 @@ class Completion:
     weight_versions: npt.NDArray[np.int32]  # [n]
     finish_reason: str  # stop | length
     # [prompt and response tokens - 1, layers, experts of a token], uint8 or int16, where ReplicaConfig.returns_experts is set
-    routed_experts: npt.NDArray[Any] = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
+    routed_experts: npt.NDArray[Any] = field(default_factory=lambda: NO_EXPERTS)
 
     def copy(self) -> Completion:
         """With arrays of its own: those that Ray hands out are views of its object store, which cannot free them before."""
@@ -79,3 +82,23 @@ class Collected:
 
     finished: tuple[Finished, ...]
     silent_seconds: float
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent as a few arrays for all: each costs more than the numbers in it."""
+        done = [each.completion for each in self.finished]
+        names = [(each.key, each.sample, each.completion.finish_reason) for each in self.finished]
+        columns = [[getattr(each, name) for each in done] for name in ("token_ids", "log_probs", "weight_versions")]
+        experts = [each.routed_experts for each in done] if any(each.routed_experts.size for each in done) else []
+        joined = [np.concatenate(column) if done else np.empty(0) for column in columns]
+        return _collected, (names, [len(each.token_ids) for each in done], joined, experts, self.silent_seconds)
+
+
+def _collected(names: Any, lengths: list[int], joined: Any, experts: Any, silent_seconds: float) -> Collected:
+    """The completions' arrays are of their own memory: those that Ray hands out are views of its object store."""
+    columns = [np.split(column.copy(), np.cumsum(lengths[:-1], dtype=np.int64)) for column in joined]
+    routed = [rows.copy() for rows in experts] or [NO_EXPERTS] * len(names)
+    finished = (
+        Finished(key, sample, Completion(tokens, log_probs, versions, reason, rows))
+        for (key, sample, reason), tokens, log_probs, versions, rows in zip(names, *columns, routed, strict=False)
+    )  # of no samples numpy.split makes one part
+    return Collected(tuple(finished), silent_seconds)

@@ -1,15 +1,17 @@
 """What the YAML keys `model`, `engine` and `algorithm` mean. No torch in here: configs are checked without it.
 
-Leaves out loading (megasync/config/load.py) and what depends on the model and the number of ranks (megasync/config/check.py).
+Leaves out loading (megasync/config/load.py) and what depends on the model and the number of ranks (megasync/checks/check.py).
 """
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+from pydantic import PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
@@ -32,6 +34,16 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _with_home(value: str) -> str:
+    """`~` and `~user` at the start stand for home folders, as in a shell."""
+    path = os.path.expanduser(value)  # noqa: PTH111 # a Path would lose what is no path, such as an empty text
+    if path.startswith("~"):
+        lines = {"choices": "~ and ~USER for home folders that there are", "example": f"./{value}"}
+        raise PydanticCustomError("home", "there is no such home folder", lines)
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(_with_home)]
 OneOrMore = (BeforeValidator(_as_tuple), Field(min_length=1))  # of a tuple: YAML has a list, or one text alone
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -39,7 +51,7 @@ FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: str = ""
+    path: FilePath = ""
     """A Hugging Face folder: config.json, *.safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of weights and activations."""
@@ -87,7 +99,7 @@ class OptimizerConfig(Section):
     decay_steps: PositiveInt | None = None
     """Optimizer steps until the rate is at its minimum; null: all of the run."""
     offload: bool = False
-    """State and main weights lie in host memory but while the optimizer steps: room for activations, at a copy both ways."""
+    """State and main weights lie in host memory except in the optimizer step: room for activations, at a copy both ways."""
 
 
 LatentTarget = Literal["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
@@ -111,7 +123,7 @@ class LoraConfig(Section):
     """Rank-stabilised (arXiv:2312.03732): alpha / sqrt(rank) in place of alpha / rank."""
     sync: Literal["merged", "adapter"] = "merged"
     """merged: whole weights, W + scale B A, travel to the replicas; adapter: A and B alone."""
-    adapter_path: str = ""
+    adapter_path: FilePath = ""
     """A PEFT folder to start from; empty: B is zero, so that training starts at the base model."""
 
     @property
@@ -135,6 +147,9 @@ class EngineConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's DistributedDataParallelConfig, by name."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of gradients, added up over micro-batches and reduced over ranks. With model.dtype=bfloat16, bfloat16 halves their memory
+    and traffic, but sums lose small addends: an error of 1 % after a hundred micro-batches."""
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens of one forward pass, over all context ranks together; a longer sample makes a micro-batch of its own."""
     balance: Literal["tokens", "cost"] = "tokens"
@@ -192,7 +207,7 @@ class AlgorithmConfig(Section):
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What rewards are compared with: the mean of the group, or of its other samples (RLOO, arXiv:2402.14740)."""
     normalize_advantage_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
+    """Divide a group's advantages by the standard deviation of its rewards, with n - 1 in the denominator."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """Responses cut off at max_new_tokens: kept, out of the loss, or with less reward for all that come near (DAPO)."""
     overlong_buffer: NonNegativeInt = 0

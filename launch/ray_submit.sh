@@ -3,5 +3,6 @@
 #
 #   ./launch/ray_submit.sh CONFIG.yaml [key=value ...] [--address HTTP_ADDRESS] [--num-ranks N] [--no-wait]
 set -euo pipefail
+export MEGASYNC_COMMAND="$(printf '%q ' "$0" "$@")" # what goes on after a failure
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 exec "$PYTHON" -m megasync.submit "$@"

@@ -2,7 +2,7 @@
 # Sets everything up, then checks style, types and behaviour. Exit code 0: all of it passed.
 #
 #   ./launch/test.sh                           # ruff, mypy and the tests; where GPUs are, those that need them too
-#   ./launch/test.sh tests/test_engine.py -x   # arguments go to pytest, and only pytest runs
+#   ./launch/test.sh tests/engine/test_engine.py -x   # arguments go to pytest, and only pytest runs
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$MEGASYNC_ROOT"

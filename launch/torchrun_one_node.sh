@@ -5,6 +5,7 @@
 #
 # Without N: 2 ranks on a machine without GPUs, else its GPUs less those that the vLLM replicas need.
 set -euo pipefail
+export MEGASYNC_COMMAND="${NPROC:+NPROC=$NPROC }$(printf '%q ' "$0" "$@")" # what goes on after a failure
 num_ranks=${NPROC:-}
 arguments=()
 while [ $# -gt 0 ]; do
@@ -20,7 +21,7 @@ if [ $# -eq 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then
   [ $# -gt 0 ] && exit 0 || exit 2
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-num_ranks=${num_ranks:-$("$PYTHON" -m megasync.num_ranks "$@")}
+num_ranks=${num_ranks:-$("$PYTHON" -m megasync.launch.num_ranks "$@")}
 # Before torchrun, so that a wrong config is said once and not by every rank under a launcher's traceback.
 "$PYTHON" -m megasync.train --check --world-size "$num_ranks" "$@"
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which ends its ranks.

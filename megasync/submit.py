@@ -20,18 +20,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.devices import visible_devices
-from megasync.launch.processes import INTERRUPTED
+from megasync.launch.devices import visible_devices
+from megasync.launch.last_words import last_words
+from megasync.launch.num_ranks import default_num_ranks
+from megasync.launch.processes import INTERRUPTED, REFUSED
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
-from megasync.num_ranks import default_num_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"
@@ -73,8 +75,7 @@ def check(options: argparse.Namespace, num_ranks: int) -> int:
 
 def absolute_paths(config: Config) -> list[str]:
     """Overrides that name the config's folders and files for processes with another working directory."""
-    inputs = {"model.path": config.model.path, **config.data.paths}
-    paths = {"run.dir": config.run.dir} | {key: path for key, path in inputs.items() if path and Path(path).exists()}
+    paths = {"run.dir": config.run.dir} | {key: path for key, path in config.input_paths.items() if Path(path).exists()}
     return [f"{key}={json.dumps(str(Path(path).resolve()))}" for key, path in paths.items()]
 
 
@@ -106,38 +107,53 @@ def num_cpus(config: Config, num_ranks: int) -> int:
     return max(os.cpu_count() or 1, num_ranks + replicas + 1)
 
 
-def submit(address: str, job_arguments: dict[str, Any], *, wait: bool) -> int:
-    """Submit and, unless told otherwise, follow the job to its end."""
+def submit(address: str, job_arguments: dict[str, Any]) -> tuple[Any, str]:
+    """A client of the job server, and the id of the job that it has now."""
     from ray.job_submission import JobSubmissionClient
 
     logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # says when its socket closes
     client = JobSubmissionClient(address)
     job_id = submit_when_ready(client, job_arguments)
-    if not wait:
-        print(f"submitted {job_id}; follow it with: ray job logs --follow --address {address} {job_id}")
-        return 0
     print(f"submitted {job_id} to {address}", flush=True)
-    try:
-        follow_in_thread(client, job_id)
-        return exit_code(client, job_id)
-    except KeyboardInterrupt:
-        print(f"stopping {job_id}", file=sys.stderr)
-        stop(client, job_id)
-        return INTERRUPTED
+    return client, job_id
 
 
-def submit_to_cluster(address: str, job_arguments: dict[str, Any], *, wait: bool) -> int:
-    """`submit`, with a word of advice where the cluster is not there or does not let us in."""
+def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[], str], *, wait: bool) -> int:
+    """Submit and, unless told otherwise, follow; with a word of advice where the cluster does not answer or let us in."""
     from ray.exceptions import AuthenticationError
 
     try:
-        return submit(address, job_arguments, wait=wait)
+        client, job_id = submit(address, job_arguments)
     except OSError as error:
         print(f"--address {address}: no job server answers there: {error}", file=sys.stderr)
+        return 1
     except AuthenticationError:
         remedy = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to what its owner gave you"
         print(f"--address {address}: the cluster refuses this user; {remedy}", file=sys.stderr)
-    return 1
+        return 1
+    by_hand = f"follow it with: ray job logs --follow --address {address} {job_id}"
+    if not wait:
+        print(by_hand)
+        return 0
+    try:
+        return follow_to_end(client, job_id, words)
+    except OSError as error:
+        print(f"--address {address}: the connection is lost ({error}); {job_id} may go on; {by_hand}", file=sys.stderr)
+        return 1
+
+
+def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
+    """The job's exit code. `words`: to be said last where a run began and is not done."""
+    try:
+        follow_in_thread(client, job_id)
+        code = exit_code(client, job_id)
+    except KeyboardInterrupt:
+        print(f"stopping {job_id}", file=sys.stderr)
+        stop(client, job_id)
+        code = INTERRUPTED
+    if code not in (0, REFUSED):
+        print(words(), file=sys.stderr)
+    return code
 
 
 def submit_when_ready(client: Any, job_arguments: dict[str, Any]) -> str:
@@ -216,11 +232,12 @@ def main(argv: Sequence[str]) -> int:
         return code
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process
+    words = partial(last_words, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))
     try:
         if options.address:
-            return submit_to_cluster(options.address, job_arguments, wait=not options.no_wait)
+            return submit_to_cluster(options.address, job_arguments, words, wait=not options.no_wait)
         with run_scope(), local_cluster(num_cpus(config, num_ranks)) as address:
-            return submit(address, job_arguments, wait=True)
+            return follow_to_end(*submit(address, job_arguments), words)
     except (RuntimeError, OSError) as error:
         print(f"the Ray cluster failed: {error}", file=sys.stderr)
         return 1

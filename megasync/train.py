@@ -3,7 +3,8 @@
     python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
     python -m megasync.train --check --world-size 2 CONFIG.yaml [key=value ...]      # only says whether that would start
 
-Exit codes: 0 done; 2 the config is wrong, nothing was started; 1 failed while running. Leaves out the loops (loop.py).
+Exit codes: 0 done, now or before; 2 the config is wrong or the run is going on, nothing was started; 1 failed while running.
+Leaves out the loops (loop.py).
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megasync.config.check import check_config
+from megasync.checks.check import check_config
+from megasync.checks.unused import unused_keys
 from megasync.config.errors import main_errors
+from megasync.config.files import lock, newest_checkpoint
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.data.prompts import RunData, load_data
 from megasync.launch.processes import end_on_sigterm, run_and_leave
 from megasync.launch.scope import is_one_machine, listen_on_loopback
-from megasync.rollouts.prompts import RunData, load_data
+from megasync.reporting.log import read_summary
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,44 +38,64 @@ def main(arguments: Sequence[str]) -> int:
     with main_errors(speak=rank == 0):
         config = load_config(given.config, given.overrides)
         check_config(config, given.world_size or world_size, needs_data=given.check)
+        if rank == 0 and not given.check:
+            lock(config.run.folder)
+        if is_done(config) and not given.check:
+            if rank == 0:
+                print(f"{config.run.folder}: all {config.run.steps} steps are done; for more of them write run.steps=NUMBER")
+            return 0
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
         reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
         data = load_data(config) if reads_data and not given.check else None
+    for note in unused_keys(config) if given.check else ():
+        print(note)
     return 0 if given.check else run(config, data)
+
+
+def is_done(config: Config) -> bool:
+    """Whether a start would find nothing to do: all steps, what `Session.finish` writes last and the weights are there."""
+    folder = config.run.folder
+    if config.checkpoint.resume != "auto" or newest_checkpoint(folder) is None:
+        return False
+    return read_summary(folder).get("steps", 0) >= config.run.steps and (not config.run.export_hf or (folder / "hf").is_dir())
 
 
 def run(config: Config, data: RunData | None) -> int:
     """Train by a checked config on this rank. Returns the exit code. `data`: None on the ranks that need none."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     from bridge.messages import SyncError
-    from engine import parallel
     from engine.checkpoint import CheckpointError
-    from engine.metrics import NonFiniteError
-    from megasync.canary import CanaryError
-    from megasync.loop import train_grpo, train_sft
-    from megasync.rank_zero import RankZeroError
-    from megasync.session import Session
+    from engine.objective.metrics import NonFiniteError
+    from engine.runtime import parallel
+    from megasync.run.canary import CanaryError
+    from megasync.run.loop import train_grpo, train_sft
+    from megasync.run.rank_zero import RankZeroError
+    from megasync.run.session import Session
 
     rank = int(os.environ.get("RANK", "0"))
     end_on_sigterm()
-    session, is_done = None, False
+    session, is_well = None, False
     try:
         with main_errors(speak=rank == 0):
             session = Session(config, data)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         session.finish()
-        is_done = True
-    except (NonFiniteError, SyncError, RankZeroError, CanaryError, CheckpointError) as error:
+        is_well = True
+    except Exception as error:
+        get_error_handler().record_exception(error)  # for the launcher, which says it last
+        if not isinstance(error, NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError):
+            raise
+        at, last = (f"step {session.step}: ", session.last_checkpoint) if session is not None else ("", None)
         if rank == 0:
-            last = session.last_checkpoint if session is not None else None
-            at = f"step {session.step}: " if session is not None else ""
             print(f"{at}{error}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         return 1
     finally:
         if session is not None:
-            session.close(is_done=is_done)
+            session.close(is_done=is_well)
         parallel.shutdown()
-        if session is not None and is_done:
+        if session is not None and is_well:
             session.heartbeat.leave()
     return 0
 

@@ -35,15 +35,16 @@ if str(ROOT) not in sys.path:
 
 # workers take whole files (launch/test.sh): the longest first, so that all end at about the same time
 LONGEST_FIRST = (
-    *("test_train", "test_sync_trainer", "test_bench", "test_sync_vllm", "test_engine", "test_stream_vllm"),
+    *("test_train", "test_sync_trainer", "test_bench", "test_real_model", "test_sync_vllm", "test_engine", "test_stream_vllm"),
     *("test_experts", "test_faults", "test_submit", "test_lora", "test_steps", "test_overrides", "test_context", "test_resume"),
+    "test_life",
     *("test_generation_vllm", "test_plan_vllm", "test_families", "test_config_check", "test_router"),
     *("test_vllm_contract", "test_checkpoint", "test_unshard", "test_upstream", "test_quickstart_assets", "test_reward_pool"),
     *("test_batch", "test_bench_train", "test_equivalence", "test_group_transport", "test_rank_zero", "test_stream_units"),
 )
 VLLM_ON_CPU = {
     *("test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm", "test_stream_vllm"),
-    *("test_generation_vllm", "test_faults"),
+    *("test_generation_vllm", "test_faults", "test_real_model"),
 }
 
 
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _cannot_run(item: pytest.Item) -> str:
     """Why a test has no place on this machine; empty where it has."""
-    from megasync.devices import visible_devices
+    from megasync.launch.devices import visible_devices
 
     if marker := item.get_closest_marker("gpu"):
         needed, there = (*marker.args, 1)[0], len(visible_devices())
@@ -82,13 +83,13 @@ def _is_cpu_vllm() -> bool:
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Idle ranks take some of the cores, so they end before a file that does not use them."""
     if nextitem is None or not hasattr(getattr(nextitem, "module", None), "run_ranks"):
-        from tests.ranks import end_ranks
+        from tests.support.ranks import end_ranks
 
         end_ranks()
 
 
 def pytest_sessionfinish() -> None:
-    from tests.ranks import end_ranks
+    from tests.support.ranks import end_ranks
 
     end_ranks()
     atexit.unregister(gc.freeze)  # of startup/sitecustomize.py: what prints the results leaves without a word about leaks

@@ -4,7 +4,7 @@ An A that several linears share, as those of a fused linear do, is sent once, wi
 the adapter's scale, as an adapter whose alpha is its rank has it: vLLM computes with that product, so that what it
 holds can be compared with what was sent bit for bit. The replicas serve the base model of their folder and never get other base
 weights, so that an adapter cannot meet a merged base. Leaves out where the factors come from, and what vLLM does with
-them (vllm_adapter.py).
+them (vllm/weights/adapter.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from bridge.config import SyncConfig
 from bridge.export.source import AdapterFactors, Part
 from bridge.layout.manifest import Manifest, TensorSpec
-from bridge.layout.regions import Copy, whole
+from bridge.layout.regions import Copy, contiguous
 
 BUCKET_BYTES = 4 * 2**20  # at most: adapters are small, and one bucket alone would be packed, then checked, then loaded
 GPU_BUCKET_BYTES = 64 * 2**20  # there a bucket's messages cost more than its bytes
@@ -97,7 +97,7 @@ class AdapterSource:
                 self._unscaled.append(tensor)
                 self._scaled.append(sent.mul_(self.spec.scale))
         if not self._copies:
-            self._copies = [(Copy(whole(flat.numel()), name, whole(flat.numel())),) for name, flat in memory.items()]
+            self._copies = [(Copy(contiguous(flat.numel()), name, contiguous(flat.numel())),) for name, flat in memory.items()]
         return Part(self._copies, memory)
 
     def _each_once(self) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -27,7 +27,7 @@ class Exporter:
     def __init__(  # noqa: PLR0913
         self,
         units: Callable[[], Iterator[Sequence[WeightItem]]],
-        hf_bridge: Any,
+        mbridge: Any,
         *,
         tensor_group: Any = None,
         stage: int = 0,
@@ -42,7 +42,7 @@ class Exporter:
         """
         Args:
             units: a walk over this stage's items; collective.
-            hf_bridge: an mbridge Bridge.
+            mbridge: an mbridge Bridge.
             tensor_group: the tensor-parallel group, or None.
             data_rank: among the ranks that have the same parameters outside of experts; the first of them takes part.
             expert_group: the expert-parallel ranks and of each the tensor-parallel ones, in this order; None without the former.
@@ -55,7 +55,7 @@ class Exporter:
         tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
         self.is_sender = data_rank == 0 and (tensor_group is None or tensor_group.rank() == 0)
         self.has_tensors = self.is_sender or on_all_ranks
-        self._hf_bridge = hf_bridge
+        self._hf_bridge = mbridge
         self._gatherer = Gatherer(
             units,
             GatherGroup(tensor_group, data_rank == 0 or on_all_ranks),

@@ -17,7 +17,7 @@ from bridge.export.merge import merge
 from bridge.export.source import Part, WeightItem
 from bridge.export.trace import Place, trace
 from bridge.layout.manifest import TensorSpec
-from bridge.layout.regions import Copy, whole
+from bridge.layout.regions import Copy, contiguous
 
 # (name, tensor) of each Hugging Face tensor that an item's shards, one a rank of its group, become
 Convert = Callable[[WeightItem, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
@@ -189,7 +189,7 @@ class GatherPlan:
         for _, tensor in results:
             name, start = f"converted {tensor.dtype}", self._computed_sizes.get(tensor.dtype, 0)
             self._computed_sizes[tensor.dtype] = start + tensor.numel()
-            self._copies.append((Copy(whole(tensor.numel()), name, whole(tensor.numel(), start)),))
+            self._copies.append((Copy(contiguous(tensor.numel()), name, contiguous(tensor.numel(), start)),))
             at.append((name, start))
         self._computed.append((index, at))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.layout.regions import Copy, Region, cut, matching_regions
+from bridge.layout.regions import Copy, Region, matching_regions, slice_copy
 
 CAT, CLONE = torch.ops.aten.cat.default, torch.ops.aten.clone.default
 Place = tuple[str, int]  # which memory, and from which element on
@@ -88,7 +88,7 @@ def _compose(outer: Copy, inner: list[Copy]) -> list[Copy]:
     for row in range(of.num_rows):
         begin = through.offset + row * through.row_stride
         for copy in inner:
-            for source, target in cut(copy, begin, begin + through.num_columns):
+            for source, target in slice_copy(copy, begin, begin + through.num_columns):
                 composed.append(Copy(_moved(source, of.offset + row * of.row_stride), copy.buffer, target))
     return _joined(composed)
 

@@ -1,11 +1,13 @@
 """What a sync carries: tensors in buckets, the copies into and out of them, and digests. Knows no Megatron, no vLLM and no Ray.
 
-manifest.py        the ordered list of tensors that a sync carries
-bucket.py          tensors lie in fixed-size buckets: the SyncPlan of both sides (pure functions)
-regions.py         strided regions of memory and copies between them (pure functions)
-copies.py          copies between memory and a bucket, on either side,
-copy_kernel.py     and on CUDA
-digest.py          the 64-bit digest of bytes
-digest_kernel.py   the same on CUDA
-splitmix.py        the pseudo-random numbers of digests, seeds and data order
+manifest.py       the ordered list of tensors that a sync carries
+bucket.py         tensors lie in fixed-size buckets: the SyncPlan of both sides (pure functions)
+regions.py        strided regions of memory and copies between them (pure functions)
+plan.py           where a manifest's tensors go in a worker's parameters
+shards.py         full tensors rebuilt from what workers hold
+copies.py         copies between memory and a bucket, on either side,
+copy_kernel.py    and on CUDA
+digest.py         the 64-bit digest of bytes
+digest_kernel.py  the same on CUDA
+splitmix.py       the pseudo-random numbers of digests, seeds and data order
 """

@@ -14,10 +14,10 @@ import torch
 
 from bridge.layout.bucket import Piece
 from bridge.layout.digest import TILE_WORDS, BucketDigests
-from bridge.layout.regions import Copy, Region, cut
+from bridge.layout.regions import Copy, Region, slice_copy
 
 WORD_BYTES = 8
-MOST_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster
+MAX_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster
 
 Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
 
@@ -117,7 +117,7 @@ def find_matches(
         dtype: torch.dtype = getattr(torch, dtypes[piece.tensor])
         start, size = piece.tensor_offset // dtype.itemsize, piece.num_bytes // dtype.itemsize
         for copy in copies[piece.tensor] or () if size else ():
-            for in_piece, in_memory in cut(copy, start, start + size):
+            for in_piece, in_memory in slice_copy(copy, start, start + size):
                 yield Match(piece, dtype, in_piece, copy.buffer, in_memory)
 
 
@@ -181,7 +181,7 @@ def lay_tiles(matches: Iterator[Match], memory: Mapping[str, torch.Tensor]) -> T
     overlaps = bool((starts[1:] < ends[:-1]).any())
     num_words = int(table[:, 3].sum())
     tiles = _cut_into_tiles(table)
-    if len(tiles) > MOST_TILES * -(-num_words // TILE_WORDS) or tiles.max(initial=0) > np.iinfo(np.int32).max:
+    if len(tiles) > MAX_TILES * -(-num_words // TILE_WORDS) or tiles.max(initial=0) > np.iinfo(np.int32).max:
         return NO_TILES
     return Tiles(tuple(names), tiles.astype(np.int32), 0 if overlaps else num_words * WORD_BYTES)
 

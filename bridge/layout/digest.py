@@ -20,7 +20,7 @@ TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and
 ROWS = 8  # chunks at a time on a CPU: 256 KiB and scratch stay in a core's cache
 CHUNK_FACTOR = GAMMA
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
-FEWEST_POWERS = 1024
+MIN_POWERS = 1024
 
 
 @lru_cache(maxsize=4)
@@ -33,7 +33,7 @@ def multipliers(device: torch.device) -> torch.Tensor:
 
 def powers(device: torch.device, count: int) -> torch.Tensor:
     """The weights of the chunks: powers of CHUNK_FACTOR from 0 on, modulo 2**64, at least `count` of them."""
-    size = max(FEWEST_POWERS, 1 << (count - 1).bit_length())
+    size = max(MIN_POWERS, 1 << (count - 1).bit_length())
     return _powers(device, size)
 
 
@@ -145,5 +145,5 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_value(tensor: torch.Tensor) -> int:
-    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm_readback.py)."""
+    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm/weights/readback.py)."""
     return digest_tensor(tensor + 0 if tensor.is_floating_point() else tensor)

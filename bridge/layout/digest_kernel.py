@@ -14,7 +14,7 @@ FOLD = tl.constexpr(FOLD_FACTOR)
 
 @triton.jit
 def mix(words):  # type: ignore[no-untyped-def]
-    """What a word, int64, counts with, before its position's multiplier."""
+    """The mixed word, int64, before its position's multiplier."""
     return words + (words >> 32) * FOLD
 
 

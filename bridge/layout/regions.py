@@ -34,12 +34,12 @@ class Copy(NamedTuple):
     buffer_region: Region
 
 
-def whole(num_elements: int, offset: int = 0) -> Region:
+def contiguous(num_elements: int, offset: int = 0) -> Region:
     """Contiguous elements."""
     return Region(offset, 1, num_elements, num_elements)
 
 
-def cut(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
+def slice_copy(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
     """The pairs of regions of a copy whose tensor elements lie in [start, end), those of the tensor counted from `start`.
 
     At most three: the end of a row, whole rows, the beginning of a row. Each element of the copy that lies inside is in one.

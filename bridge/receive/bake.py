@@ -2,7 +2,7 @@
 
 Nothing is changed by that. A layer is planned when every element of each of its parameters is written exactly once and vLLM
 leaves its weights as they were loaded; the others fall back to vLLM's loader, with a reason. Leaves out which layers vLLM
-transforms (vllm_reload.py) and what is done with a plan (unpack.py).
+transforms (vllm/weights/reload.py) and what is done with a plan (unpack.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.layout.plan import LoadPlan
 from bridge.layout.regions import NOWHERE, Copy, Region, matching_regions
-from bridge.receive.plan import LoadPlan
 
 COPY = torch.ops.aten.copy_.default
 CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)

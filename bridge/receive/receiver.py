@@ -21,13 +21,14 @@ from vllm.distributed.weight_transfer.base import (
 
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors
+from bridge.layout.plan import LoadPlan
 from bridge.messages import BeginSync
-from bridge.receive import vllm_adapter, vllm_latent, vllm_readback, vllm_reload, vllm_routing
 from bridge.receive.bake import bake
-from bridge.receive.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
-from bridge.transport.open import open_reader
+from bridge.transport.open import abort_endpoints, open_reader
 from bridge.transport.protocol import Reader
+from bridge.vllm.serving import routing
+from bridge.vllm.weights import adapter, latent, readback, reload
 
 
 @dataclass
@@ -68,7 +69,20 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         """Nothing to set up before the first begin."""
 
     def begin(self, message: BeginSync) -> list[str]:
-        """Ready for this sync; or the reasons why not, and then nothing has changed."""
+        """Ready for this sync; or the reasons why not, and then nothing has changed. On any error all sides are told.
+
+        Raises:
+            RuntimeError: this worker cannot reach a sender, or cannot plan.
+        """
+        try:
+            return self._begin(message)
+        except Exception as error:
+            self._sync = None
+            endpoints, rank = message.endpoints[self.parallel_config.rank], self.parallel_config.rank
+            abort_endpoints(endpoints, f"replica {message.replica} worker {rank}: {error}")
+            raise
+
+    def _begin(self, message: BeginSync) -> list[str]:
         if message.manifest_json is not None:
             self._manifest = Manifest.from_json(message.manifest_json)
         manifest = self._manifest
@@ -86,9 +100,9 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._reader = open_reader(message.endpoints[rank], message.first_reader + rank, message.num_readers, self.device)
         load_plan = self._load_plan
         if message.adapter is None and (load_plan is None or load_plan.manifest is not manifest or not load_plan.is_current):
-            with vllm_reload.config_scope(self.vllm_config):
-                transformed, load = vllm_reload.transformation(self.model), self.model.load_weights
-                self._load_plan = bake(manifest, self.model, load, transformed, vllm_latent.is_derived)
+            with reload.config_scope(self.vllm_config):
+                transformed, load = reload.transformation(self.model), self.model.load_weights
+                self._load_plan = bake(manifest, self.model, load, transformed, latent.is_derived)
         self._unpacker = self._make_unpacker(message, manifest)
         self._sync = message
         return []
@@ -116,7 +130,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             return []
         if message.adapter is None:
             return self._find_differences(manifest)
-        unable = vllm_adapter.unservable_adapters(self.lora_manager, manifest.by_name)
+        unable = adapter.unservable_adapters(self.lora_manager, manifest.by_name)
         return [f"vLLM cannot serve {name} as an adapter; write engine.lora.sync=merged" for name in unable]
 
     def _find_differences(self, manifest: Manifest) -> list[str]:
@@ -124,8 +138,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             layers = self.model_config.hf_text_config.num_hidden_layers
             self._held = without_predictors(read_folder_manifest(Path(self.model_config.model)), layers)
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        problem = vllm_latent.problem(self.model)
-        return [problem] if problem else find_differences(manifest, self._held, dtype, tied=vllm_reload.is_tied(self.model))
+        problem = latent.problem(self.model)
+        return [problem] if problem else find_differences(manifest, self._held, dtype, tied=reload.is_tied(self.model))
 
     @property
     def takes_adapter(self) -> bool:
@@ -133,8 +147,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return self._sync is not None and self._sync.adapter is not None
 
     def start_weight_update(self) -> None:
-        with vllm_reload.config_scope(self.vllm_config):
-            vllm_reload.begin_reload(self._fallback_layers)
+        with reload.config_scope(self.vllm_config):
+            reload.begin_reload(self._fallback_layers)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the stream. On any error all sides are told, through the transport.
@@ -146,7 +160,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if sync is None or reader is None or sync.version != update_info.version:
             raise RuntimeError(f"version {update_info.version} was not begun")
         try:
-            with vllm_reload.config_scope(self.vllm_config):
+            with reload.config_scope(self.vllm_config):
                 self._load(sync, reader)
         except BaseException as error:
             reader.abort(f"replica {sync.replica} worker {self.parallel_config.rank}: {error}")
@@ -158,10 +172,10 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         plan, stream = self._load_plan, self._unpacker.tensors(sync, reader)
         if plan is None:
             assert sync.adapter is not None
-            vllm_adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter)
-            self._load_plan = vllm_adapter.plan_adapter(self.lora_manager, self._manifest)
+            adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter)
+            self._load_plan = adapter.plan_adapter(self.lora_manager, self._manifest)
             return
-        loaded = vllm_reload.load_stream(self.model, stream) if not plan.is_whole else set()
+        loaded = reload.load_stream(self.model, stream) if not plan.is_whole else set()
         for _ in stream:  # a loader that left early: take the rest, so that no one waits for us
             pass
         problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[self._unpacker.num_arrived :]]
@@ -174,7 +188,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         """What vLLM's loader, which says that it `loaded` so much, left out."""
         due = {name for name in self._parameters if name.rpartition(".")[0] in plan.loader_fallback}
         left_out = sorted(due - loaded) if loaded is not None else []
-        return [*(f"vLLM loaded nothing into {name}" for name in left_out), *vllm_reload.unloaded_layers(self.model)]
+        return [*(f"vLLM loaded nothing into {name}" for name in left_out), *reload.unloaded_layers(self.model)]
 
     @property
     def _fallback_layers(self) -> list[torch.nn.Module]:
@@ -182,8 +196,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return self._load_plan.fallback_layers if self._load_plan is not None else [self.model]
 
     def finish_weight_update(self) -> None:
-        with vllm_reload.config_scope(self.vllm_config):
-            vllm_reload.finish_reload(self._fallback_layers, self.model, self.model_config)
+        with reload.config_scope(self.vllm_config):
+            reload.finish_reload(self._fallback_layers, self.model, self.model_config)
         self._sync = None
 
     def break_off(self) -> None:
@@ -193,16 +207,16 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._sync = None
 
     def read_digests(self) -> dict[str, int]:
-        """vllm_readback.digest_whole of what the workers hold. Collective over them."""
-        return vllm_readback.digest_whole(self.held_slices(None), vllm_readback.tensor_group())
+        """vllm/weights/readback.digest_whole of what the workers hold. Collective over them."""
+        return readback.digest_whole(self.held_slices(None), readback.tensor_group())
 
-    def held_slices(self, names: frozenset[str] | None) -> Iterator[vllm_readback.Slice]:
+    def held_slices(self, names: frozenset[str] | None) -> Iterator[readback.Slice]:
         """Of the adapter where one is served, all; else of the weights, those of these names at least."""
         if self.lora_manager is None:
-            slices = vllm_readback.hf_slices(self.model, lambda name: names is None or name in names)
-            return vllm_readback.in_dtypes(slices, self._manifest.by_name if self._manifest is not None else {})
+            slices = readback.hf_slices(self.model, lambda name: names is None or name in names)
+            return readback.in_dtypes(slices, self._manifest.by_name if self._manifest is not None else {})
         assert self._manifest is not None
-        return vllm_adapter.held_slices(self.lora_manager, self._manifest.by_name)
+        return adapter.held_slices(self.lora_manager, self._manifest.by_name)
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
@@ -227,18 +241,23 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
-    def megasync_begin(self, fields: dict[str, Any]) -> list[str]:
-        self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
-        return self.weight_transfer_engine.begin(BeginSync.from_dict(fields))
-
-    def megasync_receive(self, fields: dict[str, Any]) -> str:
-        """AsyncLLM's start_weight_update and update_weights in one call, after a begin; what went wrong, if anything.
+    def megasync_begin(self, fields: dict[str, Any]) -> tuple[list[str], str]:
+        """The reasons of a refusal, and what went wrong, if anything.
 
         It never raises: with several workers vLLM would leave the answers of the others unread, and take them for those of the
         next call (v1/executor/multiproc_executor.py:collective_rpc).
         """
-        if reasons := self.megasync_begin(fields):
-            return "refused: " + "; ".join(reasons)
+        self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
+        try:
+            return self.weight_transfer_engine.begin(BeginSync.from_dict(fields)), ""
+        except Exception as error:  # noqa: BLE001 # whatever it is
+            return [], str(error) or type(error).__name__
+
+    def megasync_receive(self, fields: dict[str, Any]) -> str:
+        """AsyncLLM's start_weight_update and update_weights in one call, after a begin; what went wrong, as there."""
+        reasons, problem = self.megasync_begin(fields)
+        if reasons or problem:
+            return problem or "refused: " + "; ".join(reasons)
         try:
             self.megasync_receive_version(fields["version"])
         except Exception as error:  # noqa: BLE001 # whatever it is
@@ -260,10 +279,10 @@ class WorkerExtension:
         self.weight_transfer_engine.break_off()
 
     def megasync_capture_experts(self) -> None:
-        self._capture = vllm_routing.Capture(self.model_runner)
+        self._capture = routing.Capture(self.model_runner)
 
-    def megasync_take_experts(self, request_id: str) -> Any:
-        return self._capture.take(request_id)
+    def megasync_take_experts(self, request_ids: list[str]) -> Any:
+        return [self._capture.take(request_id) for request_id in request_ids]
 
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()

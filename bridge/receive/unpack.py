@@ -16,11 +16,11 @@ from bridge.layout.bucket import Bucket, Piece, StagePlan, SyncPlan
 from bridge.layout.copies import BucketCopies
 from bridge.layout.digest import BucketDigests
 from bridge.layout.manifest import TensorSpec
+from bridge.layout.plan import LoadPlan
 from bridge.messages import BeginSync
-from bridge.receive.plan import LoadPlan
-from bridge.receive.vllm_experts import KEPT_IN_VIEWS
 from bridge.transport.errors import TransportError
 from bridge.transport.protocol import Reader
+from bridge.vllm.weights.experts import KEPT_IN_VIEWS
 
 
 class Unpacker:

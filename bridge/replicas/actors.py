@@ -16,12 +16,14 @@ from typing import Any, Self
 import psutil
 import ray
 import torch
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bridge import processes
 from bridge.config import ReplicaConfig
-from bridge.replicas import processes, vllm_api
 from bridge.replicas.answers import gather
 from bridge.replicas.replica import Replica
+from bridge.vllm.serving import api
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
@@ -59,7 +61,7 @@ class ReplicaActors:
         self._restarts: dict[int, threading.Thread] = {}
         self._deferred: list[int] = []  # to be started by `rejoin`
         self._start_problems: dict[int, str] = {}  # the last one of each
-        self._untold: list[str] = []
+        self._unreported_errors: list[str] = []
         self._is_closed = False
 
     @classmethod
@@ -72,11 +74,11 @@ class ReplicaActors:
         """
         actors = cls(config, num_replicas)
         if torch.cuda.is_available() and not config.devices:
-            needed, there = num_replicas * config.tensor_parallel, int(ray.cluster_resources().get("GPU", 0))
+            needed, there = num_replicas * config.tensor_parallel, num_free_gpus()
             if needed > there:
                 raise ValueError(
                     f"rollout.replicas={num_replicas} times rollout.tensor_parallel={config.tensor_parallel} needs "
-                    f"{needed} GPUs, Ray has {there}; lower one of them"
+                    f"{needed} GPUs, Ray has {there} beside those of placement groups, such as the trainer's; lower one of them"
                 )
         actors._actors = actors._launch(range(num_replicas), serves_folder=True)
         actors.members = list(range(num_replicas))
@@ -102,7 +104,7 @@ class ReplicaActors:
         try:
             self._end([former], seconds=UNSTARTED_CLOSE_SECONDS)  # it may be hung
         except Exception as error:  # noqa: BLE001 # Ray may be gone: starting tells
-            self._untold.append(f"replica {replica} could not be ended: {error}")
+            self._unreported_errors.append(f"replica {replica} could not be ended: {error}")
         if self.config.shares_devices:
             self._deferred.append(replica)
         else:
@@ -118,13 +120,14 @@ class ReplicaActors:
             except Exception as error:  # noqa: BLE001 # said by who misses it
                 self._start_problems[replica] = str(error)
                 then = "it is tried again" if attempt < START_ATTEMPTS else "the run goes on without it"
-                self._untold.append(f"replica {replica} did not start, attempt {attempt} of {START_ATTEMPTS}; {then}: {error}")
+                failed = f"replica {replica} did not start, attempt {attempt} of {START_ATTEMPTS}"
+                self._unreported_errors.append(f"{failed}; {then}: {error}")
             else:
                 return
 
     def take_start_problems(self) -> list[str]:
         """What was not told yet of replicas that did not start anew."""
-        told, self._untold = self._untold, []
+        told, self._unreported_errors = self._unreported_errors, []
         return told
 
     def rejoin(self, at_least: int, seconds: float) -> bool:
@@ -221,7 +224,7 @@ class ReplicaActors:
         return self.gather(refs)
 
     def _end(self, actors: list[ReplicaActor], seconds: float = CLOSE_SECONDS) -> None:
-        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (vllm_api)."""
+        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (api.py)."""
         if not actors:
             return
         seconds = seconds if all(actor.pid for actor in actors) else UNSTARTED_CLOSE_SECONDS
@@ -238,9 +241,16 @@ class ReplicaActors:
             processes.remove_sockets(actor.pid)
 
 
+def num_free_gpus() -> int:
+    """Ray's, without those that placement groups hold; actors of other runs may be on some."""
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    held = sum(bundle.get("GPU", 0) for group in groups for bundle in group["bundles"].values())
+    return int(ray.cluster_resources().get("GPU", 0) - held)
+
+
 def placement_options(config: ReplicaConfig, replica: int, *, cuda: bool) -> dict[str, Any]:
     """Ray's options for a replica's actor: on this node and the GPUs that `config.devices` names, or on GPUs of its own."""
-    variables = vllm_api.environment(cuda=cuda)
+    variables = api.environment(cuda=cuda)
     if not config.devices:
         return {"num_gpus": config.tensor_parallel if cuda else 0, "runtime_env": {"env_vars": variables}}
     return {

@@ -1,6 +1,6 @@
 """What one AsyncLLM generates: requests handed in as a batch, held or begun anew when weights change, each token's version kept.
 
-Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm_api.py).
+Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm/serving/api.py).
 
     generator = Generator(engine, 0, on_update="continue", serving=lambda: (version, False), explain=str)
     await generator.hand_in([GroupRequest(key=7, request=request, samples=(0, 1))])
@@ -12,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from bridge.config import OnUpdate
 from bridge.generation import Collected, Completion, Finished, GenerationRequest, GroupRequest
-from bridge.receive import vllm_routing
-from bridge.replicas import vllm_api, vllm_outputs
+from bridge.vllm.serving import api, routing
 
 Result = TypeVar("Result")
 PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
@@ -29,19 +31,26 @@ PING_SECONDS = 1.0
 ANSWER_SECONDS = 0.01  # from one answer of `collect` to the next: each takes a millisecond or two from the engine's outputs
 
 
-@dataclass
-class Live:
+@dataclass(eq=False)
+class RunningSample:
     """A sample that the engine works on. `marks`: (number of tokens, version) at each update: how many it had when that ended."""
 
     request: GenerationRequest
-    sample: int
-    queue: Any
-    version: int
+    sample: int = 0
+    key: int = 0  # of its group
+    answer: asyncio.Future[Ended] | None = None  # who waits for its output; None: `collect` has it
+    version: int = 0
     marks: list[tuple[int, int]] = field(default_factory=list)
 
 
+Ended = tuple[str, RunningSample, Any]  # vLLM's id, and its RequestOutput
+
+
 class Generator:
-    """Methods are called on one event loop. `lock` is held while requests are handed in, and by a sync from pause to resume."""
+    """Methods are called on one event loop. `lock` is held while requests are handed in, and by a sync from pause to resume.
+
+    vLLM's output processor calls `put` with the outputs of all requests: no task, thread or event is a sample's own.
+    """
 
     def __init__(
         self,
@@ -55,21 +64,21 @@ class Generator:
     ) -> None:
         """`serving` gives the version that is served and whether an adapter is, or raises; `explain` an error's better form."""
         self.lock = asyncio.Lock()
-        self.num_calls = 0  # of generate and run, all
+        self.num_calls = 0  # of generate and score, all
         self.is_busy = False  # with weights
         self._engine, self._index, self.on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
         self._returns_experts = returns_experts
         self._ids = itertools.count()
-        self._num_running = 0  # requests in the engine
-        self._live: dict[str, Live] = {}  # by vLLM's id
-        self._held: dict[str, int] = {}  # of these, those that a pause holds, with the tokens that they have
-        self._finished: list[Finished] = []
+        self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
+        self._held: set[str] = set()  # of these, those that a pause holds
+        self._ended: list[Ended] = []  # for `collect`
+        self._again: list[Ended] = []  # by an update: they begin anew after it
         self._problem: Exception | None = None
         self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._is_open.set()
         self._is_no_sync_waiting.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._beginning_again: asyncio.Task[None] | None = None
         self._asked = self._answered = self._next_answer = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ one call, one answer
@@ -80,31 +89,33 @@ class Generator:
         The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
         call runs: all enter the scheduler at once, with nothing cached.
         """
-        self.num_calls += 1
-        lives = await self._begin([(request, sample) for request in requests for sample in range(request.num_samples)])
-        completions = iter(await asyncio.gather(*(self._complete(live) for live in lives)))
+        samples = [RunningSample(request, sample) for request in requests for sample in range(request.num_samples)]
+        ended = await self._answers(samples)
+        completions = iter(await self._completions(ended))
         return [[next(completions) for _ in range(request.num_samples)] for request in requests]
 
-    async def run(self, submit: Callable[[list[Any]], Awaitable[None]]) -> list[Any]:
-        """vLLM's own outputs of requests for which `submit` appends a queue each."""
+    async def score(self, sequences: Sequence[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
+        """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
+        requests = [GenerationRequest(ids, max_new_tokens=0, temperature=0.0) for ids in sequences]
+        ended = await self._answers([RunningSample(request) for request in requests])
+        await self._forget_experts(ended)
+        return [api.prompt_log_probs(output) for _, _, output in ended]
+
+    async def _answers(self, lives: Sequence[RunningSample]) -> list[Ended]:
         self.num_calls += 1
-        queues: list[Any] = []
-        await self._enter(submit, queues)
-        try:
-            return [await self._get(queue) for queue in queues]
-        finally:
-            self._num_running -= len(queues)
+        answers = []
+        for live in lives:
+            live.answer = asyncio.get_running_loop().create_future()
+            answers.append(live.answer)
+        await self._begin(lives)
+        return await asyncio.gather(*answers)
 
     # ------------------------------------------------------------------------------------------------ a stream of groups
 
     async def hand_in(self, groups: Sequence[GroupRequest]) -> None:
         """Begin to generate; `collect` has each sample once it has ended. A sync that waits for `lock` goes first."""
-        wanted = [(group, sample) for group in groups for sample in group.samples]
-        lives = await self._begin([(group.request, sample) for group, sample in wanted], lets_sync_pass=True)
-        for (group, sample), live in zip(wanted, lives, strict=True):
-            task = asyncio.create_task(self._finish(group.key, sample, live))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        lives = [RunningSample(group.request, sample, group.key) for group in groups for sample in group.samples]
+        await self._begin(lives, yields_to_sync=True)
 
     async def collect(self, seconds: float) -> Collected:
         """The samples that have ended since the last call, or as soon as one has; none after `seconds`.
@@ -122,16 +133,10 @@ class Generator:
         self._has_news.clear()
         if self._problem is not None:
             raise self._problem
-        finished, self._finished = self._finished, []
-        return Collected(tuple(finished), self.silent_seconds)
-
-    async def _finish(self, key: int, sample: int, live: Live) -> None:
-        try:
-            completion = await self._complete(live)
-            self._finished.append(Finished(key, sample, completion))
-        except Exception as error:  # noqa: BLE001 # the caller of collect has to hear of it
-            self._problem = error
-        self._has_news.set()
+        ended, self._ended = self._ended, []
+        pairs = zip(ended, await self._completions(ended), strict=True)
+        finished = tuple(Finished(live.key, live.sample, completion) for (_, live, _), completion in pairs)
+        return Collected(finished, self.silent_seconds)
 
     # ------------------------------------------------------------------------------------------------ at an update
 
@@ -144,18 +149,22 @@ class Generator:
             self._is_no_sync_waiting.set()
 
     async def pause(self, *, drain: bool = False) -> None:
-        """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held."""
+        """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held.
+
+        What has no token yet begins anew: with the weights that the update brings, in their own prefix cache.
+        """
         self._is_open.clear()
-        await self._unless_dead(vllm_api.pause(self._engine, PAUSE_MODES["drain" if drain else self.on_update]))
-        counts = await self._unless_dead(vllm_outputs.num_tokens(self._engine))
-        self._held = {name: counts[name] for name in self._live.keys() & counts.keys()}
-        for name, num_tokens in self._held.items():
-            self._live[name].marks.append((num_tokens, self._live[name].version))
+        await self._unless_dead(api.pause(self._engine, PAUSE_MODES["drain" if drain else self.on_update]))
+        counts = await self._unless_dead(api.num_tokens(self._engine))
+        await self._engine.abort([name for name in self._live if counts.get(name) == 0], internal=True)
+        self._held = self._live.keys() & counts.keys()
+        for name in self._held:
+            self._live[name].marks.append((counts[name], self._live[name].version))
 
     async def resume(self) -> None:
         """What is held goes on under the version that is served now."""
         version, _ = self._serving()
-        for name in self._held.keys() & self._live.keys():  # the output of others is on its way to us
+        for name in self._held & self._live.keys():  # the output of others is on its way to us
             self._live[name].version = version
         await self._engine.resume_generation()
         self._is_open.set()
@@ -178,43 +187,96 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    async def _begin(self, wanted: Sequence[tuple[GenerationRequest, int]], *, lets_sync_pass: bool = False) -> list[Live]:
-        """Hand samples in as one batch."""
-        queues: list[Any] = []
-        lives: list[Live] = []
+    async def _begin(self, lives: Sequence[RunningSample], *, yields_to_sync: bool = False) -> None:
+        """Hand samples in as one batch.
 
-        async def submit_all(queues: list[Any]) -> None:
+        A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
+        input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
+        """
+        async with self._turn(yields_to_sync=yields_to_sync):
             version, with_adapter = self._serving()
-            submit = partial(vllm_api.submit, self._engine, version=version, with_adapter=with_adapter)
-            for request, sample in wanted:
-                queues.append(await submit(request, sample, self.new_id(), returns_experts=self._returns_experts))
-                lives.append(Live(request, sample, queues[-1], version))
-
-        await self._enter(submit_all, queues, lets_sync_pass=lets_sync_pass)
-        self._live |= {live.queue.request_id: live for live in lives}
-        return lives
-
-    async def _complete(self, live: Live) -> Completion:
-        """Once it has ended; an update that ended it lets it begin anew, under the new weights."""
-        while True:
+            alone = not self._live
+            named = {f"{self._index}-{next(self._ids)}": live for live in lives}
+            for live in lives:
+                live.version, live.marks = version, []
             try:
-                output = await self._get(live.queue)
+                requests = await self._core_requests(named, version, with_adapter)
+                if alone:
+                    await api.pause(self._engine, "keep")
+                    await self._engine.reset_prefix_cache()
+                self._live |= named
+                await api.submit(self._engine, requests, self)
+            except Exception as error:  # noqa: BLE001 # whatever vLLM raises
+                self._live = {name: live for name, live in self._live.items() if name not in named}
+                explained = self._explain(error)
+                if not self._engine.errored:
+                    await self._engine.abort(list(named), internal=True)
+                raise explained from None
             finally:
-                self._num_running -= 1
-                self._live.pop(live.queue.request_id, None)
-            experts = None
-            if self._returns_experts:
-                experts = await vllm_routing.routed_experts(self._engine, live.queue.request_id, output)
-            if output.outputs[0].finish_reason != "abort":
-                return vllm_api.to_completion(output, live.marks, live.version, experts)
+                if alone and not self._engine.errored:
+                    await self._engine.resume_generation()
+
+    async def _core_requests(self, named: Mapping[str, RunningSample], version: int, with_adapter: bool) -> list[Any]:
+        """vLLM's own, by prompt: what lies side by side is of one."""
+        make = partial(api.core_requests, self._engine, version=version, with_adapter=with_adapter)
+        found: list[Any] = []
+        for request, own in itertools.groupby(named.items(), lambda item: item[1].request):
+            samples = {name: live.sample for name, live in own}
+            found += await make(request, samples, returns_experts=self._returns_experts)
+        return found
+
+    def put(self, output: Any) -> None:
+        """From vLLM: the final output of a request, or what ended the engine, once for each request."""
+        if isinstance(output, Exception):
+            self._fail(self._problem or self._explain(output))
+        elif (live := self._live.pop(output.request_id, None)) is None:
+            return  # it was given up
+        elif output.outputs[0].finish_reason == "abort":
+            self._again.append((output.request_id, live, output))
+            if self._beginning_again is None or self._beginning_again.done():
+                self._beginning_again = asyncio.create_task(self._begin_again())
+        elif live.answer is None:
+            self._ended.append((output.request_id, live, output))
+            self._has_news.set()
+        elif not live.answer.done():
+            live.answer.set_result((output.request_id, live, output))
+
+    async def _begin_again(self) -> None:
+        """What updates ended, together, under the new weights."""
+        while self._again:
             await self._is_open.wait()
-            (live,) = await self._begin([(live.request, live.sample)], lets_sync_pass=True)
+            again, self._again = self._again, []
+            try:
+                await self._forget_experts(again)
+                await self._begin([live for _, live, _ in again], yields_to_sync=True)
+            except Exception as error:  # noqa: BLE001 # who waits for them has to hear of it
+                self._fail(error, [live for _, live, _ in again])
+
+    def _fail(self, error: Exception, lives: Sequence[RunningSample] = ()) -> None:
+        """Tell who waits for these, or for any, and `collect`."""
+        self._problem = error
+        for live in [*lives, *self._live.values()]:
+            if live.answer is not None and not live.answer.done():
+                live.answer.set_exception(self._problem)
+        self._live.clear()
+        self._has_news.set()
+
+    async def _completions(self, ended: Sequence[Ended]) -> list[Completion]:
+        experts: Sequence[Any] = [None] * len(ended)
+        if self._returns_experts and ended:
+            experts = await routing.routed_experts(self._engine, {name: output for name, _, output in ended})
+        pairs = zip(ended, experts, strict=True)
+        return [api.to_completion(output, live.marks, live.version, own) for (_, live, output), own in pairs]
+
+    async def _forget_experts(self, ended: Sequence[Ended]) -> None:
+        if self._returns_experts and routing.is_captured():
+            await routing.take(self._engine, [name for name, _, _ in ended])
 
     @asynccontextmanager
-    async def _turn(self, *, lets_sync_pass: bool) -> AsyncIterator[None]:
+    async def _turn(self, *, yields_to_sync: bool) -> AsyncIterator[None]:
         """With `lock`, which is given to its waiters in order."""
         await self.lock.acquire()
-        while lets_sync_pass and not self._is_no_sync_waiting.is_set():
+        while yields_to_sync and not self._is_no_sync_waiting.is_set():
             self.lock.release()
             await self._is_no_sync_waiting.wait()
             await self.lock.acquire()
@@ -222,43 +284,6 @@ class Generator:
             yield
         finally:
             self.lock.release()
-
-    async def _enter(
-        self, submit: Callable[[list[Any]], Awaitable[None]], queues: list[Any], *, lets_sync_pass: bool = False
-    ) -> None:
-        """Hand requests in as one batch; `submit` appends a queue for each.
-
-        A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
-        input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
-        """
-        async with self._turn(lets_sync_pass=lets_sync_pass):
-            self._serving()
-            alone = self._num_running == 0
-            try:
-                if alone:
-                    await vllm_api.pause(self._engine, "keep")
-                    await self._engine.reset_prefix_cache()
-                await submit(queues)
-                self._num_running += len(queues)
-            except Exception as error:  # noqa: BLE001 # whatever vLLM raises
-                explained = self._explain(error)
-                if not self._engine.errored:
-                    await self._engine.abort([queue.request_id for queue in queues], internal=True)
-                raise explained from None
-            finally:
-                if alone and not self._engine.errored:
-                    await self._engine.resume_generation()
-
-    async def _get(self, queue: Any) -> Any:
-        try:
-            return await queue.get()
-        except Exception as error:  # noqa: BLE001 # whatever vLLM raises
-            explained = self._explain(error)
-            if not self._engine.errored:
-                await self._engine.abort([queue.request_id], internal=True)
-            raise explained from None
-        finally:
-            queue.close()
 
     async def _unless_dead(self, call: Awaitable[Result]) -> Result:
         """Wait for an answer that has no time limit; vLLM leaves it open when its core dies."""
@@ -269,6 +294,3 @@ class Generator:
                 task.cancel()
                 raise RuntimeError(f"vLLM's processes ended in replica {self._index}")
         return await task
-
-    def new_id(self) -> str:
-        return f"{self._index}-{next(self._ids)}"

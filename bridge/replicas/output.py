@@ -3,7 +3,7 @@
 Leaves out what vLLM logs where it does not fail.
 
     output = Output()
-    with output.taking():  # this process's stdout and stderr, and those of children that it starts meanwhile
+    with output.capture():  # this process's stdout and stderr, and those of children that it starts meanwhile
         engine = start()
     output.summary()
 """
@@ -31,7 +31,7 @@ class Output:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 # has no name to leave behind; children write to it, too
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
+    def capture(self) -> Iterator[None]:
         """Stdout and stderr go here. Children keep them so."""
         saved = [os.dup(1), os.dup(2)]
         sys.stdout.flush()

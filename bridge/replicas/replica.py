@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
-from bridge.receive import vllm_routing
-from bridge.replicas import processes, vllm_api
 from bridge.replicas.generator import Generator
 from bridge.replicas.output import Output
+from bridge.vllm.serving import api, routing
 
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
 
@@ -46,14 +46,14 @@ class Replica:
         Raises:
             RuntimeError: vLLM did not start; its own error text, that of its child processes included.
         """
-        vllm_api.prepare_process()
+        api.prepare_process()
         try:
-            with self._output.taking(), vllm_api.noticing_failure(self._output.text):
-                self._engine = vllm_api.build_engine(self.config)
+            with self._output.capture(), api.noticing_failure(self._output.text):
+                self._engine = api.build_engine(self.config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
             told = f"{error}\n{self._output.summary()}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
-        if self.config.returns_experts and vllm_routing.is_captured():
+        if self.config.returns_experts and routing.is_captured():
             await self._engine.collective_rpc("megasync_capture_experts")
         self._generator = Generator(
             self._engine,
@@ -83,14 +83,7 @@ class Replica:
 
     async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
-
-        async def submit(queues: list[Any]) -> None:
-            version, with_adapter = self._serving()
-            for ids in sequences:
-                name = self._generator.new_id()
-                queues.append(await vllm_api.submit_probe(self._engine, ids, name, version=version, with_adapter=with_adapter))
-
-        return [vllm_api.prompt_log_probs(output) for output in await self._generator.run(submit)]
+        return await self._generator.score(sequences)
 
     async def silent_seconds(self) -> float:
         """How long vLLM's engine core has owed an answer; also where another call waits for it."""
@@ -102,7 +95,7 @@ class Replica:
         `num_calls`: how many calls of `generate` come before; they may still be on their way.
         """
         if self._state is ReplicaState.ASLEEP:
-            await self._wake([vllm_api.WEIGHTS])
+            await self._wake([api.WEIGHTS])
             self._advance(Event.PAUSE)
             return
         await self._stop(Event.PAUSE, num_calls)
@@ -113,8 +106,8 @@ class Replica:
         if not keep_weights:
             self.version = None
         await self._engine.reset_prefix_cache()
-        await vllm_api.sleep(self._engine, keep_weights=keep_weights)
-        self._given_up = [vllm_api.WEIGHTS, vllm_api.CACHES]
+        await api.sleep(self._engine, keep_weights=keep_weights)
+        self._given_up = [api.WEIGHTS, api.CACHES]
 
     async def _stop(self, event: Event, num_calls: int) -> None:
         while self._generator.num_calls < num_calls:  # they are on their way here
@@ -137,14 +130,20 @@ class Replica:
         """Get these kinds of memory back, those that were given up."""
         wanted = [kind for kind in kinds if kind in self._given_up]
         if wanted:
-            await vllm_api.wake(self._engine, wanted)
+            await api.wake(self._engine, wanted)
             self._given_up = [kind for kind in self._given_up if kind not in wanted]
 
     async def begin(self, message: BeginSync) -> list[str]:
-        """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted. Changes no weight."""
+        """Offer a manifest to every worker; the reasons of a refusal, none when it is accepted. Changes no weight.
+
+        Raises:
+            RuntimeError: a worker cannot take part, such as where it does not reach a sender.
+        """
         self._advance(Event.BEGIN)
         answers = await self._engine.collective_rpc("megasync_begin", args=(message.to_dict(),))
-        return list(dict.fromkeys(reason for answer in answers for reason in answer))
+        if problems := [problem for _, problem in answers if problem]:
+            raise RuntimeError("; ".join(dict.fromkeys(problems)))
+        return list(dict.fromkeys(reason for reasons, _ in answers for reason in reasons))
 
     async def receive(self, message: BeginSync) -> None:
         """Load the stream of a manifest that was accepted; comes back when every worker has all of it."""
@@ -161,7 +160,7 @@ class Replica:
         holds = self.config.on_update == "continue"
         recompute, adapter = holds and self.config.recomputes_cache, self.config.adapter_rank > 0
         with self._spans.measure("finish"):
-            is_reset = await vllm_api.finish_update(self._engine, version, adapter=adapter, recompute=recompute)
+            is_reset = await api.finish_update(self._engine, version, adapter=adapter, recompute=recompute)
             if not is_reset and not holds:
                 raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
@@ -215,7 +214,7 @@ class Replica:
     async def close(self) -> None:
         """Stop the engine and its processes."""
         if self._engine is not None:
-            vllm_api.stop_engine(self._engine, CLOSE_SECONDS)
+            api.stop_engine(self._engine, CLOSE_SECONDS)
         processes.remove_sockets(os.getpid())
 
     @property
@@ -236,7 +235,7 @@ class Replica:
             self._failure = f"vLLM's processes ended: {'; '.join(self._output.errors()) or 'without a word'}"
 
     def _explain(self, error: Exception) -> Exception:
-        """What is to be said in place of `error`, which came of a request."""
+        """The error to raise instead of `error`, which a request met."""
         self._notice_death()
         if self._engine.errored:
             return RuntimeError(f"vLLM died in replica {self.index}: {error}\n{self._output.summary()}")

@@ -92,7 +92,8 @@ def assign_readers(roles: list[RankRole], num_readers: int, *, spread: bool) -> 
     """Which readers each rank sends to, without the ranks that send to none; each reader has one rank for each stage.
 
     That is the stage's sender, or with `spread` the rank of the reader's own number where that has the tensors: on shared devices
-    they are on the same one (megasync.devices.replica_devices). The other readers are dealt out among the ranks that have them.
+    they are on the same one (megasync.launch.devices.replica_devices). The other readers are dealt out among the ranks that
+    have them.
     """
     shared: dict[int, list[int]] = {}
     for stage in sorted({role.stage for role in roles}):

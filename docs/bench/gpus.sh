@@ -40,7 +40,13 @@ train() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m megasync.bench train --config "$here/configs/bench_train.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
-  end "$case" $? "│|offload"
+  end "$case" $? "│|offload|over ddp"
+}
+
+model_rollout() { # TOKENS: 1024 samples of so many tokens by the model in the folder $MODEL
+  rollout "model-rollout-$1" 0 model.path="${MODEL:?the folder of a Hugging Face model}" bench.num_prompts=1024 bench.prompt_tokens=64 \
+    bench.rounds=5 rollout.max_new_tokens="$1" rollout.max_num_seqs=1024 rollout.kv_cache_bytes=24GiB \
+    rollout.enforce_eager=false rollout.gpu_memory_utilization=0.4
 }
 
 assets() {
@@ -86,13 +92,13 @@ for case in "$@"; do
       sync 3b-ipc-fsdp 0,1 rollout.placement=colocated bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step \
         bench.lora_rank=0 ;;
     7b) sync 7b 0,1 bench.shapes=7b bench.lora_rank=0 ;;
-    30b-a3b) sync 30b-a3b 0,1 bench.shapes=30b-a3b bench.lora_rank=0 rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified,mbridge packed]' ;;
+    30b-a3b) sync 30b-a3b 0,1 bench.shapes=30b-a3b bench.lora_rank=0 rollout.gpu_memory_utilization=0.9 'bench.methods=[stream,floor,unverified,mbridge packed]' ;;
     30b-a3b-ep2)
       sync 30b-a3b-ep2 0,1,2 bench.shapes=30b-a3b engine.parallel.expert=2 bench.num_ranks=2 bench.lora_rank=0 \
-        rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified]' ;;
+        rollout.gpu_memory_utilization=0.9 'bench.methods=[stream,floor,unverified]' ;;
     30b-a3b-ep2-tp2)
       sync 30b-a3b-ep2-tp2 0,1,2,3 bench.shapes=30b-a3b engine.parallel.expert=2 bench.num_ranks=2 bench.lora_rank=0 \
-        rollout.tensor_parallel=2 rollout.gpu_memory_utilization=0.9 'bench.ways=[stream,floor,unverified]' ;;
+        rollout.tensor_parallel=2 rollout.gpu_memory_utilization=0.9 'bench.methods=[stream,floor,unverified]' ;;
     3b-fsdp) sync 3b-fsdp 0,1,2 engine.wrap=megatron_fsdp bench.num_ranks=2 bench.update=step bench.lora_rank=0 ;;
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
@@ -101,7 +107,10 @@ for case in "$@"; do
       rollout 3b-rollout 0 bench.num_prompts=256 bench.prompt_tokens=64 bench.median_tokens=430 bench.rounds=5 \
         rollout.max_new_tokens=2048 rollout.max_model_len=2560 rollout.max_num_seqs=256 rollout.kv_cache_bytes=24GiB \
         rollout.enforce_eager=false rollout.gpu_memory_utilization=0.4 ;;
+    model-rollout-16) model_rollout 16 ;;
+    model-rollout-45) model_rollout 45 ;;
     train) train train 0,1 ;;
+    train-memory) train train-memory 0,1 'bench_train.variants=[ddp,megatron_fsdp]' ;; # both wraps' memory, by what it is for
     kernels) "$python" "$here/docs/bench/kernels.py" "$out/kernels.json" ;;
     train-kernels) # what other libraries' kernels bring, where they are installed
       train train-kernels 0 bench_train.num_ranks=1 \

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 
-from engine import flash
-from engine.attention import PackedSequences
+from engine.attention import flash
+from engine.batch.packed import PackedSequences
 
 Cases = dict[str, Callable[[], Any]]
 TOKENS, ROUNDS, CALLS = 16384, 7, 5

@@ -7,8 +7,8 @@
                               index.json                  which file has which part of which tensor, schedule, layout
 
 A checkpoint is written under a temporary name and renamed when every rank is done, so a folder named step_* is whole.
-Resuming builds the engine from `start(folder)` and then calls `restore`. With the same layout it goes on bit for bit; with
-another one all tensors are the same and random states are derived anew. Leaves out another dtype and other adapters.
+Resuming builds the engine from `engine_arguments(folder)` and then calls `restore`. With the same layout it goes on bit for bit;
+with another one all tensors are the same and random states are derived anew. Leaves out another dtype and other adapters.
 
 saving.py     save: what is written, and when it gets its name
 resuming.py   restore; what a run starts from
@@ -19,8 +19,8 @@ boxes.py      ranges of elements as boxes of a tensor (pure functions)
 hf_folder.py  the folder that other programs load
 """
 
-from engine.checkpoint.folder import newest, start, step_of
+from engine.checkpoint.folder import engine_arguments, newest, step_of
 from engine.checkpoint.resuming import restore
 from engine.checkpoint.saving import CheckpointError, Save, save
 
-__all__ = ["CheckpointError", "Save", "newest", "restore", "save", "start", "step_of"]
+__all__ = ["CheckpointError", "Save", "engine_arguments", "newest", "restore", "save", "step_of"]

@@ -33,12 +33,12 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def start(folder: Path) -> dict[str, Path]:
+def engine_arguments(folder: Path) -> dict[str, Path]:
     """The arguments of Engine that take its weights from the checkpoint."""
     return {"weights_path": folder / "hf"} if (folder / "hf").is_dir() else {"adapter_path": folder / "adapter"}
 
 
-def about(engine: Engine, step: int) -> dict[str, Any]:
+def index_header(engine: Engine, step: int) -> dict[str, Any]:
     seed = hashlib.sha256(f"{step} ".encode() + bytes(torch.get_rng_state().tolist())).digest()[:4]
     return {
         "format": FORMAT,
@@ -50,10 +50,10 @@ def about(engine: Engine, step: int) -> dict[str, Any]:
 
 
 def model(engine: Engine) -> dict[str, Any]:
-    """What may not change."""
+    """What must match on resume."""
     lora = engine.config.lora
     return {
-        "dtype": str(engine.hf_bridge.dtype),
+        "dtype": str(engine.mbridge.dtype),
         "lora_rank": lora.rank,
         "lora_targets": sorted(lora.targets) if lora.rank else [],
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.families import PREDICTORS
-from engine.parallel import Layout
+from engine.model.families import PREDICTORS
+from engine.runtime.parallel import Layout
 
 FILE_BYTES = 2**29
 NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf")
@@ -95,27 +96,40 @@ def save_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], shar
 def finish_folder(folder: Path, model_path: Path) -> None:
     """Index the files and add config, tokenizer and what else stands beside the start model's weights."""
     shards = sorted(folder.glob("model-*.safetensors"))
+    weight_map: dict[str, str] = {}
+    dtypes: Counter[str] = Counter()
+    total = 0
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no dict
+                assert name not in weight_map, name
+                tensor = file.get_tensor(name)  # mapped, not read
+                weight_map[name], total = shard.name, total + tensor.nbytes
+                dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
     if len(shards) == 1:
         shards[0].rename(folder / "model.safetensors")
     else:
-        weight_map: dict[str, str] = {}
-        total = 0
-        for shard in shards:
-            with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no dict
-                    assert name not in weight_map, name
-                    weight_map[name] = shard.name
-                    total += file.get_tensor(name).nbytes  # mapped, not read
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for path in model_path.iterdir():
         if path.is_file() and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
-    _say_no_predictors(folder / "config.json")
+    path = folder / "config.json"
+    ((dtype, _),) = dtypes.most_common(1)  # the bias of a router is float32 in any folder
+    fields = _of_weights(json.loads(path.read_text(encoding="utf-8")), dtype)
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _say_no_predictors(path: Path) -> None:
-    """Layers that predict further tokens are not in the folder (families.describe): programs may not look for them."""
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if given := [name for name in PREDICTORS if fields.get(name)]:
-        path.write_text(json.dumps({**fields, **dict.fromkeys(given, 0)}, indent=2) + "\n", encoding="utf-8")
+def _of_weights(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The start model's config.json for the weights in the folder.
+
+    transformers loads weights in the dtype that is named there, whatever they have, as `torch_dtype` before 4.56. Layers that
+    predict further tokens are not in the folder (families.describe): programs may not look for them.
+    """
+    nested = {name: _of_weights(value, dtype) for name, value in fields.items() if name.endswith("_config") and _has_dtype(value)}
+    told = {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in fields else {})}
+    return {**fields, **told, **nested, **{name: 0 for name in PREDICTORS if fields.get(name)}}
+
+
+def _has_dtype(value: Any) -> bool:
+    return isinstance(value, dict) and bool({"dtype", "torch_dtype"} & value.keys())

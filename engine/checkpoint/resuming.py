@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.checkpoint.folder import FORMAT, INDEX_FILE, layout, model, start
+from engine.checkpoint.folder import FORMAT, INDEX_FILE, engine_arguments, layout, model
 from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.checkpoint.state import Reader
 from engine.engine import Engine
-from engine.random_state import derive_random_state, set_random_state
+from engine.runtime.random_state import derive_random_state, set_random_state
 
 MAX_NAMED = 5  # tensors in an error
 
 
 def restore(folder: Path, engine: Engine) -> str | None:
-    """Put optimizer, schedule and random states back. The engine was built from `start(folder)`. Every rank calls.
+    """Put optimizer, schedule and random states back. The engine was built from `engine_arguments(folder)`. Every rank calls.
 
     Returns what the log should say, or None.
 
@@ -96,5 +96,5 @@ def _read_random_state(folder: Path, engine: Engine) -> dict[str, Any]:
 
 def _from_weights(folder: Path) -> str:
     """Overrides that start another run from the checkpoint's weights."""
-    ((name, path),) = start(folder).items()
+    ((name, path),) = engine_arguments(folder).items()
     return f"run.name=NAME {'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"

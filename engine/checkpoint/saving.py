@@ -6,6 +6,7 @@ hf_folder.py).
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -21,12 +22,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from engine import peft
+from engine.peft import factors
 from engine.checkpoint import folder as names
 from engine.checkpoint import hf_folder, state
 from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.engine import Engine
-from engine.random_state import random_state
+from engine.runtime.random_state import random_state
 
 GROUP_TIMEOUT = timedelta(days=1)  # files may take their time
 
@@ -92,31 +93,36 @@ def save(  # noqa: PLR0913
     `weights` is this stage's export, on all of its ranks: each writes a part, and verifies it with a `digest`. With LoRA it is
     left alone, and the adapter is written; the base model stays in `model_path`. `write_more` is called with the folder on rank
     0, before this returns. `asynchronous`: all is copied to host memory, and written while the caller goes on.
+
+    Raises:
+        CheckpointError: on every rank, where rank 0 could not begin; what fails later is told by `Save.wait`.
     """
     final, folder = root / f"step_{step:08d}", root / f".partial_step_{step:08d}"
-    has_adapters, rank, about = bool(engine.config.lora.rank), engine.layout.rank, names.about(engine, step)
+    has_adapters, rank, header = bool(engine.config.lora.rank), engine.layout.rank, names.index_header(engine, step)
     group = _writers(dist.group.WORLD)
-    if rank == 0:
+
+    def begin() -> None:
         for leftover in (*root.glob(".partial_*"), *root.glob(".old_*")):
             shutil.rmtree(leftover)
         (folder / ("adapter" if has_adapters else "hf")).mkdir(parents=True)
         write_more(folder)
-    dist.barrier()
-    torch.save(random_state(), folder / f"random_{rank:05d}.pt")
+
+    _gather_or_raise(_failure(begin) if rank == 0 else None, group)
     state_files = state.plan(optimizer_shards(engine), rank)
     part = state.entries(state_files)
     share = hf_folder.Share.of(engine.layout, file_bytes)
     jobs: Iterator[Job] = itertools.chain(
+        [_random_states(folder / f"random_{rank:05d}.pt")],
         _state(engine, folder, state_files),
         _adapter(engine, folder) if has_adapters else _hf_folder(folder, hf_folder.files(weights, share, digest), digest),
     )
 
     def finish(index: dict[str, Any]) -> None:
         if has_adapters:
-            peft.finish_folder(folder / "adapter", engine.config.lora, model_path)
+            factors.finish_folder(folder / "adapter", engine.config.lora, model_path)
         else:
             hf_folder.finish_folder(folder / "hf", model_path)
-        (folder / names.INDEX_FILE).write_text(json.dumps({**about, "tensors": index}))
+        (folder / names.INDEX_FILE).write_text(json.dumps({**header, "tensors": index}))
         _commit(folder, final, keep)
 
     pending = list(jobs) if asynchronous else jobs
@@ -125,6 +131,18 @@ def save(  # noqa: PLR0913
 
 Job = Callable[[], Path]
 """Writes a file out of host memory; its path."""
+
+
+def _random_states(path: Path) -> Job:
+    """Those of now. Through memory, since torch.save does not say why a file cannot be written."""
+    buffer = io.BytesIO()
+    torch.save(random_state(), buffer)
+
+    def write() -> Path:
+        path.write_bytes(buffer.getbuffer())
+        return path
+
+    return write
 
 
 def _state(engine: Engine, folder: Path, files: list[tuple[str, list[Shard]]]) -> Iterator[Job]:
@@ -138,28 +156,28 @@ def _hf_folder(folder: Path, files: Iterable[hf_folder.File], digest: hf_folder.
 
 
 def _adapter(engine: Engine, folder: Path) -> Iterator[Job]:
-    """Written at once, since it is small."""
-    peft.save_stage(folder / "adapter", engine.layout.pipeline_rank, engine.adapter_tensors())
-    return iter(())
+    name, tensors = factors.stage_file(engine.layout.pipeline_rank, engine.adapter_tensors())
+    if tensors:
+        yield partial(_write_tensors, folder / "adapter" / name, tensors)
 
 
 def _write(jobs: Iterable[Job], part: dict[str, Any], group: Any, finish: Callable[[dict[str, Any]], None]) -> None:
     """Write this rank's files; when all have theirs, rank 0 does the rest. A failure of any rank is every rank's."""
     failure: Exception | None = None
     for job in jobs:  # to the end, also after a failure: the other ranks take part in it
-        try:
-            if failure is None:
-                flush(job())
-        except Exception as error:  # noqa: BLE001 - handed on to every rank below
-            failure = error
-    parts = _told(part if failure is None else failure, group)
-    outcome: dict[str, Any] | Exception = {}
-    if dist.get_rank() == 0:
-        try:
-            finish(state.join(parts))
-        except Exception as error:  # noqa: BLE001 - as above
-            outcome = error
-    _told(outcome, group)
+        if failure is None:
+            failure = _failure(lambda: flush(job()))  # noqa: B023 # called at once
+    parts = _gather_or_raise(failure or part, group)
+    _gather_or_raise(_failure(lambda: finish(state.join(parts))) if dist.get_rank() == 0 else None, group)
+
+
+def _failure(work: Callable[[], None]) -> Exception | None:
+    """What `work` raised, for `_gather_or_raise`."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - handed on to every rank
+        return error
+    return None
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -167,14 +185,14 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def _told(mine: dict[str, Any] | Exception, group: Any) -> list[dict[str, Any]]:
+def _gather_or_raise(mine: dict[str, Any] | Exception | None, group: Any) -> list[Any]:
     """What every rank has to tell.
 
     Raises:
         CheckpointError: some rank has a failure to tell.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, repr(mine) if isinstance(mine, Exception) else mine, group=group)
+    dist.all_gather_object(everyone, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine, group=group)
     failed = {rank: told for rank, told in enumerate(everyone) if isinstance(told, str)}
     if failed:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

@@ -19,9 +19,9 @@ import torch
 
 from engine.checkpoint.boxes import Dim, Piece, pieces
 from engine.engine import Engine
-from engine.megatron import parallel_state as mpu
-from engine.model import global_name, is_tied_copy
-from engine.optimizer import inner_optimizers
+from engine.runtime.megatron import parallel_state as mpu
+from engine.model.build import global_name, is_tied_copy
+from engine.wrap.optimizer import inner_optimizers
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 GATE_AND_UP = re.compile(r"linear_fc1\.(weight|bias|lora_b)$")
@@ -117,7 +117,7 @@ def _dims(engine: Engine, name: str, weight: Any) -> list[Dim]:
     shape[0] //= halves
     dims = [Dim(n, n * size, n * rank) if dim == sharded else Dim(n, n, 0) for dim, n in enumerate(shape)]
     if name in (EMBEDDING, OUTPUT):
-        dims[0] = dims[0]._replace(whole=engine.hf_bridge.hf_config.vocab_size)
+        dims[0] = dims[0]._replace(whole=engine.mbridge.hf_config.vocab_size)
     if halves > 1:
         dims.insert(0, Dim(2, 2, 0))
     if num_experts:

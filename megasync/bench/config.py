@@ -1,4 +1,4 @@
-"""The keys of `bench` and of `bench_train`, `_arrays`, `_faults` and `_equivalence`, beside those of a run. No torch in here."""
+"""The keys of `bench`, `bench_train` and `bench_equivalence`, beside those of a run. No torch in here."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from engine.config import OneOrMore, Section
 from megasync.config.schema import Config
 
-Way = Literal["floor", "stream", "unverified", "packed", "mbridge packed", "per_tensor", "disk", "lora merged", "lora adapter"]
-WAYS: tuple[Way, ...] = get_args(Way)  # ways.py says what they are
+Method = Literal["floor", "stream", "unverified", "packed", "mbridge packed", "per_tensor", "disk", "lora merged", "lora adapter"]
+METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py says what they are
 NEED_GPUS = ("packed", "mbridge packed")
-CPU_WAYS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # all that are worth it there
-GPU_WAYS = tuple(way for way in WAYS if way not in ("per_tensor", "disk"))
+CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # those that `all` stands for there
+GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))
 ShapeName = Literal["3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]
-SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/model_shapes.py
+SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/hf/shapes.py
 
 
 class BenchConfig(Section):
@@ -24,13 +24,13 @@ class BenchConfig(Section):
     num_ranks: PositiveInt = 2
     """Trainer ranks."""
     rounds: PositiveInt = 5
-    """That count, after one to warm up."""
-    ways: Annotated[tuple[Literal["all", Way], ...], *OneOrMore] = ("all",)
-    """Of a sync, those that are possible here; stream is always among them."""
+    """Measured, after one that warms up."""
+    methods: Annotated[tuple[Literal["all", Method], ...], *OneOrMore] = ("all",)
+    """sync: how weights are brought over; stream is always among them, and what this machine or config does not allow never."""
     update: Literal["step", "negate"] = "step"
     """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
     shapes: Literal["none", ShapeName] = "none"
-    """Random weights of these shapes, nowhere on the disk; none: a Qwen3 of the sizes below is written where no model.path is."""
+    """Where model.path is empty: random weights of these shapes, without files of them; none: a Qwen3 of the sizes below."""
     hidden_size: PositiveInt = 768
     intermediate_size: PositiveInt = 2048
     num_layers: PositiveInt = 12
@@ -39,17 +39,17 @@ class BenchConfig(Section):
     head_dim: PositiveInt = 64
     vocabulary_size: PositiveInt = 32768
     lora_rank: NonNegativeInt = 32
-    """Of the adapters in the rows `lora merged` and `lora adapter`, on all linears; 0: without them, and then rollout compares
-    a replica with vLLM's own offline generation."""
+    """Of the adapters of the methods `lora merged` and `lora adapter`, on all linears; 0: without them, and rollout compares a
+    replica with vLLM's own offline generation."""
     num_prompts: PositiveInt = 16
-    """rollout: one completion each, of rollout.max_new_tokens."""
+    """rollout: of random tokens, one response each."""
     prompt_tokens: PositiveInt = 16
-    """rollout: of each prompt."""
+    """rollout, staleness: tokens of each prompt."""
     median_tokens: PositiveInt | None = None
-    """rollout without LoRA, staleness: lengths of responses are lognormal around it, up to rollout.max_new_tokens; null: all have
-    those, in staleness an eighth of them."""
+    """rollout, staleness: lengths of responses are lognormal around it, at most rollout.max_new_tokens; null: all have that
+    length, in staleness the median is an eighth of it."""
     num_batches: PositiveInt = 20
-    """staleness: of data.batch_size prompts each."""
+    """staleness: batches of data.batch_size prompts."""
 
 
 class Variant(NamedTuple):
@@ -87,17 +87,17 @@ class TrainBenchConfig(Section):
     """What `python -m megasync.bench train` measures."""
 
     shapes: ShapeName = "3b"
-    """Of the random model where model.path is empty."""
+    """Of the random model, where model.path is empty."""
     num_ranks: PositiveInt = 2
     """Trainer ranks."""
     steps: PositiveInt = 4
-    """That count."""
+    """Measured steps."""
     warm_up_steps: NonNegativeInt = 2
-    """Before them; kernels are compiled in these."""
+    """Steps before them, in which kernels are compiled."""
     num_microbatches: PositiveInt = 4
-    """Of each data-parallel rank in a step."""
+    """Micro-batches of each data-parallel rank in a step."""
     num_sequences: PositiveInt = 4
-    """Packed in a micro-batch."""
+    """Sequences packed into a micro-batch."""
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     """Tokens of each sequence."""
     variants: Annotated[tuple[VariantName, ...], *OneOrMore] = get_args(VariantName)[:5]
@@ -110,34 +110,6 @@ class TrainBenchConfig(Section):
     """Variants whose state is moved to host memory and back at the end, and timed."""
 
 
-class ArraysBenchConfig(Section):
-    """What `python -m megasync.bench arrays` takes through."""
-
-    num_prompts: PositiveInt = 512
-    """Each with a group of responses."""
-    group_size: PositiveInt = 16
-    """Responses of a prompt."""
-    prompt_tokens: PositiveInt = 512
-    """Of each prompt."""
-    response_tokens: PositiveInt = 8192
-    """Of each response."""
-    data_size: Annotated[int, Field(ge=2)] = 64
-    """Data-parallel ranks that share the batch."""
-
-
-class FaultsBenchConfig(Section):
-    """What `python -m megasync.bench faults` kills and stops."""
-
-    num_ranks: Annotated[int, Field(ge=2)] = 2
-    """Trainer ranks."""
-    cases: Annotated[tuple[str, ...], *OneOrMore] = ("all",)
-    """Names of cases, or parts of names such as pausing, rank0 or SIGSTOP; all: the whole table."""
-    rank_points: PositiveInt = 20
-    """Random points at which a rank is killed or stopped, half of them rank 0."""
-    limit_seconds: PositiveFloat = 180.0
-    """A run that takes longer counts as hung, and is ended."""
-
-
 Names = Annotated[tuple[str, ...], *OneOrMore]
 
 
@@ -147,7 +119,7 @@ class EquivalenceBenchConfig(Section):
     families: Names = ("all",)
     """Values of `model_type` in config.json; all: every one that the engine trains."""
     layouts: Names = ("all",)
-    """Names of layouts (megasync/bench/equivalence/layouts.py); all: every one."""
+    """Names of layouts (megasync/bench/equivalence/cases.py); all: every one."""
     wraps: Names = ("all",)
     """Values of engine.wrap; all: every one."""
     steps: PositiveInt = 10
@@ -156,8 +128,6 @@ class EquivalenceBenchConfig(Section):
     """Of each data-parallel rank in a step."""
     vllm: Names = ("all",)
     """Of the families those whose weights are read back from vLLM, in one layout under every wrap; all: every one; none: none."""
-    random: NonNegativeInt = 0
-    """Above 0: so many random layouts with random features, drawn by run.seed from these families, instead of the table."""
     case_seconds: PositiveFloat = 180.0
     """A case that takes longer is ended and counts as failed."""
 
@@ -167,6 +137,4 @@ class BenchRoot(Config):
 
     bench: BenchConfig = BenchConfig()
     bench_train: TrainBenchConfig = TrainBenchConfig()
-    bench_arrays: ArraysBenchConfig = ArraysBenchConfig()
-    bench_faults: FaultsBenchConfig = FaultsBenchConfig()
     bench_equivalence: EquivalenceBenchConfig = EquivalenceBenchConfig()

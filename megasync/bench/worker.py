@@ -1,6 +1,6 @@
 """One trainer rank of `python -m megasync.bench`, which starts it: runs a bench and writes what it measured as JSON.
 
-Leaves out the benches (sync.py, rollout.py, staleness.py).
+Leaves out the benches (sync/rounds.py, generation/).
 
     python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.bench.worker sync runs/bench/config.yaml OUT.json
 """
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine import parallel
+from engine.runtime import parallel
+from megasync.bench.common.rank import BenchRank
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence.read_back import ReadBack
-from megasync.bench.rank import BenchRank
-from megasync.bench.rollout import RolloutBench
-from megasync.bench.staleness import StalenessBench
-from megasync.bench.sync import SyncBench
+from megasync.bench.generation.lora import LoraBench
+from megasync.bench.generation.staleness import StalenessBench
+from megasync.bench.sync.rounds import SyncBench
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
 
 BENCHES: dict[str, type[BenchRank]] = {
     "sync": SyncBench,
-    "rollout": RolloutBench,
+    "rollout": LoraBench,
     "staleness": StalenessBench,
     "equivalence": ReadBack,
 }

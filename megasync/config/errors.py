@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+LEAST_LIKENESS = 0.65  # of names of which one may be meant by the other
+
 
 def explain(headline: str, **lines: str) -> str:
     """The headline and, indented below it, each named line that is not empty."""
@@ -39,11 +41,18 @@ def nearest_name(word: str, names: Iterable[str]) -> str:
     def likeness(name: str) -> float:
         words = name.split("_")
         # a word as short as `on` is near to any letter of its
-        parts = {name, *(part for part in words if len(part) > 2), "".join(part[:1] for part in words)}
-        return max(difflib.SequenceMatcher(None, word.lower(), part.lower()).ratio() for part in parts)
+        parts = {name, *(part for part in words if len(part) > 2)}
+        parts |= {"".join(part[:1] for part in words)} if len(words) > 1 else set()
+        return max(_likeness(word.lower(), part.lower()) for part in parts)
 
     best = max(names, key=likeness, default="")
-    return best if best and likeness(best) >= 0.6 else ""
+    return best if best and likeness(best) >= LEAST_LIKENESS else ""
+
+
+def _likeness(word: str, other: str) -> float:
+    """From 0 to 1; slips seldom hit the first letter, so that `question` is less like `solution` than their letters are."""
+    ratio = difflib.SequenceMatcher(None, word, other).ratio()
+    return ratio if word[:1] == other[:1] else 0.85 * ratio
 
 
 @contextmanager

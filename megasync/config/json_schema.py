@@ -12,7 +12,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from megasync.files import write_atomically
+from megasync.config.files import write_atomically
 
 
 def json_schema(root: Any) -> str:

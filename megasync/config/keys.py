@@ -11,11 +11,54 @@ from pydantic.fields import FieldInfo
 
 from megasync.config.errors import nearest_name
 
-ALIASES = {  # other projects' names, by the last part of ours
-    "batch": "batch_size", "bs": "batch_size", "cp": "context", "ep": "expert", "lr": "learning_rate", "n": "group_size",
-    "max_tokens": "max_new_tokens", "num_generations": "group_size", "output_dir": "dir", "pp": "pipeline", "sp": "sequence",
-    "temp": "temperature", "tp": "tensor", "vpp": "virtual_pipeline",
-}  # fmt: skip
+OTHERS_NAMES = {  # our key: what verl, TRL, slime and common speech have for it
+    "algorithm.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
+    "algorithm.clip_low": "clip_ratio clip_ratio_low eps_clip epsilon epsilon_low",
+    "algorithm.dual_clip": "clip_ratio_c eps_clip_c",
+    "algorithm.importance_cap": "rollout_is_threshold tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap",
+    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss",
+    "algorithm.load_balancing": "moe_aux_loss_coeff router_aux_loss_coef",
+    "algorithm.loss_aggregation": "loss_agg_mode loss_type",
+    "algorithm.name": "adv_estimator advantage_estimator",
+    "algorithm.normalize_advantage_by_std": "norm_adv_by_std_in_grpo scale_rewards",
+    "algorithm.num_minibatches": "num_iterations num_steps_per_rollout ppo_epochs ppo_mini_batch_size",
+    "algorithm.router_replay": "use_rollout_routing_replay",
+    "algorithm.truncated": "mask_truncated_completions overlong_filtering",
+    "checkpoint.every_steps": "save_freq save_interval save_steps",
+    "checkpoint.keep": "max_actor_ckpt_to_keep save_total_limit",
+    "data.batch_size": "batch bs rollout_batch_size train_batch_size",
+    "data.eval": "val_files eval_prompt_data",
+    "data.prompt_key": "input_key",
+    "data.answer_key": "label_key",
+    "data.train": "dataset_name prompt_data train_files",
+    "engine.optimizer.clip_grad_norm": "clip_grad grad_clip max_grad_norm",
+    "engine.optimizer.decay": "lr_decay_style lr_scheduler_type",
+    "engine.optimizer.learning_rate": "lr",
+    "engine.optimizer.warmup_steps": "lr_warmup_iters lr_warmup_steps",
+    "engine.lora.rank": "lora_rank",
+    "engine.lora.targets": "target_modules",
+    "engine.parallel.context": "context_parallel_size cp",
+    "engine.parallel.expert": "ep expert_model_parallel_size",
+    "engine.parallel.pipeline": "pipeline_model_parallel_size pp",
+    "engine.parallel.sequence": "sequence_parallel sp",
+    "engine.parallel.tensor": "tensor_model_parallel_size tp",
+    "engine.parallel.virtual_pipeline": "virtual_pipeline_model_parallel_size vpp",
+    "engine.recompute": "enable_gradient_checkpointing gradient_checkpointing recompute_granularity",
+    "engine.tokens_per_microbatch": "max_tokens_per_gpu micro_batch_size ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
+    "model.path": "hf_checkpoint model.name model_name_or_path",
+    "rollout.evaluate_every_steps": "eval_interval eval_steps test_freq",
+    "rollout.group_size": "n n_samples_per_prompt num_generations",
+    "rollout.max_new_tokens": "max_completion_length max_response_length max_tokens rollout_max_response_len",
+    "rollout.placement": "colocate vllm_mode",
+    "rollout.replicas": "num_replicas",
+    "rollout.reward": "reward_funcs rm_type",
+    "rollout.temperature": "rollout_temperature temp",
+    "rollout.tensor_parallel": "rollout.tensor_model_parallel_size rollout.tp rollout_num_gpus_per_engine",
+    "run.dir": "default_local_dir output_dir",
+    "run.name": "experiment_name run_name",
+    "run.steps": "max_steps num_rollout num_steps total_training_steps",
+}
+ALIASES = {name: key for key, names in OTHERS_NAMES.items() for name in names.split()}
 ANY_NAME = "NAME"  # stands for a name that the config gives, in keys below a mapping of such names
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # attributes of annotated_types' constraints
 
@@ -81,16 +124,15 @@ def kind_of(field: FieldInfo) -> type:
 def nearest_key(keys: Iterable[str], unknown: str) -> str:
     """The key that was probably meant; empty when none is near.
 
-    In this order: a key with the same last part, a sibling, another project's name for a key, one near as a whole or in its last
-    part.
+    In this order: a key with the same last part, another project's name for a key, a sibling, one that is near in its last part.
     """
     above, _, name = unknown.rpartition(".")
     by_last = {key.rpartition(".")[2]: key for key in reversed(list(keys))}
     siblings = {key.rpartition(".")[2]: key for key in below(keys, above)}
-    if name in by_last:
+    if name in by_last and unknown not in ALIASES:
         return nearest_name(unknown, [key for key in keys if key.endswith(f".{name}")]) or by_last[name]
-    if (near := nearest_name(name, siblings)) and (above or name not in ALIASES):
+    if alias := ALIASES.get(unknown) or ALIASES.get(name):
+        return alias if alias in keys else ""
+    if near := nearest_name(name, siblings):
         return siblings[near]
-    if name in ALIASES:
-        return by_last[ALIASES[name]]
-    return nearest_name(unknown, keys) or by_last.get(nearest_name(name, by_last), "")
+    return by_last.get(nearest_name(name, by_last), "")

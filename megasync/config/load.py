@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from typing_extensions import TypeVar
 
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.files import write_atomically
 from megasync.config.invalid import explain_invalid
 from megasync.config.keys import all_keys, kind_of, with_any_name
 from megasync.config.schema import Config
-from megasync.files import write_atomically
 
 COMMAND_LINE = "the command line"
 Root = TypeVar("Root", bound=Config, default=Config)
@@ -73,7 +73,7 @@ def _read_layers(path: Path, refined_by: tuple[Path, ...]) -> list[tuple[str, Ma
         return [(str(path), mapping)]
     if not isinstance(base, str):
         raise ConfigError(f"base = {base!r}: the path of another YAML file is expected", given_in=str(path))
-    return [*_read_layers(path.parent / base, (*refined_by, path.resolve())), (str(path), mapping)]
+    return [*_read_layers(path.parent / Path(base).expanduser(), (*refined_by, path.resolve())), (str(path), mapping)]
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
@@ -109,6 +109,8 @@ def _read_override(override: str, root: type[Config]) -> dict[str, Any]:
         is_flag = key.startswith("-") and equals
         remedy = f"write {override.lstrip('-')}" if is_flag else "write for example engine.wrap=ddp"
         raise ConfigError(f"{override!r}: an override is written key=value", remedy=remedy)
+    if any("\ud800" <= letter <= "\udfff" for letter in override):  # bytes of the command line that are no UTF-8
+        raise ConfigError(f"{override!a}: not in UTF-8", remedy="write it in UTF-8, and without halves of surrogate pairs")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:

@@ -24,11 +24,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, OnUpdate, SyncConfig
-from engine.config import OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, ModelConfig, OffloadKind, OneOrMore, Section
+from engine.config import OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, FilePath, ModelConfig, OffloadKind, OneOrMore, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2  # vLLM raises what is lower and refuses what is higher (sampling_params.py)
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2  # vLLM raises what is lower and refuses what is higher (sampling_params.py)
 EVAL_NAME = re.compile(r"[\w-]+")
 RAY_ADDRESS = re.compile(r"local|auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
@@ -42,7 +42,7 @@ def _ray_address(value: str) -> str:
 
 
 def _reward(value: object) -> object:
-    """A name, or names with weights; what they name is looked up later (megasync/rollouts/rewards/resolve.py)."""
+    """A name, or names with weights; what they name is looked up later (megasync/rewards/resolve.py)."""
     if isinstance(value, str):
         return value
     problem = ""
@@ -53,7 +53,7 @@ def _reward(value: object) -> object:
     elif not any(value.values()):
         problem = "every weight is 0, which leaves nothing to learn"
     if problem:
-        choices = "exact_match, math_verify, token_count, package.module:function, {NAME: WEIGHT, ...}"
+        choices = "exact_match, math_verify, reasoning_gym, token_count, package.module:function, {NAME: WEIGHT, ...}"
         example = "'{exact_match: 1.0, my_package.my_module:my_reward: 0.2}'"
         raise PydanticCustomError("reward", "{problem}", {"problem": problem, "choices": choices, "example": example})
     return value
@@ -70,8 +70,8 @@ def _stop_texts(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _eval_temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
-        choices = f"0 (greedy), {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}"
+    if 0 < value < MIN_TEMPERATURE:
+        choices = f"0 (greedy), {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
         raise PydanticCustomError("temperature", "vLLM samples at no such temperature", {"choices": choices, "example": "0"})
     return value
 
@@ -94,7 +94,7 @@ class RunConfig(Section):
 
     name: str = "run"
     """One folder below `dir`."""
-    dir: str = "runs"
+    dir: FilePath = "runs"
     """Holds the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the order of data, of sampling and of dropout."""
@@ -145,7 +145,7 @@ class RolloutConfig(Section):
     """Samples a prompt."""
     max_new_tokens: PositiveInt = 1024
     """Of one sample, its end included."""
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] = 1.0
     """Of training rollouts, from 0.01 on, to which vLLM raises what is lower; data.eval has its own."""
     top_p: Share = 1.0
     """Sample from the likeliest tokens that have this share of the probability together; to log-probs the same as top_k."""
@@ -170,7 +170,7 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """true: no CUDA graphs, no compiled kernels: slower tokens, a shorter start; on CPUs always."""
     reward: Annotated[str | dict[str, float], BeforeValidator(_reward)] = "exact_match"
-    """exact_match, math_verify, token_count, or a function of your own as package.module:function; several as NAME: WEIGHT."""
+    """exact_match, math_verify, reasoning_gym, token_count, or package.module:function of your own; several as NAME: WEIGHT."""
     reward_processes: PositiveInt = 4
     """At most so many for plain functions, and as many for async ones."""
     reward_timeout_seconds: PositiveFloat = 60.0
@@ -194,7 +194,7 @@ class RolloutConfig(Section):
 class EvalSet(Section):
     """One of several evaluation sets. Its metrics are eval/NAME/avg@K, the mean reward, and eval/NAME/pass@K."""
 
-    path: str = ""
+    path: FilePath = ""
     """A file or folder, as data.train."""
     split: str = ""
     """Of a folder with several."""
@@ -204,7 +204,7 @@ class EvalSet(Section):
     """Empty: data.answer_key."""
     samples: PositiveInt = 1
     """Responses a prompt: the largest K."""
-    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
     """0: greedy, for one sample."""
     top_p: Share = 1.0
     """As rollout.top_p; so the next two."""
@@ -219,12 +219,12 @@ class EvalSet(Section):
 class DataConfig(Section):
     """JSONL or Parquet files, folders of them, or folders that datasets.save_to_disk wrote."""
 
-    train: str = ""
+    train: FilePath = ""
     """The file or folder to train on."""
     split: str = ""
     """Of data.train where it is a folder with several, such as train."""
     eval: Annotated[
-        Annotated[str, Tag("*path")] | Annotated[dict[str, EvalSet], AfterValidator(_eval_sets), Tag("*sets")],
+        Annotated[FilePath, Tag("*path")] | Annotated[dict[str, EvalSet], AfterValidator(_eval_sets), Tag("*sets")],
         Discriminator(_eval_form),
     ] = ""
     """Held-out file for greedy accuracy; or sets by name, such as {math: {path: math.jsonl, samples: 4, temperature: 1.0}};
@@ -283,3 +283,9 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def input_paths(self) -> dict[str, str]:
+        """What a run reads, by full key; those that are given."""
+        inputs = {"model.path": self.model.path, "engine.lora.adapter_path": self.engine.lora.adapter_path, **self.data.paths}
+        return {key: path for key, path in inputs.items() if path}

@@ -9,19 +9,40 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
+REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
+ORPHAN_SECONDS = 15  # for a rank whose launcher is gone to take its replicas down
 
 
 def end_with_parent(kind: signal.Signals = signal.SIGTERM) -> None:
     """For `preexec_fn`, or first in a child: it gets `kind` when the thread that started it ends, or its process, in any way."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, kind)
+
+
+def end_after_launcher() -> None:
+    """A rank of torchrun ends when torchrun does, in any way: by SIGTERM, and by SIGALRM where that does not end it in time.
+
+    A main thread that waits in a collective hears no SIGTERM; nobody handles SIGALRM, so that the kernel ends the process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.pidfd_open(os.getppid())
+
+    def wait() -> None:
+        select.select([launcher], [], [])
+        signal.alarm(ORPHAN_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
 def end_on_sigterm() -> None:
@@ -30,11 +51,13 @@ def end_on_sigterm() -> None:
 
 
 def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run `main` on the command's arguments and end this process with its code, once all that was written is out.
+    """Run `main` on the command's arguments and end this process with its code, once all that was written is out; or, where it is
+    a rank of torchrun, with the launcher.
 
     Nothing is freed on the way: threads of torch, gloo, Ray and Triton that still run while Python and then C++ take themselves
     down can wait for each other for ever, and a rank that has done its work would hold its launcher.
     """
+    end_after_launcher()
     try:
         code = main(sys.argv[1:])
     except SystemExit as leaving:

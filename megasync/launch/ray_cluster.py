@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge.replicas.processes import RAY_PATH, socket_folder
+from bridge.processes import RAY_PATH, socket_folder
 from megasync.launch.processes import end_with_parent
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 
@@ -33,6 +33,8 @@ START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 # By itself Ray starts a worker for each core; our actors cannot use those, since each gets an environment of its own.
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+# `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
+NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
 # What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs and a dashboard.
 UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
@@ -48,7 +50,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
     if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
         raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS, **NO_DRAINING}
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH)))
     port = free_port()
     log = folder / "start.log"
@@ -92,12 +94,15 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         with environment(variables), _without_unused_daemons():
             _connect(options)
     except BaseException:
         stop()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own leaves with 15 (ray 2.60.0 _private/worker.py:1675)
     return stop
 
 

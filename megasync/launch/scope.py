@@ -13,6 +13,7 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,11 +22,13 @@ from pathlib import Path
 
 import psutil
 
-from bridge.replicas.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
+from bridge.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
 from megasync.config.schema import Config
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 WATCH_SECONDS = 0.3
+# What a process that was killed cannot do: its pipe ends, its ranks end (processes.py:ORPHAN_SECONDS), and then its folder goes.
+SWEEP = 'read -r _; sleep 20; rm -rf "$0"'
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone
 LOOPBACK = "127.0.0.1"
 ON_LOOPBACK = {
@@ -62,6 +65,7 @@ def run_scope() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
+    sweeper = subprocess.Popen(["/bin/sh", "-c", SWEEP, folder], stdin=subprocess.PIPE, start_new_session=True)
     with environment({"TMPDIR": folder}), watched_descendants() as (segments, family):
         tempfile.tempdir = None
         try:
@@ -70,8 +74,10 @@ def run_scope() -> Iterator[None]:
             tempfile.tempdir = None
             for kind in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(kind, signal.SIG_IGN)
-            end_descendants(segments, family)
+            end_descendants(segments, family, sweeper.pid)
             shutil.rmtree(folder, ignore_errors=True)
+            sweeper.kill()  # last: this process may be killed while it ends the others
+            sweeper.wait()
 
 
 @contextmanager
@@ -101,18 +107,24 @@ def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
         thread.join()
 
 
-def end_descendants(segments: set[str], family: set[int]) -> None:
-    """Wait until all descendants have ended, kill those that do not, and remove what they and `family` had in /dev/shm."""
-    children = psutil.Process().children(recursive=True)
+def end_descendants(segments: set[str], family: set[int], spared: int) -> None:
+    """Wait until all descendants but `spared` have ended, kill those that do not, and remove what they and `family` had in
+    /dev/shm.
+    """
+    children = _children(spared)
     segments, family = segments | shared_memory_below(os.getpid()), family | {child.pid for child in children}
     _, alive = psutil.wait_procs(children, timeout=END_SECONDS)
     while alive:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=END_SECONDS)
-        alive = [each for each in psutil.Process().children(recursive=True) if each not in alive]
+        alive = [each for each in _children(spared) if each not in alive]
     for path in segments | cuda_memory(family):
         Path(path).unlink(missing_ok=True)
+
+
+def _children(spared: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if each.pid != spared]
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megasync.config.errors import explain
+from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.config.load import save_config
 from megasync.config.schema import Config
-from megasync.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megasync.files import write_atomically
+from megasync.config.files import write_atomically
 
 
 class Timeline:

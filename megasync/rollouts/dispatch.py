@@ -47,7 +47,8 @@ class Dispatcher:
         note: Callable[[str], None],
     ) -> None:
         """`start` runs a coroutine as a task; `on_sample` gets the group of each sample that ended, `on_error` what ends the run,
-        `on_change` is called when all samples of a group have ended or a replica is lost, `note` says something to the user.
+        `on_change` is called when all samples of a group have ended or a replica takes none any more, `note` says something to
+        the user.
         """
         self.pool, self.settings, self.start = pool, settings, start
         self.on_sample, self.on_error, self.on_change, self.note = on_sample, on_error, on_change, note
@@ -60,7 +61,12 @@ class Dispatcher:
     @property
     def num_replicas(self) -> int:
         """That groups are handed to."""
-        return len(self._lanes)
+        return sum(lane.is_open for lane in self._lanes.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether samples wait or run."""
+        return bool(self._waiting or self._handed_out)
 
     def serve(self, version: int) -> None:
         """The pool's members serve `version` from now on."""
@@ -79,10 +85,11 @@ class Dispatcher:
         self._waiting = sorted([*self._waiting, *groups], key=lambda group: group.key)
         self._feed()
 
-    def drop(self, keys: Iterable[int]) -> None:
+    def drop(self, groups: Iterable[Group]) -> None:
         """These are not to be handed out any more; samples that run are not stopped."""
-        dropped = set(keys)
-        self._waiting = [group for group in self._waiting if group.key not in dropped]
+        for group in groups:
+            group.is_wanted = False
+        self._waiting = [group for group in self._waiting if group.is_wanted]
 
     def _feed(self) -> None:
         """Hand out what waits, to whoever has the least to do.
@@ -116,6 +123,7 @@ class Dispatcher:
                 for group in groups:
                     self._add_load(replica, -len(group.missing), group.expected_tokens)
                 self._take_back(groups)
+                self.on_change()
         except (ValueError, TypeError) as error:  # of the request itself: another replica would say the same
             self.on_error(error)
         except Exception as error:  # noqa: BLE001 # whatever ended it
@@ -144,7 +152,7 @@ class Dispatcher:
         group = self._handed_out.get(finished.key)
         if group is None or group.completions[finished.sample] is not None:
             return
-        group.complete(finished.sample, finished.completion.copy())  # out of Ray's object store
+        group.complete(finished.sample, finished.completion)
         self._add_load(replica, -1, group.expected_tokens)
         self.expected_tokens += (len(finished.completion.token_ids) - self.expected_tokens) / 256
         if not group.missing:
@@ -167,7 +175,7 @@ class Dispatcher:
     def _take_back(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self._handed_out.pop(group.key, None)
-        self.add(groups)
+        self.add([group for group in groups if group.is_wanted])
 
     def _add_load(self, replica: int, samples: int, tokens_each: float) -> None:
         lane = self._lanes[replica]

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megasync.data.data import Example
 from megasync.rollouts import requests
-from megasync.rollouts.data import Example
 from megasync.rollouts.requests import SEED_STRIDE, Sampling
 
 if TYPE_CHECKING:
     from bridge.generation import Completion, GenerationRequest
     from megasync.config.schema import Config
-    from megasync.rollouts.prompts import Prompts, RunData
+    from megasync.data.prompts import Prompts, RunData
 
 HELD_OUT = "held_out"  # in samples.jsonl the name of data.eval's file, where it is one
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from bridge.generation import Completion, GenerationRequest
-from megasync.rollouts.progress import SavedSample
-from megasync.rollouts.rewards.pool import Scored
+from megasync.rewards.pool import Scored
+from megasync.rollouts.progress import SavedGroup, SavedSample
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,14 @@ class Group:
 
     key: int  # the ordinal; below 0 for what is generated outside of the stream
     request: GenerationRequest
+    request_digest: int = 0  # of what its responses depend on
+    reward_digest: int = 0  # of what their rewards depend on, too
     oldest: int | None = None  # no token is of an earlier version; None: not handed out
     completions: list[Completion | None] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     scored: list[Scored | None] = field(default_factory=list)  # `rewards` with their parts, but for those of a checkpoint
     in_scoring: set[int] = field(default_factory=set)
+    is_wanted: bool = True  # whoever waited for it may have given up
     replica: int | None = None
     expected_tokens: float = 0.0  # of one sample
     begun_seconds: float = 0.0
@@ -60,12 +62,15 @@ class Group:
         if not self.missing:
             self.oldest = self._oldest_token
 
-    def restore(self, samples: Iterable[SavedSample]) -> None:
-        """What a checkpoint has of it; with a smaller `rollout.group_size` than then, the first of them."""
-        for saved in samples:
-            if saved.index < len(self.completions):
-                self.complete(saved.index, saved.completion)
-                self.rewards[saved.index] = saved.reward if math.isfinite(saved.reward) else None
+    def restore(self, saved: SavedGroup) -> None:
+        """What a checkpoint has of it; with a smaller `rollout.group_size` than then, the first samples, and without rewards that
+        depend on what has changed.
+        """
+        for sample in saved.samples:
+            if sample.index < len(self.completions):
+                self.complete(sample.index, sample.completion)
+                has_reward = math.isfinite(sample.reward) and saved.reward_digest == self.reward_digest
+                self.rewards[sample.index] = sample.reward if has_reward else None
         if len(self.missing) < len(self.completions):
             self.oldest = self._oldest_token
             self.begun_seconds = self.ended_seconds = time.time()
@@ -75,10 +80,11 @@ class Group:
         """Its version; of the samples that have ended."""
         return min(int(completion.weight_versions.min()) for completion in self.completions if completion is not None)
 
-    def ended_samples(self) -> Iterator[SavedSample]:
-        for index, (completion, reward) in enumerate(zip(self.completions, self.rewards, strict=True)):
-            if completion is not None:
-                yield SavedSample(index, completion, math.nan if reward is None else reward)
+    def saved(self) -> SavedGroup:
+        """Its samples that have ended."""
+        pairs = enumerate(zip(self.completions, self.rewards, strict=True))
+        samples = [SavedSample(index, done, math.nan if reward is None else reward) for index, (done, reward) in pairs if done]
+        return SavedGroup(self.key, tuple(samples), self.request_digest, self.reward_digest)
 
     @property
     def missing(self) -> tuple[int, ...]:

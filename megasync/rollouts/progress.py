@@ -31,25 +31,34 @@ class SavedSample:
 
 
 @dataclass(frozen=True)
+class SavedGroup:
+    """A prompt that has begun and is not trained. The digests tell whether it is asked, and scored, as it was then."""
+
+    key: int  # its ordinal
+    samples: tuple[SavedSample, ...] = ()
+    request_digest: int = 0
+    reward_digest: int = 0
+
+
+@dataclass(frozen=True)
 class Progress:
-    """`groups`: the ordinals that have begun and are not trained, with the samples that have ended."""
+    """`num_begun`: the ordinal of the next prompt that has not begun yet."""
 
     num_trained: int  # prompts, all
     num_begun: int = 0
-    num_replaced: int = 0
     expected_tokens: float | None = None
-    groups: tuple[tuple[int, tuple[SavedSample, ...]], ...] = ()
+    groups: tuple[SavedGroup, ...] = ()
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
     """Numbers alone, in NumPy's format."""
-    pairs = [(place, sample) for place, (_, samples) in enumerate(progress.groups) for sample in samples]
+    pairs = [(place, sample) for place, group in enumerate(progress.groups) for sample in group.samples]
     done = [sample.completion for _, sample in pairs]
     np.savez(
         folder / FILE,
-        counts=np.array([progress.num_trained, progress.num_begun, progress.num_replaced], np.int64),
+        counts=np.array([progress.num_trained, progress.num_begun], np.int64),
         expected_tokens=np.array([np.nan if progress.expected_tokens is None else progress.expected_tokens]),
-        groups=np.array([key for key, _ in progress.groups], np.int64),
+        groups=np.array([(one.key, one.request_digest, one.reward_digest) for one in progress.groups], np.int64).reshape(-1, 3),
         places=np.array([place for place, _ in pairs], np.int64),
         indices=np.array([sample.index for _, sample in pairs], np.int64),
         rewards=np.array([sample.reward for _, sample in pairs], np.float64),
@@ -78,10 +87,11 @@ def load_progress(folder: Path) -> Progress | None:
         reason = FINISH_REASONS[int(data["finish_reasons"][number])]
         completion = Completion(tokens, log_probs, versions, reason, experts[number])
         samples[place].append(SavedSample(int(data["indices"][number]), completion, float(data["rewards"][number])))
-    trained, begun, replaced = data["counts"].tolist()
+    trained, begun = data["counts"].tolist()
     (expected,) = data["expected_tokens"].tolist()
-    groups = zip(data["groups"].tolist(), map(tuple, samples), strict=True)
-    return Progress(trained, begun, replaced, None if np.isnan(expected) else expected, tuple(groups))
+    heads = zip(data["groups"].tolist(), map(tuple, samples), strict=True)
+    groups = tuple(SavedGroup(key, done, asked, scored) for (key, asked, scored), done in heads)
+    return Progress(trained, begun, None if np.isnan(expected) else expected, groups)
 
 
 def _experts(data: dict[str, Any]) -> list[Any]:

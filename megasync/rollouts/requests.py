@@ -5,17 +5,19 @@ Leaves out who asks and when (rollout.py, evaluation.py).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge.generation import Completion, GenerationRequest
-from megasync.rollouts.data import Example
-from megasync.rollouts.rewards.functions import RewardInput
+from megasync.data.data import Example
+from megasync.rewards.functions import RewardInput
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config, EvalSet, RolloutConfig
-    from megasync.rollouts.prompts import Prompts
+    from megasync.data.prompts import Prompts
+    from megasync.rewards.pool import RewardPool
 
 TRAIN = "train"  # in samples.jsonl what an evaluation set's name is for its samples
 SEED_STRIDE = 1_000_003
@@ -69,7 +71,26 @@ def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: i
     )
 
 
-def reward_inputs(prompts: Prompts, example: Example, completions: Sequence[Completion], max_tokens: int) -> list[RewardInput]:
+def request_digest(request: GenerationRequest, *, returns_experts: bool) -> int:
+    """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are."""
+    return digest_of((replace(request, num_samples=1, seed=0), returns_experts))
+
+
+def reward_digest(example: Example, rewards: RewardPool, num_samples: int) -> int:
+    """Of what the rewards of given responses depend on; `num_samples` of them are looked at together where a reward does so."""
+    together = num_samples if rewards.takes_groups else 1
+    return digest_of((rewards.identity, together, example.prompt, example.answer, example.extra, example.line))
+
+
+def digest_of(value: object) -> int:
+    """A signed 64-bit number of the text that represents `value`."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
+
+
+def reward_inputs(
+    example: Example, completions: Sequence[Completion], texts: Sequence[str], max_tokens: int
+) -> list[RewardInput]:
+    """`texts`: of the completions."""
     return [
         RewardInput(
             prompt=example.prompt,
@@ -80,7 +101,7 @@ def reward_inputs(prompts: Prompts, example: Example, completions: Sequence[Comp
             extra=example.extra,
             line=example.line,
         )
-        for completion, text in zip(completions, prompts.texts([one.token_ids for one in completions]), strict=True)
+        for completion, text in zip(completions, texts, strict=True)
     ]
 
 

@@ -14,23 +14,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.batch import SampleTable
+from engine.batch.batch import SampleTable
+from engine.objective.advantages import overlong_penalty
 from engine.sample import Sample
-from megasync.rollouts.data import Example, PromptOrder
+from megasync.data.data import Example, PromptOrder
+from megasync.rewards.functions import RewardInput
+from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
-from megasync.rollouts.requests import reward_inputs, sample_line, training_request
-from megasync.rollouts.rewards.functions import RewardInput
-from megasync.rollouts.rewards.pool import RewardPool, Scored, reward_metrics
+from megasync.rollouts.requests import request_digest, reward_digest, reward_inputs, sample_line, training_request
 from megasync.rollouts.stream import RolloutStream
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
     from megasync.config.schema import Config
+    from megasync.data.prompts import RunData
     from megasync.reporting.log import RunLog
-    from megasync.rollouts.prompts import RunData
 
 
 @dataclass
@@ -51,15 +53,18 @@ class Rollouts:
     """Rank 0's side of a run's stream. `close` ends its thread and the rewards' processes."""
 
     def __init__(
-        self, config: Config, pool: ReplicaPool, data: RunData, rewards: RewardPool, log: RunLog, progress: Progress
+        self, config: Config, pool: ReplicaPool, data: RunData, rewards: RewardPool, log: RunLog, progress: Progress, step: int
     ) -> None:
+        """Go on from `progress` with `step`."""
         self.config, self.prompts, self.examples = config, data.prompts, data.train
         self.rewards, self.timeline = rewards, log.timeline
         self.order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
         settings = stream_settings(config, scores_groups=rewards.takes_groups)
         self.stream = RolloutStream(pool, settings, self._group, self._score, log.note)
-        self.stream.restore(progress)
+        self.stream.restore(progress, step)
         self._taken_seconds = 0.0
+        self._undecoded: list[npt.NDArray[np.int32]] = []
+        self._decoding: asyncio.Future[list[str]]
 
     def take(self, step: int) -> RolloutBatch | None:
         """Wait for the batch of `step`; its samples, in order of prompts, and metrics. None: too few replicas are left."""
@@ -77,11 +82,12 @@ class Rollouts:
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
+        metrics |= penalty_metrics(self.config, [len(sample.response_ids) for sample in samples])
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
         if self.config.algorithm.filter_groups:
             metrics["rollout/filtered_groups"] = self.stream.num_filtered
-        return RolloutBatch(SampleTable.of(samples), metrics, self._lines(groups))
+        return RolloutBatch(SampleTable.from_samples(samples), metrics, self._lines(groups))
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
@@ -90,7 +96,7 @@ class Rollouts:
             return None
         limit = evaluation.sampling.max_new_tokens
         answered = [
-            reward_inputs(self.prompts, example, of_prompt, limit)
+            reward_inputs(example, of_prompt, self.prompts.texts([one.token_ids for one in of_prompt]), limit)
             for example, of_prompt in zip(evaluation.examples, completions, strict=True)
         ]
         rewards = self.stream.run(self._score_all(answered))
@@ -104,13 +110,28 @@ class Rollouts:
         return self.examples[self.order.index(ordinal)]
 
     def _group(self, ordinal: int) -> Group:
-        return Group(ordinal, training_request(self.config, self.prompts, self._example(ordinal), ordinal))
+        example = self._example(ordinal)
+        request = training_request(self.config, self.prompts, example, ordinal)
+        asked = request_digest(request, returns_experts=self.config.algorithm.router_replay == "rollout")
+        return Group(ordinal, request, asked, reward_digest(example, self.rewards, request.num_samples))
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
         example, limit = self._example(group.key), self.config.rollout.max_new_tokens
         done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
-        inputs = await asyncio.to_thread(reward_inputs, self.prompts, example, done, limit)
-        return await self.rewards.score_group(inputs)
+        texts = await self._texts([completion.token_ids for completion in done])
+        return await self.rewards.score_group(reward_inputs(example, done, texts, limit))
+
+    async def _texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
+        """What is asked for before the loop comes round is decoded together, in one thread."""
+        if not self._undecoded:
+            self._decoding = asyncio.ensure_future(self._decode())
+        place = len(self._undecoded)
+        self._undecoded += responses
+        return (await self._decoding)[place : place + len(responses)]
+
+    async def _decode(self) -> list[str]:
+        responses, self._undecoded = self._undecoded, []
+        return await asyncio.to_thread(self.prompts.texts, responses)
 
     async def _score_all(self, groups: list[list[RewardInput]]) -> list[list[float]]:
         scored = await asyncio.gather(*map(self.rewards.score_group, groups))
@@ -120,7 +141,7 @@ class Rollouts:
         """Of the first response to each of the first `run.log_samples` prompts."""
         firsts = [(group.key, group.completions[0], group.rewards[0]) for group in groups[: self.config.run.log_samples]]
         return [
-            sample_line(self.prompts, self._example(key), done, reward)
+            sample_line(self.prompts, self._example(key), done, reward) | penalty_fields(self.config, len(done.token_ids))
             for key, done, reward in firsts
             if done and reward is not None
         ]
@@ -160,6 +181,19 @@ def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
         filters_groups=config.algorithm.filter_groups,
         filter_factor=config.algorithm.filter_factor,
     )
+
+
+def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
+    """What `algorithm.truncated = penalise` adds to the reward of a response of so many tokens, -1 to 0; {} without it."""
+    if config.algorithm.truncated != "penalise":
+        return {}
+    return {"penalty": overlong_penalty(num_tokens, config.rollout.max_new_tokens, config.algorithm.overlong_buffer)}
+
+
+def penalty_metrics(config: Config, lengths: Sequence[int]) -> dict[str, float]:
+    """The mean penalty; `reward/mean` is without it."""
+    penalties = [penalty for length in lengths for penalty in penalty_fields(config, length).values()]
+    return {"reward/penalty_mean": statistics.fmean(penalties)} if penalties else {}
 
 
 def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:

@@ -7,13 +7,17 @@ The bound of `rollout.max_staleness` = n holds by two rules, without anything th
 begun and are not trained (the admission of AReaL, arXiv:2505.24298, section 5.1); and a step waits where, without it, more groups
 would be left than the steps until version oldest + n can train: earliest deadline first, which leaves as few as any order can.
 With these alone replicas that are faster than the trainer would make every sample n versions old: of n + 1 batches as few
-begin as keep the trainer from waiting (Lead).
+begin as keep the trainer from waiting (PrefetchController).
+
+Where the trainer waits for the replicas, batches must not end in pairs: what begins beside the next batch takes slots and tokens
+from its last samples, ends with it, and leaves the replicas idle while the trainer works on the first of both. So as many groups
+as the replicas end in the time of one training are held back until the next batch is ready (PrefetchController.num_held).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -39,7 +43,7 @@ CALM_STEPS = 4
 
 
 @dataclass
-class Lead:
+class PrefetchController:
     """How many batches of groups may have begun and are not trained: `batches`, at first `most`, at least min(2, most).
 
     One more after a step that waited; one fewer after `patience` steps in a row behind which a whole batch was ready. Each time
@@ -48,6 +52,7 @@ class Lead:
 
     most: int
     patience: int = CALM_STEPS
+    busy_share: float = 0.0  # of the trainer's time, that it did not wait for batches: a mean that forgets in a few steps
     _calm: int = 0
     _is_trial: bool = False
 
@@ -58,6 +63,7 @@ class Lead:
         """A batch was taken. `wait_share`: of the time since the one before, what the trainer waited for it; `spare_batches`: how
         many more were ready.
         """
+        self.busy_share += (1.0 - wait_share - self.busy_share) / CALM_STEPS
         if wait_share > SHORT_WAIT:
             self.patience *= 2 if self._is_trial else 1
             self.batches, self._calm, self._is_trial = min(self.most, self.batches + 1), 0, False
@@ -66,14 +72,19 @@ class Lead:
         if self._calm >= self.patience and self.batches > 2:
             self.batches, self._calm, self._is_trial = self.batches - 1, 0, True
 
+    def num_held(self, batch_size: int) -> int:
+        """How many groups wait for the next batch to be ready; none where there is no other batch beside it."""
+        return round(self.busy_share * batch_size) if self.batches > 1 else 0
 
-def num_admissible(num_trained: int, lead: int, batch_size: int, steps_left: int, num_replaced: int = 0) -> int:
-    """How many groups may have begun, in all, when `num_trained` of them are trained and `steps_left` steps follow.
 
-    `lead`: how many batches of them may be under way; at most `rollout.max_staleness` + 1.
-    `num_replaced`: those that have begun and will not be trained, each of which makes room for another.
+def num_admissible(num_begun: int, step: int, version: int, most: int, batch_size: int, num_steps: int) -> int:
+    """How many more groups may begin while `version` is served and `step` is to be trained next, the last one `num_steps` - 1.
+
+    `num_begun`: groups that are neither trained nor discarded. `most`: how many they may be when `step` is `version`, at most
+    `rollout.max_staleness` + 1 batches. While `step` - 1 is being trained its batch counts, too, so that what begins then can
+    still be trained by step `version` + `rollout.max_staleness`.
     """
-    return num_trained + min(lead, steps_left) * batch_size + num_replaced
+    return max(0, min(most - (step - version) * batch_size, (num_steps - step) * batch_size) - num_begun)
 
 
 def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | None) -> int | None:
@@ -108,6 +119,15 @@ def choose_batch(
     return sorted(batch)
 
 
-def expired(candidates: Sequence[Candidate], step: int, max_staleness: int) -> list[int]:
-    """Groups that are too old for `step`: after a resume by another config. They have to begin anew."""
-    return [candidate.ordinal for candidate in candidates if candidate.oldest < step - max_staleness]
+def trainable(candidates: Iterable[Candidate], step: int, max_staleness: int, batch_size: int, num_steps: int) -> set[int]:
+    """Those of a checkpoint that can be trained in time from `step` on, as many as can be; the others have to begin anew.
+
+    By the time that step d takes its batch those that no later step may take are at most (d - `step` + 1) batches. This holds for
+    all that `num_admissible` lets begin, and `choose_batch` keeps it: a step always finds a batch once all that runs has ended.
+    """
+    kept: set[int] = set()
+    for one in sorted(candidates, key=lambda candidate: (candidate.oldest, candidate.ordinal)):
+        last_step = min(one.oldest + max_staleness, num_steps - 1)
+        if len(kept) < (last_step - step + 1) * batch_size:
+            kept.add(one.ordinal)
+    return kept

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.generation import Completion, GenerationRequest
-from engine.advantages import is_group_worth_training
+from engine.objective.advantages import is_group_worth_training
+from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import Dispatcher
 from megasync.rollouts.group import Group, StreamSettings
-from megasync.rollouts.progress import Progress
-from megasync.rollouts.rewards.pool import Scored
-from megasync.rollouts.scheduler import Candidate, Lead, choose_batch, expired, num_admissible
+from megasync.rollouts.progress import Progress, SavedGroup
+from megasync.rollouts.restore import restore_groups
+from megasync.rollouts.scheduler import Candidate, PrefetchController, choose_batch, num_admissible
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -42,21 +43,27 @@ class RolloutStream:
         make_group: Callable[[int], Group],
         score: Callable[[Group, Sequence[int]], Awaitable[list[Scored]]],
         note: Callable[[str], None],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`make_group` makes that of an ordinal, `score` gives what samples are worth, `note` says something to the user."""
-        self.settings, self.make_group, self.score = settings, make_group, score
-        self.step = 0
-        self.num_begun = self.num_trained = 0  # ordinals that were admitted; that were taken
-        self.num_replaced = self.replaced_in_step = self.num_filtered = 0
-        self.lead = Lead(settings.max_staleness + 1)
+        """`make_group` makes that of an ordinal, `score` gives what samples are worth, `note` says something to the user.
+
+        `loop`: with a clock of its own; None: a plain one.
+        """
+        self.settings, self.make_group, self.score, self.note = settings, make_group, score, note
+        self.step = 0  # the next to be trained
+        self.num_begun = self.num_trained = 0  # the first ordinal that was never admitted; how many groups were taken
+        self.num_filtered = 0
+        self.lead = PrefetchController(settings.max_staleness + 1)
         self._taken_seconds: float | None = None  # when the last batch was
-        self._groups: dict[int, Group] = {}  # admitted and not taken
-        self._equal: dict[int, Group] = {}  # done since the last batch, with rewards that are all equal
-        self._unreplaced: set[int] = set()  # of these
+        self._groups: dict[int, Group] = {}  # admitted, neither taken nor discarded
+        self._done: set[int] = set()  # of these, those whose samples all have their rewards
+        self._anew: list[int] = []  # ordinals below `num_begun` that are to be admitted again
+        self._uniform_groups: dict[int, Group] = {}  # discarded since the last batch: all of their rewards are equal
+        self._num_scoring = 0
         self._num_outside = 0
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(pool, settings, self._start, self._take_in, self._fail, self._changed.set, note)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -74,7 +81,8 @@ class RolloutStream:
         """The groups that `step` trains on, in order; None once there are fewer than `min_replicas` replicas.
 
         Raises:
-            RuntimeError, or what a reward raised: the stream cannot go on.
+            RuntimeError, or what a reward raised: the stream cannot go on. A step for which nothing runs and no batch can be
+                chosen is told with its numbers.
         """
         return self.run(self._take(step))
 
@@ -86,9 +94,11 @@ class RolloutStream:
         """What a run that is resumed here needs to know."""
         return self.run(self._progress())
 
-    def restore(self, progress: Progress) -> None:
-        """Go on from there, before the first `admit`. What had not ended begins anew."""
-        self.run(self._restore(progress))
+    def restore(self, progress: Progress, step: int) -> None:
+        """Go on from there with `step`, before the first `admit`. Samples that had not ended begin anew, and groups that this
+        config asks or scores in another way, or cannot train in time.
+        """
+        self.run(self._restore(progress, step))
 
     def close(self) -> None:
         """End the thread; what is generated is left alone. Safe to repeat."""
@@ -115,74 +125,104 @@ class RolloutStream:
         self._changed.set()
 
     async def _admit(self, step: int) -> None:
-        if step != self.step:
-            self.step, self.replaced_in_step = step, 0
-        own = self.settings
-        wanted = num_admissible(self.num_trained, self.lead.batches, own.batch_size, own.num_steps - step, self.num_replaced)
-        admitted = {ordinal: self.make_group(ordinal) for ordinal in range(self.num_begun, wanted)}
-        self.num_begun = max(self.num_begun, wanted)
+        self.step = step
+        self._fill()
+
+    def _fill(self) -> None:
+        """Let groups begin for which there is room; the first of those that have to begin anew come first."""
+        own, version = self.settings, self._dispatcher.version
+        most = self.lead.batches * own.batch_size
+        if self.step == version and (held := self.lead.num_held(own.batch_size)) and self._batch(self.step) is None:
+            most -= held
+        num_kept = len(self._groups) + self._num_unreplaced
+        room = num_admissible(num_kept, self.step, version, most, own.batch_size, own.num_steps)
+        again, self._anew = self._anew[:room], self._anew[room:]
+        first, self.num_begun = self.num_begun, self.num_begun + room - len(again)
+        admitted = {ordinal: self.make_group(ordinal) for ordinal in (*again, *range(first, self.num_begun))}
         self._groups |= admitted
         self._dispatcher.add(list(admitted.values()))
 
+    @property
+    def _num_unreplaced(self) -> int:
+        """Groups that were discarded beyond those that others may replace: the next batch may lack them."""
+        return max(0, len(self._uniform_groups) - (self.settings.filter_factor - 1) * self.settings.batch_size)
+
     async def _take(self, step: int) -> list[Group] | None:
-        begin_seconds = time.monotonic()
+        begin_seconds = self._loop.time()
         batch = await self._wait_for(lambda: self._choose(step))
         if batch is None:
             return None
+        self.step = step + 1
         self.num_trained += len(batch)
-        taken = [self._groups.pop(ordinal) for ordinal in batch]
-        before, self._taken_seconds = self._taken_seconds, time.monotonic()
+        before, self._taken_seconds = self._taken_seconds, self._loop.time()
         if before is not None:  # nothing could be ready for the first
-            num_ready = sum(group.is_done for group in self._groups.values())
             wait_share = (self._taken_seconds - begin_seconds) / (self._taken_seconds - before)
-            self.lead.observe(wait_share, num_ready / self.settings.batch_size)
-        return taken
+            self.lead.observe(wait_share, len(self._done) / self.settings.batch_size)
+        self._fill()
+        return batch
 
     async def _wait_for(self, look: Callable[[], Result | None]) -> Result | None:
         """What `look` finds once it is not None; None once there are fewer than `min_replicas` replicas."""
         while (found := look()) is None:
             if self._failure is not None:
                 raise self._failure
+            if not self._dispatcher.is_busy and not self._num_scoring:
+                raise RuntimeError(f"step {self.step} waits for a batch, and nothing runs that could be in it: {self._numbers()}")
             if self._dispatcher.num_replicas < self.settings.min_replicas:
                 return None
             self._changed.clear()
             await self._changed.wait()
         return found
 
-    def _choose(self, step: int) -> list[int] | None:
-        own, newest = self.settings, self._dispatcher.version
-        groups = self._groups.values()
-        candidates = [Candidate(one.key, newest if one.oldest is None else one.oldest, one.is_done) for one in groups]
-        if too_old := expired(candidates, step, own.max_staleness):
-            self._begin_anew(too_old)
+    def _numbers(self) -> str:
+        own, oldest = self.settings, Counter(group.oldest for group in self._groups.values())
+        versions = ", ".join(f"{number} of version {version}" for version, number in oldest.items()) or "none"
+        return (
+            f"groups that are not trained: {versions}; discarded: {len(self._uniform_groups)}; to begin anew: {len(self._anew)}; "
+            f"next prompt {self.num_begun}; served version {self._dispatcher.version}; data.batch_size={own.batch_size}, "
+            f"rollout.max_staleness={own.max_staleness}, lead of {self.lead.batches} batches, run.steps={own.num_steps}"
+        )
+
+    def _choose(self, step: int) -> list[Group] | None:
+        """The groups of the batch, which are the stream's no longer."""
+        own, batch = self.settings, self._batch(step)
+        if batch is None or not (batch or self._uniform_groups):
             return None
-        is_growing = any(not candidate.is_done for candidate in candidates)
-        batch = choose_batch(candidates, step, own.max_staleness, own.batch_size, may_grow=is_growing)
-        if batch is not None and len(batch) < own.batch_size:  # what there is: groups that teach nothing complete it
-            spare = sorted(self._equal)[: own.batch_size - len(batch)]
-            self._groups |= {ordinal: self._equal.pop(ordinal) for ordinal in spare}
-            self.num_replaced -= len(set(spare) - self._unreplaced)
-            batch = sorted([*batch, *spare])
-        if batch:
-            self.num_replaced += len(self._unreplaced & set(self._equal))
-            self._equal, self._unreplaced = {}, set()
-        return batch or None
+        self._done.difference_update(batch)
+        chosen = {ordinal: self._groups.pop(ordinal) for ordinal in batch}
+        spare = sorted(self._uniform_groups)[: own.batch_size - len(batch)]  # groups that teach nothing complete it
+        chosen |= {ordinal: self._uniform_groups[ordinal] for ordinal in spare}
+        self._uniform_groups = {}
+        return [chosen[ordinal] for ordinal in sorted(chosen)]
+
+    def _batch(self, step: int) -> list[int] | None:
+        """The ordinals that are ready to be taken; None while `step` has to wait."""
+        own, newest = self.settings, self._dispatcher.version
+        is_growing = len(self._done) < len(self._groups)
+        if is_growing and len(self._done) < own.batch_size:
+            return None
+        oldest = {ordinal: newest if group.oldest is None else group.oldest for ordinal, group in self._groups.items()}
+        candidates = [Candidate(ordinal, version, ordinal in self._done) for ordinal, version in oldest.items()]
+        return choose_batch(candidates, step, own.max_staleness, own.batch_size, may_grow=is_growing)
 
     async def _progress(self) -> Progress:
-        """Groups with equal rewards that were not replaced yet will not be trained."""
-        groups = tuple((key, tuple(self._groups[key].ended_samples())) for key in sorted(self._groups))
-        num_replaced = self.num_replaced + len(self._unreplaced)
-        return Progress(self.num_trained, self.num_begun, num_replaced, self._dispatcher.expected_tokens, groups)
+        """Groups that were discarded will not be trained."""
+        groups = [group.saved() for group in self._groups.values()] + [SavedGroup(ordinal) for ordinal in self._anew]
+        groups.sort(key=lambda group: group.key)
+        return Progress(self.num_trained, self.num_begun, self._dispatcher.expected_tokens, tuple(groups))
 
-    async def _restore(self, progress: Progress) -> None:
+    async def _restore(self, progress: Progress, step: int) -> None:
+        restored = restore_groups(progress, step, self.settings, self.make_group)
+        self.step, self._anew = step, restored.anew
         self.num_trained, self.num_begun = progress.num_trained, progress.num_begun or progress.num_trained
-        self.num_replaced = progress.num_replaced
+        self._groups = {group.key: group for group in restored.groups}
         self._dispatcher.expected_tokens = progress.expected_tokens or self._dispatcher.expected_tokens
-        for key, samples in progress.groups:
-            group = self._groups[key] = self.make_group(key)
-            group.restore(samples)
+        self._dispatcher.add([group for group in restored.groups if group.missing])
+        for group in restored.groups:
             self._score_ended(group)
-        self._dispatcher.add([group for group in self._groups.values() if group.missing])
+            self._settle(group)
+        for note in restored.notes:
+            self.note(note)
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
         """Keys below 0, the first request's the lowest."""
@@ -194,7 +234,7 @@ class RolloutStream:
             if await self._wait_for(lambda: None if any(group.missing for group in groups) else True) is None:
                 return None
         finally:
-            self._dispatcher.drop([group.key for group in groups])
+            self._dispatcher.drop(groups)
         return [[completion for completion in group.completions if completion is not None] for group in groups]
 
     # ------------------------------------------------------------------------------------------------ what the replicas finish
@@ -208,6 +248,7 @@ class RolloutStream:
         samples = [sample for sample in group.unscored if sample not in group.in_scoring]
         if samples and not (self.settings.scores_groups and group.missing):
             group.in_scoring.update(samples)
+            self._num_scoring += 1
             self._start(self._reward(group, range(len(group.rewards)) if self.settings.scores_groups else samples))
 
     async def _reward(self, group: Group, samples: Sequence[int]) -> None:
@@ -216,28 +257,23 @@ class RolloutStream:
                 group.rewards[sample], group.scored[sample] = scored.total, scored
         except Exception as error:  # noqa: BLE001 # the trainer raises it
             self._fail(error)
+        self._num_scoring -= 1
+        self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        """A group that is done can be trained; but nothing is learnt from equal rewards, and another one takes the place of such
+        a group, as long as `filter_factor` lets it.
+        """
+        if not group.is_done:
+            return
         rewards = [reward for reward in group.rewards if reward is not None]
-        if group.is_done and self.settings.filters_groups and not is_group_worth_training(rewards):
-            await self._replace_equal(group)
-        if group.is_done:
-            self._changed.set()
-
-    async def _replace_equal(self, group: Group) -> None:
-        """Nothing is learnt from equal rewards: another group takes the place of this one, while there may be more."""
-        own = self.settings
-        self._equal[group.key] = self._groups.pop(group.key)
-        self.num_filtered += 1
-        if self.replaced_in_step >= (own.filter_factor - 1) * own.batch_size:
-            self._unreplaced.add(group.key)
+        if self.settings.filters_groups and not is_group_worth_training(rewards):
+            self._uniform_groups[group.key] = self._groups.pop(group.key)
+            self.num_filtered += 1
         else:
-            self.num_replaced += 1
-            self.replaced_in_step += 1
-            await self._admit(self.step)
-
-    def _begin_anew(self, ordinals: Sequence[int]) -> None:
-        self._groups |= {ordinal: self.make_group(ordinal) for ordinal in ordinals}
-        self._dispatcher.drop(ordinals)
-        self._dispatcher.add([self._groups[ordinal] for ordinal in ordinals])
+            self._done.add(group.key)
+        self._fill()
+        self._changed.set()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -1,11 +1,9 @@
 """`python -m megasync.bench equivalence`: every family in every layout against one rank, transformers, its folder and vLLM.
 
-layouts.py   the layouts of the table; random ones with random features
-cases.py     a case's config, and why the config's own check refuses it
+cases.py     layouts, a case's config, and why the config's own check refuses it
 models.py    tiny models of each family, and what transformers computes with them
 measure.py   what a case's ranks do: steps, log-probs, exports
-groups.py    what a case leaves behind
-start.py     ranks that run one case after another, and the next start when one fails
+ranks.py     ranks that run one case after another, and the next start when one fails
 read_back.py weights that vLLM gives back
 judge.py     differences, and whether they are within bounds
 document.py  the tables in Markdown

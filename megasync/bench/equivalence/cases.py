@@ -1,26 +1,58 @@
-"""A case: a tiny model, a number of ranks and the keys that make its run's config. No torch in here.
+"""A case: a tiny model, a layout, and the keys that make its run's config. No torch in here.
 
-The config goes through the check that every run's goes through; what that refuses is a hole, with the check's own reason.
+The config goes through the check that every run's goes through; what that refuses is unsupported, with the check's own reason.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config import FAMILIES
+from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench.config import BenchRoot
-from megasync.bench.equivalence.layouts import LAYOUTS, NUM_LAYERS, ONE, WRAPS, Draw, Keys, draw_case, layout_keys
-from megasync.config.check import check_config
+from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.schema import Config
 
+Keys = dict[str, Any]
+WRAPS = tuple(SHARDS_PARAMETERS)
 WHAT_IS_COMPUTED = ("algorithm.", "engine.lora.", "engine.balance")  # keys that a case's reference has, too
-MOST_DRAWS = 2000  # for one case that the check takes
+NUM_LAYERS = 4  # of the tiny models
+
+
+class Layout(NamedTuple):
+    """`keys`: of engine.parallel; data parallelism takes the ranks that are left."""
+
+    title: str
+    num_ranks: int
+    keys: dict[str, Any]
+
+
+ONE = "one"
+LAYOUTS = {
+    ONE: Layout("1 rank", 1, {}),
+    "tp2": Layout("TP2", 2, {"tensor": 2}),
+    "tp2_sp": Layout("TP2+SP", 2, {"tensor": 2, "sequence": True}),
+    "pp2": Layout("PP2", 2, {"pipeline": 2}),
+    "pp2_virtual2": Layout("PP2 x virtual 2", 2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "pp2_uneven": Layout("PP2, 1 and 3 layers", 2, {"pipeline": 2, "pipeline_layers": (1, NUM_LAYERS - 1)}),
+    "cp2_allgather": Layout("CP2 all-gather", 2, {"context": 2}),
+    "cp2_ulysses": Layout("CP2 Ulysses", 2, {"context": 2, "context_attention": "ulysses"}),
+    "ep2": Layout("EP2", 2, {"expert": 2}),
+    "dp2": Layout("DP2", 2, {}),
+    "ep2_tp2": Layout("EP2 x TP2+SP", 4, {"expert": 2, "tensor": 2, "sequence": True}),
+    "tp2_pp2": Layout("TP2+SP x PP2", 4, {"tensor": 2, "sequence": True, "pipeline": 2}),
+    "dp4": Layout("DP4", 4, {}),
+}
+
+
+def layout_keys(layout: str, wrap: str) -> Keys:
+    """Full keys."""
+    return {"engine.wrap": wrap, **{f"engine.parallel.{name}": value for name, value in LAYOUTS[layout].keys.items()}}
 
 
 @dataclass(frozen=True)
@@ -39,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """`layout`: of the table; empty: drawn at random. `keys` by full names, those of the layout and the wrap among them."""
+    """`layout`: one of LAYOUTS, or empty. `keys` by full names, those of the layout and the wrap among them."""
 
     model: Model
     layout: str
@@ -102,23 +134,18 @@ def _chosen(key: str, names: Sequence[str], known: Sequence[str], *others: str) 
     return tuple(name for name in known if name in names or "all" in names)
 
 
-def drawn(config: BenchRoot, draw: random.Random, numbers_of_ranks: tuple[int, ...]) -> Draw:
-    """A random case of the chosen families; the config's check may refuse it."""
-    return draw_case(draw, _chosen("families", config.bench_equivalence.families, FAMILIES), numbers_of_ranks)
-
-
-def of_draw(drawn: Draw) -> Case:
-    return Case(Model(drawn.family, drawn.tied, drawn.num_layers), "", drawn.num_ranks, drawn.keys)
-
-
 def case_config(config: BenchRoot, case: Case, model_path: Path, tokens_per_microbatch: int) -> Config:
-    """What a run with the case's keys would be told.
+    """The config of a run with the case's keys.
 
     Raises:
         ValueError: a key or a value that no config has.
     """
     nested = {section: getattr(config, section).model_dump() for section in Config.model_fields}
-    own = {"model.path": str(model_path), "engine.tokens_per_microbatch": tokens_per_microbatch, "run.steps": num_steps(config)}
+    own = {
+        "model.path": str(model_path),
+        "engine.tokens_per_microbatch": tokens_per_microbatch,
+        "run.steps": config.bench_equivalence.steps,
+    }
     for key, value in {**own, **case.keys}.items():
         into: Any = nested
         *sections, last = key.split(".")
@@ -126,10 +153,6 @@ def case_config(config: BenchRoot, case: Case, model_path: Path, tokens_per_micr
             into = into[section]
         into[last] = value
     return Config.model_validate(nested)
-
-
-def num_steps(config: BenchRoot) -> int:
-    return config.bench_equivalence.steps
 
 
 def refusal(config: Config, num_ranks: int) -> str:

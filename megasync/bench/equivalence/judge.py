@@ -7,19 +7,20 @@ from typing import Any
 
 from engine.config import MOE_FAMILIES
 
-BOUND, BOUND_OF_EXPERTS = 1e-5, 1e-4  # of losses and gradient norms
-BOUND_OF_LOG_PROBS = 1e-4
+MAX_STEP_DIFFERENCE, MAX_STEP_DIFFERENCE_OF_EXPERTS = 1e-5, 1e-4  # of losses and gradient norms
+MAX_LOG_PROB_DIFFERENCE = 1e-4
 STEPS = ("loss", "grad_norm", "balance")
 LOG_PROBS = ("log_probs", "log_probs_trained")
 EXPORTS = ("export_before", "export_after")
+EXPORT_PROBLEMS = ("differing", "missing", "twice")
 Found = dict[str, Any]
 
 
 def bound_of(name: str, family: str) -> float:
     """What a difference of this name may be."""
     if name in LOG_PROBS:
-        return BOUND_OF_LOG_PROBS
-    return BOUND_OF_EXPERTS if family in MOE_FAMILIES else BOUND
+        return MAX_LOG_PROB_DIFFERENCE
+    return MAX_STEP_DIFFERENCE_OF_EXPERTS if family in MOE_FAMILIES else MAX_STEP_DIFFERENCE
 
 
 def differences(found: Found, reference: Found, transformers: tuple[list[float], list[float]]) -> dict[str, float]:
@@ -51,9 +52,13 @@ def problems(found: Found, worst: dict[str, float], family: str, micro_batches: 
     bounds = {name: bound_of(name, family) for name in worst}
     wrong = [f"{name} {value:.1e}, above {bounds[name]:g}" for name, value in worst.items() if not value <= bounds[name]]
     for name in EXPORTS:
-        for what in ("differing", "missing", "twice"):
+        for what in EXPORT_PROBLEMS:
             names = found[name][what]
             wrong += [f"{name}: {len(names)} tensors {what}, first {names[0]}"] if names else []
     if found["micro_batches"][0] < micro_batches:
         wrong.append(f"steps of {found['micro_batches'][0]} micro-batches")
     return wrong
+
+
+def is_unequal(export: Found) -> bool:
+    return any(export[what] for what in EXPORT_PROBLEMS)

@@ -5,6 +5,7 @@ Groups are built for the case and left after it, so that one start of ranks runs
 
 from __future__ import annotations
 
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from bridge.export.source import WeightSource, whole_tensors
-from engine import parallel
 from engine.engine import Engine
-from megasync.bench.equivalence.groups import forget_wrappers, leave_groups
+from engine.runtime import parallel
+from engine.runtime.megatron import parallel_state as mpu
 from megasync.bench.equivalence.models import scored_samples, step_samples
 from megasync.config.schema import Config
 from megasync.reporting.log import RunLog
-from megasync.weights import Weights, build_exporter
+from megasync.run.weights import Weights, build_exporter
 
-HISTORY = {"loss/sft": "loss", "loss/policy": "loss", "grad_norm": "grad_norm", "loss/load_balancing": "balance"}
+HISTORY = {"loss/sft": "loss", "loss/total": "loss", "grad_norm": "grad_norm", "loss/load_balancing": "balance"}
+FSDP_CLASSES = (
+    *("MegatronFSDP", "ParamAndGradBuffer", "DataParallelBuffer", "FSDPDistributedIndex"),
+    *("AllGatherPipeline", "GradReducePipeline"),
+)
 Measured = dict[str, Any]
 
 
@@ -32,28 +37,28 @@ def measure(config: dict[str, Any], folder: str, micro_batches: int, timeout_sec
     Raises:
         Exception: whatever the engine raises; the groups are left as they are then, and this process is to end.
     """
-    told = Config.model_validate(config)
-    parallel.initialize(told.engine.parallel, told.run.seed, timeout_seconds)
-    built = build_engine(told)
-    measured = _measure(told, built, Path(folder), micro_batches)
+    parsed = Config.model_validate(config)
+    parallel.initialize(parsed.engine.parallel, parsed.run.seed, timeout_seconds)
+    built = build_engine(parsed)
+    measured = _measure(parsed, built, Path(folder), micro_batches)
     del built
     leave_groups()
     forget_wrappers()
     return measured
 
 
-def build_engine(told: Config) -> Engine:
+def build_engine(parsed: Config) -> Engine:
     """As a run builds it; the groups are there."""
-    length, seed = told.rollout.max_new_tokens, told.run.seed
-    return Engine(told.model, told.engine, told.algorithm, num_steps=told.run.steps, max_new_tokens=length, seed=seed)
+    length, seed = parsed.rollout.max_new_tokens, parsed.run.seed
+    return Engine(parsed.model, parsed.engine, parsed.algorithm, num_steps=parsed.run.steps, max_new_tokens=length, seed=seed)
 
 
-def _measure(told: Config, built: Engine, folder: Path, micro_batches: int) -> Measured:
-    source, seed = build_exporter(built), told.run.seed
-    before = _against_folder(source, Path(told.model.path))
+def _measure(parsed: Config, built: Engine, folder: Path, micro_batches: int) -> Measured:
+    source, seed = build_exporter(built), parsed.run.seed
+    before = _against_folder(source, Path(parsed.model.path))
     values = [_flat(built.score(scored_samples(seed)))]
     history, counts = [], []
-    for step in range(told.run.steps):
+    for step in range(parsed.run.steps):
         minibatches = built.prepare(step_samples(seed, step, micro_batches))
         counts += [len(minibatch.microbatches) for minibatch in minibatches]
         metrics = built.update(minibatches)
@@ -62,7 +67,7 @@ def _measure(told: Config, built: Engine, folder: Path, micro_batches: int) -> M
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-    Weights(told, built, RunLog(told, first_step=0, write=False)).export(folder)
+    Weights(parsed, built, RunLog(parsed, first_step=0, write=False)).export(folder)
     return {
         "history": history,
         "log_probs": values,
@@ -93,3 +98,28 @@ def _against_folder(source: WeightSource, folder: Path) -> Measured:
         "missing": sorted(disk.keys() - set(sent)),
         "twice": sorted({name for name in sent if sent.count(name) > 1}),
     }
+
+
+def leave_groups() -> None:
+    """Give megatron-core's groups up and stay in the world, for an `initialize` with another layout.
+
+    megatron-core 0.16.1 forgets its groups without ending them (core/parallel_state.py:2085), and each has threads.
+    """
+    if mpu.is_initialized():
+        dist.barrier()
+        groups, mpu._global_process_group_list = mpu._global_process_group_list or [], None
+        for group in groups:
+            if group is not None:  # None stands for the world
+                dist.destroy_process_group(group)
+        mpu.destroy_model_parallel()
+
+
+def forget_wrappers() -> None:
+    """Take Megatron-FSDP's objects apart: gradient hooks, which Python's collector does not see, keep them for ever.
+
+    With them their process groups would stay, whose threads wake up a hundred times a second.
+    """
+    for thing in gc.get_objects():
+        if type(thing).__name__ in FSDP_CLASSES and str(type(thing).__module__).startswith("megatron_fsdp."):
+            vars(thing).clear()
+    gc.collect()

@@ -1,15 +1,13 @@
-"""All cases of the table, or random ones: models, holes, one start of ranks after another, vLLM, and what came out.
+"""All cases of the table: models, what is unsupported, one start of ranks after another, vLLM, and what came out.
 
 Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (document.py).
 
     python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [--json FILE] [--to docs/equivalence.md]
-    python -m megasync.bench equivalence --config configs/bench_equivalence.yaml bench_equivalence.random=50 run.seed=1
 """
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 import time
@@ -18,21 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from megasync.bench.common.results import Results, describe, print_table, write_results
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import cases as of_cases
-from megasync.bench.equivalence.cases import MOST_DRAWS, Case, Model
-from megasync.bench.equivalence.layouts import layout_keys
-from megasync.bench.equivalence.start import Job, run_jobs
-from megasync.bench.machine import describe_machine
-from megasync.bench.tables import print_table
+from megasync.bench.equivalence.cases import Case, Model, layout_keys
+from megasync.bench.equivalence.document import write_document
+from megasync.bench.equivalence.ranks import Job, run_jobs
 from megasync.config.errors import refuse_if
 from megasync.config.load import save_config
 from megasync.config.schema import Config
-from megasync.files import write_atomically
 
-RANDOM_RANKS = (1, 2, 4)
 NUM_SHOWN = 3  # problems of a case
-Results = dict[str, Any]
 Runner = Callable[[Sequence[Job], int, Path], Iterator[dict[str, Any]]]  # as run_jobs
 
 
@@ -67,10 +61,9 @@ class Bench:
         self.references: dict[str, dict[str, Any]] = {}
         command = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        told = {"bench": "equivalence", **describe_machine(), "commit": commit, "config": config.model_dump()}
-        self.results: Results = {**told, "cases": {}, "holes": {}, "vllm": {}}
+        self.results: Results = {**describe("equivalence", config), "commit": commit, "cases": {}, "unsupported": {}, "vllm": {}}
 
-    def told(self, case: Case) -> Config:
+    def config_of(self, case: Case) -> Config:
         """The config of the case, with its model, which is written if need be."""
         from megasync.bench.equivalence.models import microbatch_tokens, write_model
 
@@ -82,31 +75,19 @@ class Bench:
         return of_cases.case_config(self.config, case, self.models[model.name], tokens)
 
     def accepted(self, cases: Sequence[Case]) -> list[Case]:
-        """Those that the config's check takes; the others are holes from now on."""
+        """Those that the config's check takes; the others are noted as unsupported."""
         taken = []
         for case in cases:
             try:
-                reason = of_cases.refusal(self.told(case), case.num_ranks)
+                reason = of_cases.refusal(self.config_of(case), case.num_ranks)
             except ValueError as error:
-                reason = ""
                 self._note(case, {"problems": [str(error).splitlines()[0]], "differences": {}})
                 continue
             if reason:
-                self.results["holes"][case.name] = {**_described(case), "reason": reason}
+                self.results["unsupported"][case.name] = {**_described(case), "reason": reason}
             else:
                 taken.append(case)
         return taken
-
-    def draw(self) -> list[Case]:
-        """As many random cases as asked for; those that the check refuses are left out."""
-        draw, found = random.Random(self.config.run.seed), list[Case]()
-        for _ in range(self.config.bench_equivalence.random):
-            for _ in range(MOST_DRAWS):
-                case = of_cases.of_draw(of_cases.drawn(self.config, draw, RANDOM_RANKS))
-                if not of_cases.refusal(self.told(case), case.num_ranks):
-                    found.append(case)
-                    break
-        return found
 
     def run(self, cases: Sequence[Case], runner: Runner = run_jobs) -> None:
         """The references first, then all others, by the number of their ranks."""
@@ -120,8 +101,8 @@ class Bench:
         chosen, jobs, begin = self.config.bench_equivalence, [], time.monotonic()
         for number, case in enumerate(cases):
             place = self.place / "cases" / f"{num_ranks}_{number}"
-            told = self.told(case).model_dump()
-            jobs.append(Job(told, f"{place}.json", f"{place}_trained", chosen.micro_batches, chosen.case_seconds))
+            parsed = self.config_of(case).model_dump()
+            jobs.append(Job(parsed, f"{place}.json", f"{place}_trained", chosen.micro_batches, chosen.case_seconds))
         for number, (case, job, found) in enumerate(zip(cases, jobs, runner(jobs, num_ranks, self.place), strict=True)):
             if _key(case) == _key(case.reference):
                 self.references[_key(case)] = found
@@ -155,7 +136,7 @@ class Bench:
 
         for family in families:
             case = Case(Model(family), read_back.LAYOUT, read_back.NUM_RANKS, layout_keys(read_back.LAYOUT, "ddp"))
-            self.results["vllm"][family] = found = read_back.read_back(self.config, self.told(case).model_dump(), family)
+            self.results["vllm"][family] = found = read_back.read_back(self.config, self.config_of(case).model_dump(), family)
             self.keep()
             print(f"{family} read back from vLLM: {found.get('error', 'equal bit for bit')}", flush=True)
 
@@ -164,8 +145,7 @@ class Bench:
         self.keep()
 
     def keep(self) -> None:
-        for path in filter(None, (self.place / "bench_equivalence.json", self.json_path)):
-            write_atomically(path, json.dumps(self.results, indent=1) + "\n")
+        write_results(self.results, self.place / "bench_equivalence.json", self.json_path)
 
 
 def _described(case: Case) -> dict[str, Any]:
@@ -196,25 +176,17 @@ def run(config: BenchRoot, json_path: Path | None, document_path: Path | None) -
     for former in ("models", "cases", "vllm"):
         shutil.rmtree(config.run.folder / former, ignore_errors=True)
     save_config(config, config.run.folder / "config.yaml")
-    hide_progress_bars()
-    bench, is_random = Bench(config, json_path), config.bench_equivalence.random > 0
-    bench.run(bench.draw() if is_random else bench.accepted(of_cases.table(config)))
-    if not is_random:
-        bench.read_back(of_cases.read_back_families(config))
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one for each model that is read or written
+    bench = Bench(config, json_path)
+    bench.run(bench.accepted(of_cases.table(config)))
+    bench.read_back(of_cases.read_back_families(config))
     bench.keep()
     show(bench.results)
     if document_path is not None:
-        from megasync.bench.equivalence.document import document
-
-        write_atomically(document_path, document(bench.results))
+        write_document(bench.results, document_path)
     return int(any(wrong(bench.results)))
-
-
-def hide_progress_bars() -> None:
-    """Of transformers, which has one for each model that it reads or writes."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def show(results: Results) -> None:
@@ -223,5 +195,5 @@ def show(results: Results) -> None:
     rows = [[name, said(cases[name]) if name in cases else results["vllm"][name.split()[0]]["error"]] for name in failed]
     if rows:
         print_table("not within bounds", ("case", "what"), rows)
-    read, holes = len(results["vllm"]), len(results["holes"])
-    print(f"{len(cases)} cases, {holes} holes, {read} families from vLLM; {len(failed)} not right")
+    read, unsupported = len(results["vllm"]), len(results["unsupported"])
+    print(f"{len(cases)} cases, {unsupported} unsupported, {read} families from vLLM; {len(failed)} not right")

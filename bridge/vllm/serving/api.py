@@ -1,0 +1,310 @@
+"""All that depends on the vLLM version: 0.26 and 0.32; file:line notes are relative to the package of vllm(-cpu) 0.32.0.
+
+register       the entry point `vllm.general_plugins`: every vLLM process calls it
+environment    variables to set before vLLM is imported
+build_engine, stop_engine, pause, num_tokens, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
+core_requests, submit, to_completion, prompt_log_probs    requests and outputs
+
+Leaves out what replaces parts of vLLM (patches.py), and its weights: loading, reading back, adapters (vllm/weights/). vLLM is
+imported inside the functions: the trainer imports this file too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bridge import processes
+from bridge.config import ReplicaConfig
+from bridge.generation import Completion, GenerationRequest
+from bridge.layout.splitmix import GAMMA, mix64
+from bridge.vllm.serving import patches, routing
+from bridge.vllm.weights import adapter as vllm_adapter
+from bridge.vllm.weights import latent
+
+BACKEND = "megasync"
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
+START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
+FAILED_START_SECONDS = 20.0
+SEED_MASK = 2**63 - 1
+CPU_KV_CACHE_BYTES = 2**30
+SCHEDULERS = ("bridge.vllm.serving.outputs.HoldingScheduler", "bridge.vllm.serving.outputs.AsyncHoldingScheduler")
+WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
+# Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
+# the weights several times, between ones that stay, which leaves glibc's own heap full of holes.
+MALLOC_OF_CPU_REPLICAS = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
+
+
+def register() -> None:
+    """Make the receiver known to vLLM, and let a replica's child processes end with the replica. Safe to repeat."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
+        WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
+    replica = os.environ.get(REPLICA_PID)
+    if replica is not None and int(replica) != os.getpid():
+        processes.die_with(int(replica))
+        patches.spin_less()
+
+
+def environment(*, cuda: bool) -> dict[str, str]:
+    """Environment variables of a replica's processes, to be there before vLLM and torch are imported."""
+    common = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not every host has flashinfer
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if cuda:
+        return common
+    return common | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",  # no warm-up
+        "TORCHDYNAMO_DISABLE": "1",  # its inductor asks for a C++ compiler, which not every host has
+        "OMP_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC_OF_CPU_REPLICAS),
+    }
+
+
+def prepare_process() -> None:
+    """Before a replica's engine is built: its children are to end with this process, and their sockets have a folder."""
+    forget_launcher()
+    os.environ |= {REPLICA_PID: str(os.getpid()), "VLLM_RPC_BASE_PATH": processes.make_sockets()}
+
+
+def forget_launcher() -> None:
+    """Drop what torchrun told the trainer from this process's environment, which a Ray of the trainer's has handed on.
+
+    With TORCHELASTIC_USE_AGENT_STORE torch takes any tcp:// address for that of torchrun's store, and the workers of vLLM 0.26,
+    which meet at one (v1/executor/uniproc_executor.py:73), wait for a server that nobody starts (torch's
+    distributed/rendezvous.py:188).
+    """
+    for name in [name for name in os.environ if name in LAUNCHER or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+
+
+def build_engine(config: ReplicaConfig) -> Any:
+    """Start an AsyncLLM whose core keeps tokens until their request ends; it can serve then. Raises what vLLM raises."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
+    arguments = AsyncEngineArgs(**engine_arguments(config))
+    made = arguments.create_engine_config()
+    made.scheduler_config.scheduler_cls = SCHEDULERS[bool(made.scheduler_config.async_scheduling)]
+    return AsyncLLM.from_vllm_config(made, disable_log_stats=arguments.disable_log_stats)
+
+
+def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
+    """Fields of AsyncEngineArgs, the config's own over ours; those that it may not set are in arguments.py."""
+    import torch
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    one_worker = "uni" if torch.cuda.is_available() else UniProcExecutor  # CPUs make "mp" of "uni" (platforms/cpu.py:334)
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else one_worker,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or (None if torch.cuda.is_available() else CPU_KV_CACHE_BYTES),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager or not torch.cuda.is_available(),  # compiling asks for a C++ compiler there
+        "seed": config.seed,
+        "skip_tokenizer_init": not config.detokenizes,
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        # CPU generators cannot put back the random numbers of a prompt's first part (v1/worker/gpu_model_runner.py:3502)
+        "enable_chunked_prefill": torch.cuda.is_available(),
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
+    }
+    if config.returns_experts:
+        arguments |= routing.engine_arguments()
+    if config.shares_devices and torch.cuda.is_available():
+        arguments["enable_sleep_mode"] = True
+    if config.adapter_rank:
+        arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
+    return arguments | config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
+
+
+@contextmanager
+def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
+    """Around build_engine: an engine core that has said that it failed and does not end is ended, so that the start fails too.
+
+    The client waits for a message of the core or for its end (v1/engine/utils.py), which a core that is held up in its exit,
+    by CUDA or by threads of its own, gives neither of.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if START_FAILURE in read_log():
+                if not over.wait(FAILED_START_SECONDS):
+                    processes.end_descendants(os.getpid())
+                return
+
+    thread = threading.Thread(target=watch, name="watch-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def stop_engine(engine: Any, timeout: float) -> None:
+    """End the engine's processes and give back what they left in /dev/shm.
+
+    Who removes shared memory that an ended process left is Python's resource tracker, a child of this process. Ray
+    kills it together with this process, so it has to have finished before.
+    """
+    from multiprocessing import resource_tracker
+
+    engine.shutdown(timeout=timeout)
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+async def pause(engine: Any, mode: str) -> None:
+    """AsyncLLM.pause_generation (v1/engine/async_llm.py:952) without its sleep of 20 ms, keeping the prefix cache."""
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+async def num_tokens(engine: Any) -> dict[str, int]:
+    """How many tokens each request has that has not ended in the core (outputs.py); asked while generation is paused."""
+    counts: dict[str, int] = await engine.engine_core.call_utility_async("scheduler")
+    return counts
+
+
+async def sleep(engine: Any, *, keep_weights: bool) -> None:
+    """Give device memory up while paused, straight from the workers (v1/worker/gpu_worker.py:294): AsyncLLM.sleep has a pause of
+    its own. Kept weights go to host memory. CPU workers only log that they cannot.
+    """
+    await engine.collective_rpc("sleep", args=(1 if keep_weights else 2,))
+
+
+async def wake(engine: Any, kinds: list[str]) -> None:
+    """Get memory of these kinds back; WEIGHTS that were not kept have any values until the next sync."""
+    await engine.collective_rpc("wake_up", args=(kinds,))
+
+
+async def finish_update(engine: Any, version: int, *, adapter: bool, recompute: bool) -> bool:
+    """End a weight update, stamp what is generated from now on (0.26 has no stamps) and forget cached prefixes, which were
+    computed with other weights; whether that was possible: not where requests are held, unless theirs are to be computed
+    anew (`recompute`). vLLM knows nothing of an update that brought an adapter.
+
+    The core takes what it is asked in this order (v1/engine/core.py:926), so that nothing waits for the answer before it.
+    """
+    calls = [] if adapter else [engine.finish_weight_update()]
+    if hasattr(engine, "update_weight_version"):
+        calls.append(engine.update_weight_version(str(version)))
+    *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache(reset_running_requests=recompute))
+    return bool(is_reset)
+
+
+def mix_seed(seed: int, sample: int) -> int:
+    """A seed for one sample that shares no noise with its neighbours'."""
+    state = (seed * GAMMA + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
+    return int(mix64(np.array([state], np.uint64))[0]) & SEED_MASK
+
+
+async def core_requests(
+    engine: Any,
+    request: GenerationRequest,
+    samples: Mapping[str, int],
+    *,
+    version: int,
+    with_adapter: bool = False,
+    returns_experts: bool = False,
+) -> list[Any]:
+    """vLLM's EngineCoreRequests of samples by id: checked once, then copied, as vLLM does (v1/engine/parallel_sampling.py:55).
+
+    Prefixes are shared with requests of the same `version` only: those of held requests outlast an update. Where the prompt's
+    own log-probs are wanted, vLLM reads none.
+    """
+    from vllm.inputs import tokens_input
+
+    prompt, tasks = tokens_input(list(request.prompt_ids), cache_salt=str(version)), await engine.get_supported_tasks()
+    parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
+    adapter = vllm_adapter.request(with_adapter)
+    made = engine.input_processor.process_inputs("", prompt, parameters, supported_tasks=tasks, lora_request=adapter)
+    found = []
+    for name, sample in samples.items():
+        one = copy.copy(made)
+        one.request_id = one.external_req_id = name
+        one.sampling_params = copy.copy(made.sampling_params)
+        if made.sampling_params.seed is not None:
+            one.sampling_params.seed = mix_seed(request.seed, sample)
+        found.append(one)
+    return found
+
+
+async def submit(engine: Any, requests: Sequence[Any], sink: Any) -> None:
+    """Hand requests of the core to the engine; comes back once they are on their way. `sink.put` gets each one's final output, or
+    what ended the engine. AsyncLLM.add_request (v1/engine/async_llm.py:388) would have a queue and an event for each.
+    """
+    for request in requests:
+        engine.output_processor.add_request(request, None, queue=sink)
+        await engine.engine_core.add_request_async(request)
+
+
+def sampling_parameters(request: GenerationRequest, sample: int, *, returns_experts: bool = False) -> Any:
+    """vLLM's SamplingParams of one sample of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        max_tokens=max(1, request.max_new_tokens),
+        seed=mix_seed(request.seed, sample) if request.temperature > 0 else None,
+        stop_token_ids=list(request.stop_token_ids),
+        stop=list(request.stop),
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if request.max_new_tokens == 0 else None,
+        flat_logprobs=True,
+        detokenize=bool(request.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **(routing.sampling_arguments() if returns_experts else {}),
+    )
+
+
+def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
+    """Of an output whose prompt's own were asked for; the first token has none."""
+    told = output.prompt_logprobs
+    values: npt.NDArray[np.float32] = np.array(told.logprobs, np.float32)[told.start_indices[1:]]
+    return values
+
+
+def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = None) -> Completion:
+    """From a finished RequestOutput with one sample.
+
+    `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
+    """
+    sample = output.outputs[0]
+    tokens = np.array(sample.token_ids, np.int32)
+    firsts = sample.logprobs.start_indices  # the sampled token comes first at its position (vllm/v1/engine/logprobs.py:110)
+    log_probs = np.array(sample.logprobs.logprobs, np.float32)[firsts]
+    assert len(tokens) == len(log_probs), "vLLM gave a log-prob for each token"
+    versions = np.full(len(tokens), version, np.int32)
+    begin = 0
+    for end, former in marks:
+        versions[begin:end], begin = former, end
+    experts = np.empty((0, 0, 0), np.uint8) if routed_experts is None else routed_experts
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason), experts)

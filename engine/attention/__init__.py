@@ -1,0 +1,10 @@
+"""Attention over packed sequences.
+
+core.py     the core attention of our layer spec, and the sequence-parallel RMSNorm
+flash.py    its kernels on GPUs
+fused.py    rotary embedding and log-probs in one kernel each, with CUDA
+context.py  context parallelism: sequences that several ranks share
+windows.py  how many tokens each layer attends to (no torch)
+rope.py     rotary frequencies, scaled as config.json says
+latent.py   multi-latent attention, with projections of its own
+"""

@@ -1,0 +1,123 @@
+"""What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
+
+No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through flash.py; otherwise sequences of
+similar length are padded and batched for scaled_dot_product_attention, where a sliding window is a mask. With fusions the rotary
+embedding is done here too (megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out dropout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention import context, flash, fused, windows
+from engine.runtime.megatron import PackedSeqParams, TransformerConfig
+from engine.batch.packed import PackedSequences
+
+
+
+class CoreAttention(torch.nn.Module):
+    """Causal softmax attention with grouped queries, a drop-in for megatron-core's DotProductAttention in a layer spec.
+
+    Within a sliding window where windows.py has put one into the config for this layer.
+
+    Takes query [tokens, heads, dim], key and value [tokens, groups, dim] with `packed_seq_params`, or [sequence, batch, ...]
+    without, and returns [tokens, heads * dim] or [sequence, batch, heads * dim]. Values may have a smaller dim than queries and
+    keys, which is then the result's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale, self.window = softmax_scale, windows.layer_window(config, layer_number)
+        self.rotates = bool(config.no_rope_freq)  # megatron-core was told to leave the rotary embedding out
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        if packed_seq_params is None:
+            assert not self.rotates
+            out = self._dense(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        if self.rotates:
+            assert isinstance(packed_seq_params, PackedSequences)
+            assert packed_seq_params.rotary is not None
+            query, key = fused.rotate(query, key, self._tables(packed_seq_params.rotary))
+        part = getattr(packed_seq_params, "context", None)
+        if part is None:
+            return self._packed(query, key, value, packed_seq_params)
+
+        def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self._packed(q, k, v, packed_seq_params).view(*q.shape[:2], v.shape[-1])
+
+        attended = context.attend(part, query, key, value, self.scale, whole, self.window)
+        return attended.flatten(1)
+
+    def _tables(self, rotary: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of this layer."""
+        return rotary
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
+        assert isinstance(packed_seq_params, PackedSequences)
+        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
+            return flash.attend(query, key, value, packed_seq_params, self.scale, self.window).flatten(1)
+        return self._grouped(query, key, value, packed_seq_params).flatten(1)
+
+    def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """All of [batch, heads, tokens, dim]; later tokens never reach earlier ones, so right padding does no harm."""
+        num_tokens = query.shape[2]
+        if not 0 < self.window < num_tokens:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        mask = context.causal_mask(num_tokens, num_tokens, self.window, query.device)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=True)
+
+    def _grouped(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        groups, inverse = packed.length_groups
+        pieces = []
+        for index, valid in groups:
+            q, k, v = (x[index].transpose(1, 2) for x in (query, key, value))
+            pieces.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[valid])
+        return torch.cat(pieces)[inverse]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm for a layer spec, also under sequence parallelism, which torch_norm.py:32 refuses.
+
+    Says that its weight is sequence-parallel, so that finalize_model_grads sums its gradient over tensor-parallel ranks.
+    With `layernorm_zero_centered_gamma` 1 is added to the weight, in float32 as all else then.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        self.is_zero_centered = bool(config.layernorm_zero_centered_gamma)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        if config.sequence_parallel:
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.is_zero_centered else 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)

@@ -1,0 +1,89 @@
+"""Rotary frequencies of models whose config.json scales them (`rope_type`), as transformers computes them.
+
+megatron-core 0.16.1 knows the scaling of Llama 3 with the constants of 3.1 alone (rotary_pos_embedding.py:_apply_scaling), and
+YaRN as an embedding of its own. Both only change the frequencies of the plain one, which the fused tables (fused.py) are made of,
+too; YaRN also multiplies cosine and sine, and so the attention's logits by the square of that. Where layers differ by their type,
+the embedding has the frequencies of both types, one after the other, of which each layer takes its own (gemma.py).
+Leaves out types whose frequencies depend on the length of the sequence (dynamic, longrope): see ROPE_TYPES in config.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from engine.config import LATENT_FAMILIES, ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from engine.runtime.megatron import RotaryEmbedding
+from engine.attention.windows import FULL, SLIDING
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def scaling(hf_config: Any) -> tuple[torch.Tensor, float] | None:
+    """Frequencies, float32 [turned elements of a head / 2], and a factor of cosine and sine; None where nothing is scaled."""
+    rope_type = (hf_config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type = {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if rope_type == "default":
+        return None
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+    return frequencies, factor
+
+
+def config_arguments(hf_config: Any) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig, for mbridge's set_extra_args.
+
+    Raises:
+        ValueError: for a `rope_type` out of ROPE_TYPES, or one that scales logits of which rotary embedding makes a part only;
+            megasync/hf/folder.py says the same before anything starts.
+    """
+    scaled = None if hf_config.model_type in LATENT_FAMILIES else scaling(hf_config)
+    if scaled is None or scaled[1] == 1.0:
+        return {}
+    if 2 * len(scaled[0]) != hf_config.head_dim:
+        raise ValueError("rope scaling that multiplies cosine and sine is not supported with partial_rotary_factor")
+    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(hf_config.head_dim)}
+
+
+class RotaryTable(RotaryEmbedding):  # type: ignore[misc]
+    """megatron-core's, with one table of angles for all lengths up to a power of two.
+
+    Upstream keeps 32, one for each length of a longest sequence (rotary_pos_embedding.py:forward), which every micro-batch of
+    packed sequences may have another of.
+    """
+
+    table: torch.Tensor | None = None
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
+        """Angles, float32 [max_seq_len, 1, 1, dim]."""
+        assert packed_seq
+        assert not offset
+        table = self.table
+        if table is None or len(table) < max_seq_len:
+            whole: torch.Tensor = self.get_emb(1 << (max_seq_len - 1).bit_length())
+            self.table = table = whole
+        return table[:max_seq_len]
+
+
+def set_frequencies(model: Any, hf_config: Any) -> None:
+    """Of a GPTModel that has not yet run. Multi-latent attention has its own (latent.py)."""
+    if hf_config.model_type in LATENT_FAMILIES:
+        return
+    embedding = model.rotary_pos_emb
+    embedding.__class__ = RotaryTable
+    if SLIDING in (hf_config.rope_parameters or {}):
+        of_types = [_of_layer_type(hf_config.head_dim, **hf_config.rope_parameters[kind]) for kind in (SLIDING, FULL)]
+        embedding.inv_freq = torch.cat(of_types).to(embedding.inv_freq)
+    elif (scaled := scaling(hf_config)) is not None:
+        embedding.inv_freq = scaled[0].to(embedding.inv_freq)
+        embedding.seq_len_interpolation_factor = None  # mbridge's way of linear scaling (llama.py:_get_gptmodel_args)
+
+
+def _of_layer_type(size: int, rope_theta: float, rope_type: str = "default", factor: float = 1.0, **_: Any) -> torch.Tensor:
+    """Frequencies, float32 [size / 2], of one layer type's rope_parameters, for heads of `size`."""
+    if rope_type not in ROPE_BY_LAYER_TYPE:
+        raise ValueError(f"rope_type = {rope_type!r} by layer type is not supported; supported: {', '.join(ROPE_BY_LAYER_TYPE)}")
+    frequencies = 1.0 / rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return frequencies / factor if rope_type == "linear" else frequencies

@@ -1,0 +1,223 @@
+"""A Hugging Face folder becomes megatron-core model chunks, through mbridge, with our local layer spec.
+
+Leaves out wrapping (wrap/) and the way back to Hugging Face tensors (the weight bridge's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention import context, fused, latent, rope
+from engine.batch import costs
+from engine.runtime import device
+from engine.moe import experts, router
+from engine.model import families, gemma, recompute, stages
+from engine.model import vocabulary
+from engine.attention import windows
+from engine.attention.core import CoreAttention, RMSNorm
+from engine.batch.batch import Balance
+from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
+from engine.runtime.megatron import get_gpt_decoder_block_spec
+
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.llm_bridge import LLMBridge
+from transformers import AutoConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _LocalSpec:
+    """Mixed in before an mbridge bridge: the local layer spec in place of the TransformerEngine one."""
+
+    config: Any
+    hf_config: Any
+    has_vp_stage: bool
+    recomputes_activation = keeps_inputs_on_host = False
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        self.has_vp_stage = True
+        spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        spec.layer_norm = RMSNorm
+        for layer in spec.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = CoreAttention
+            if self.config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+            latent.use_latent_attention(layer)
+            experts.use_grouped_experts(layer)
+            if self.recomputes_activation:
+                recompute.use_recomputed_activation(layer)
+            if self.hf_config.model_type == GEMMA:
+                gemma.use_layers(layer)
+        return spec
+
+
+def _bridge_class(model_type: str) -> type[Bridge]:
+    """mbridge's bridge of a family with our spec and its own copy of the name tables.
+
+    mbridge changes the tables of the class when embeddings are tied (qwen2.py:_adjust_mapping_for_shared_weights), which would
+    leak into the next model of the process. The local spec keeps the norms apart that TransformerEngine fuses into linears.
+    """
+    if model_type not in FAMILIES:
+        raise ValueError(f"model.path: architecture {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    base = _MODEL_REGISTRY[families.BRIDGE_OF.get(model_type, model_type)]
+    assert issubclass(base, LLMBridge)
+    layer = "model.layers.{layer_number}."
+    tables: dict[str, Any] = {
+        "_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf,  # glm4moe.py's lacks a norm
+        "_DIRECT_MAPPING": dict(base._DIRECT_MAPPING),
+        "_ATTENTION_MAPPING": dict(base._ATTENTION_MAPPING),
+        "_MLP_MAPPING": {
+            **base._MLP_MAPPING,
+            "pre_mlp_layernorm.weight": [layer + "post_attention_layernorm.weight"],
+        },
+        "_OTHER_MAPPING": {**base._OTHER_MAPPING, "input_layernorm.weight": [layer + "input_layernorm.weight"]},
+    }
+    for table, more in families.NAMES.get(model_type, {}).items():
+        tables[table] |= more
+    if base._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights:
+        tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
+    if model_type in LATENT_FAMILIES:
+        latent.complete_tables(tables, layer)
+    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
+    return bridge_class
+
+
+def _tie_output_layer(bridge: Any) -> None:
+    if bridge.hf_config.tie_word_embeddings:
+        bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
+
+
+def build_mbridge(
+    model: ModelConfig,
+    engine: EngineConfig,
+    load_balancing: float = 0.0,
+    router_bias_update_rate: float = 0.0,
+    *,
+    adds_gradients: bool = False,
+) -> Bridge:
+    """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
+
+    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig. `adds_gradients`: linears add those of their weights to the
+    main gradients themselves (kernels.py).
+    """
+    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
+    families.complete(hf_config)
+    experts.check(hf_config, model, engine.parallel)
+    context.check(hf_config, engine.parallel)
+    multiple = vocabulary.padding_multiple(hf_config.vocab_size, engine.parallel.tensor)
+    bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
+    use_fused, of_family = fused.is_enabled(engine.fusions), families.config_arguments(hf_config)
+    bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
+    bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
+    bridge.set_extra_args(
+        use_cpu_initialization=not device.has_cuda(),
+        gradient_accumulation_fusion=adds_gradients,
+        # SwiGLU; there is no bias and no dropout, so bias_dropout_fusion has nothing to do
+        bias_activation_fusion=use_fused and "activation_func" not in of_family,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        sequence_parallel=engine.parallel.sequence,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # attention.py:917 then leaves the rotary embedding to CoreAttention
+        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
+        **recompute.config_arguments(engine),
+        **_pipeline_arguments(bridge, engine.parallel),
+        **experts.config_arguments(hf_config, load_balancing),
+        **of_family,
+        moe_router_bias_update_rate=router_bias_update_rate,
+        **rope.config_arguments(hf_config),
+        **windows.config_arguments(hf_config),
+        **latent.config_arguments(hf_config),
+    )
+    return bridge
+
+
+def _pipeline_arguments(bridge: Bridge, parallel: ParallelConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig."""
+    layers = pipeline_layers(bridge, parallel)
+    return {
+        # chunks of two stages send both ways between them at once, which batches mix up (p2p_communication.py:_batched_p2p_ops)
+        "batch_p2p_comm": parallel.virtual_pipeline == 1,
+        "pipeline_model_parallel_layout": stages.layout(layers) if len(set(layers)) > 1 else None,
+    }
+
+
+def pipeline_layers(bridge: Bridge, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The number of layers of each chunk of the pipeline, in the model's order."""
+    cost = costs.output_cost(bridge.config, bridge.hf_config.vocab_size)
+    return stages.chunk_layers(parallel, bridge.config.num_layers, cost)
+
+
+def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
+    """Of micro-batches, which interleaved chunks take in groups of as many as there are stages (schedules.py:957)."""
+    parallel, by_cost = engine.parallel, engine.balance == "cost"
+    length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
+    of_layers = windows.layer_windows(bridge.hf_config.to_dict()) if by_cost else ()
+    return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length, of_layers)
+
+
+def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Module]:
+    """This rank's model chunks with the folder's weights, not yet wrapped. No path: random weights, drawn on the device.
+
+    Raises:
+        ValueError: the folder lacks a tensor that the model needs.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # mbridge prints its parameter count on each rank
+        chunks: list[torch.nn.Module] = bridge.get_model(
+            bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
+        )
+    for chunk in chunks:
+        rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
+        gemma.scale_embeddings(gpt_model(chunk), bridge.hf_config)
+        router.route_by_sequences(chunk)
+        if bridge.keeps_inputs_on_host:
+            recompute.keep_inputs_on_host(gpt_model(chunk).decoder)
+    if path is None:
+        return chunks
+    try:
+        with torch.no_grad():
+            bridge.load_weights(chunks, str(path))
+    except KeyError as missing:
+        raise ValueError(f"model.path: {path} holds no tensor {missing}, which its config.json asks for") from missing
+    return chunks
+
+
+def gpt_model(chunk: torch.nn.Module) -> Any:
+    """The GPTModel inside of any number of wrappers."""
+    inner: Any = chunk
+    while not hasattr(inner, "decoder"):
+        inner = inner.module
+    return inner
+
+
+def local_name(name: str) -> str:
+    """A parameter's name without the prefixes of wrappers."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
+def global_name(chunk: torch.nn.Module, name: str) -> str:
+    """A chunk's parameter name with wrappers' prefixes dropped and the layer counted over the whole model, from 0."""
+    head, marker, tail = local_name(name).partition("decoder.layers.")
+    if not marker:
+        return head
+    index, rest = tail.split(".", 1)
+    return f"{head}{marker}{gpt_model(chunk).decoder.layers[int(index)].layer_number - 1}.{rest}"
+
+
+def is_tied_copy(chunk: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter is the last pipeline stage's copy of tied embeddings, which the first stage exports."""
+    model = gpt_model(chunk)
+    return name.endswith("output_layer.weight") and bool(model.share_embeddings_and_output_weights)

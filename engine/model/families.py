@@ -1,0 +1,49 @@
+"""What tells families apart and mbridge 0.15.1 does not know: whose bridge one takes, and fields that others write otherwise.
+
+Leaves out the layers (build.py) and rotary embeddings (rope.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model import gemma
+from engine.runtime import workarounds
+from engine.config import BIASED_ROUTERS, GEMMA
+
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
+BRIDGE_OF = {"mistral": "llama", GEMMA: "qwen3"}  # families that mbridge does not list: with another's layers and names
+NAMES = {GEMMA: gemma.NAMES}  # or most of them: what to add to its tables
+
+
+def complete(hf_config: Any) -> None:
+    """Set the fields that mbridge and the engine read, where this family or version of transformers has them otherwise."""
+    hf_config.rope_theta = workarounds.rope_theta(hf_config)
+    hf_config.head_dim = workarounds.head_dim(hf_config)
+    if hf_config.model_type == "mixtral":
+        hf_config.moe_intermediate_size = hf_config.intermediate_size
+        hf_config.norm_topk_prob = True  # transformers 5.19, modeling_mixtral.py:MixtralTopKRouter
+    if hf_config.model_type in BIASED_ROUTERS:
+        hf_config.num_experts = hf_config.n_routed_experts
+    if hf_config.model_type == "glm4_moe":
+        hf_config.partial_rotary_factor = hf_config.rope_parameters["partial_rotary_factor"]
+
+
+def describe(hf_config: Any) -> list[str]:
+    """Lines for the log about weights of the folder that are not trained."""
+    count = max(getattr(hf_config, name, None) or 0 for name in PREDICTORS)
+    return [f"{hf_config.model_type}: layers of multi-token prediction ({count}) are not trained nor exported"] if count else []
+
+
+def config_arguments(hf_config: Any) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig in which mbridge's are wrong for this model; for set_extra_args."""
+    if hf_config.model_type == GEMMA:
+        return gemma.config_arguments(hf_config)
+    if hf_config.model_type not in BIASED_ROUTERS:
+        return {}
+    groups = hf_config.n_group if hf_config.n_group > 1 else None  # with one there is nothing to choose
+    return {
+        "add_qkv_bias": hf_config.attention_bias,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": hf_config.topk_group if groups else None,
+    }

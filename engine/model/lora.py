@@ -1,0 +1,255 @@
+"""Low-rank adapters beside megatron-core's column- and row-parallel linears; the base weights are frozen.
+
+    column-parallel   y = W_i x + scale B_i (A x)                       A [rank, in] whole, B_i [out / tensor, rank]
+    row-parallel      y = sum_i W_i x_i + scale B (sum_i A_i x_i)       A_i [rank, in / tensor], B [out, rank] whole
+
+`A` and `B` are the linear's own parameters `lora_a` and `lora_b`; the base's names stay as they are. Gradients of the
+whole factor are complete on every tensor-parallel rank; under sequence parallelism each rank has its tokens' part, and
+megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Of a linear that is whole on every
+tensor-parallel rank both factors are. Every expert has an adapter of its own, and those
+of a rank's experts are stacked as their weights are. Leaves out files (peft.py) and the merge (the weight bridge's).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine import rules
+from engine.config import LoraConfig
+from engine.moe.experts import ExpertLinear, grouped_linear
+from engine.attention.latent import ReplicatedLinear
+from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, tensor_parallel
+from engine.runtime.megatron import parallel_state as mpu
+from engine.model.build import global_name, gpt_model
+
+NamedLinears = Iterator[tuple[str, Any]]
+
+
+class _Adapted:
+    """What both kinds of adapted linear share."""
+
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+    lora_training = False
+    lora_is_reference = False
+    lora_start: tuple[torch.Tensor, torch.Tensor] | None = None  # A and B of the start model, where it had any
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A and B of the policy or, under `reference`, of the start model."""
+        return self.lora_start if self.lora_is_reference else (self.lora_a, self.lora_b)
+
+    def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
+        """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
+        if not (self.lora_training and self.lora_dropout):
+            return inputs
+        if not is_shard:
+            return F.dropout(inputs, self.lora_dropout)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return F.dropout(inputs, self.lora_dropout)
+
+
+class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: ignore[misc]
+    """y_i = W_i x + scale B_i (A x)."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        if (factors := self._factors()) is None:
+            return output, bias
+        low = F.linear(self._dropped(input_, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
+        if self.sequence_parallel:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + F.linear(low, factors[1]), bias
+
+
+class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[misc]
+    """y = sum_i W_i x_i + scale B (sum_i A_i x_i)."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        if (factors := self._factors()) is None:
+            return output, bias
+        low = F.linear(self._dropped(input_, is_shard=True), factors[0]) * self.lora_scale
+        if self.sequence_parallel:
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + F.linear(low, factors[1]), bias
+
+
+class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
+    """y = W x + scale B (A x)."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = super().forward(inputs)
+        if (factors := self._factors()) is None:
+            return output
+        low = F.linear(self._dropped(inputs, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
+        return output + F.linear(low, factors[1])
+
+
+class AdaptedExpertLinear(_Adapted, ExpertLinear):
+    """y = W_e x + scale B_e (A_e x) of each expert e; A [experts * rank, in], B [experts * out, rank].
+
+    Under tensor parallelism the dispatcher gathers inputs and sums outputs and, in the backward pass, the inputs' gradients. Of
+    these each rank has its part, and of the whole factor's gradient, too.
+    """
+
+    def forward(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        output = super().forward(inputs, ends)
+        if (factors := self._factors()) is None:
+            return output
+        return output + grouped_linear(grouped_linear(inputs, factors[0], ends) * self.lora_scale, factors[1], ends)
+
+
+ADAPTED = {
+    ColumnParallelLinear: AdaptedColumnParallelLinear,
+    RowParallelLinear: AdaptedRowParallelLinear,
+    ReplicatedLinear: AdaptedReplicatedLinear,
+    ExpertLinear: AdaptedExpertLinear,
+}
+
+
+def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -> None:
+    """Freeze the loaded chunks, not yet wrapped, and put an adapter beside each linear that `config.targets` names.
+
+    A is drawn as PEFT does (Kaiming uniform with a = sqrt(5)), by seed and name, so that every layout starts alike;
+    B is zero.
+
+    Raises:
+        ValueError: no linear is called so, the rank is larger than a linear's dimension, or does not go with experts.
+    """
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.requires_grad = False
+        linears = dict(_layer_linears(chunk))
+        present = sorted({name.rpartition(".")[2] for name in linears})
+        unknown = [target for target in config.targets if target not in present]
+        if unknown:
+            raise ValueError(f"engine.lora.targets: no linear {unknown[0]!r} in this model; it has {', '.join(present)}")
+        for name, linear in linears.items():
+            if name.rpartition(".")[2] in config.targets:
+                adapt = _adapt_experts if isinstance(linear, ExpertLinear) else _adapt
+                adapt(linear, global_name(chunk, name), config, seed)
+        embedding = getattr(gpt_model(chunk), "embedding", None)
+        if embedding is not None:
+            embedding.register_forward_hook(_begin_graph)
+
+
+def adapted_linears(chunks: list[torch.nn.Module]) -> NamedLinears:
+    """(global name, linear) of every linear with an adapter, in layer order."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, _Adapted):
+                yield global_name(chunk, name), module
+
+
+def keep_start(chunks: list[torch.nn.Module]) -> None:
+    """Keep a copy of the adapters of now, not yet wrapped, as those of the start model."""
+    for _, linear in adapted_linears(chunks):
+        linear.lora_start = (linear.lora_a.detach().clone(), linear.lora_b.detach().clone())
+
+
+def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
+    """The start model: the base model, with the adapters that `keep_start` kept. Chunks without adapters stay as they are."""
+    return _flag(chunks, "lora_is_reference")
+
+
+def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
+    """With the adapters' dropout."""
+    return _flag(chunks, "lora_training")
+
+
+@contextmanager
+def _flag(chunks: list[torch.nn.Module], name: str) -> Iterator[None]:
+    linears = [linear for _, linear in adapted_linears(chunks)]
+    for linear in linears:
+        setattr(linear, name, True)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            setattr(linear, name, False)
+
+
+def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:
+    for name, module in chunk.named_modules():
+        if type(module) in ADAPTED and "decoder.layers." in name:
+            yield name, module
+
+
+def _begin_graph(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    """The first layer's input asks for a gradient, although the embeddings are frozen.
+
+    megatron-core's recompute gives no gradients where no input wants one (random.py:CheckpointFunction), and Megatron-FSDP
+    frees a unit after its backward pass by a hook on its inputs' gradients (megatron_fsdp.py:825).
+    """
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
+    is_column, is_row = isinstance(linear, ColumnParallelLinear), isinstance(linear, RowParallelLinear)
+    rows, columns = linear.weight.shape
+    _check_rank(config, name, min(linear.input_size, linear.output_size))
+    first = _initial_a(config.rank, linear.input_size, name, seed)
+    if is_row:
+        first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()].contiguous()
+    assert first.shape[1] == columns
+    linear.__class__ = ADAPTED[type(linear)]  # as torch's fully_shard does: hooks, names and references stay
+    linear.lora_a = torch.nn.Parameter(first.to(linear.weight))
+    linear.lora_b = torch.nn.Parameter(linear.weight.new_zeros(rows, config.rank))
+    for factor, is_sharded in ((linear.lora_a, is_row), (linear.lora_b, is_column)):
+        if is_sharded:
+            tensor_parallel.set_tensor_model_parallel_attributes(factor, True, 0 if is_column else 1, 1)
+        elif linear.sequence_parallel:
+            factor.sequence_parallel = True
+    linear.lora_scale = config.scale
+    linear.lora_dropout = config.dropout
+
+
+def _adapt_experts(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
+    weight, count = linear.weight, linear.num_experts
+    size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    is_column = weight.partition_dim == 0
+    rows, columns = weight.shape[0] // count, weight.shape[1]
+    num_inputs = columns if is_column else columns * size
+    _check_rank(config, name, min(num_inputs, rows * size if is_column else rows))
+    if found := rules.experts_lora_problem(config, name, str(weight.dtype).removeprefix("torch.")):
+        raise ValueError(str(found))
+    first_expert = mpu.get_expert_model_parallel_rank() * count
+    experts = range(first_expert, first_expert + count)
+    a = torch.cat([_initial_a(config.rank, num_inputs, f"{name}.{expert}", seed) for expert in experts])
+    linear.__class__ = AdaptedExpertLinear
+    linear.lora_a = torch.nn.Parameter((a if is_column else a.chunk(size, dim=1)[rank].contiguous()).to(weight))
+    linear.lora_b = torch.nn.Parameter(weight.new_zeros(count * rows, config.rank))
+    for factor in (linear.lora_a, linear.lora_b):
+        factor.allreduce = weight.allreduce
+        factor.num_local_experts, factor.expert_parallel_size = count, weight.expert_parallel_size
+    sharded, whole = (linear.lora_b, linear.lora_a) if is_column else (linear.lora_a, linear.lora_b)
+    tensor_parallel.set_tensor_model_parallel_attributes(sharded, True, 0 if is_column else 1, 1)
+    whole.sequence_parallel = size > 1
+    linear.lora_scale, linear.lora_dropout = config.scale, 0.0
+
+
+def _check_rank(config: LoraConfig, name: str, smallest: int) -> None:
+    if config.rank > smallest:
+        raise ValueError(f"engine.lora.rank={config.rank} is larger than a dimension of {name} ({smallest}); lower it")
+
+
+def _initial_a(rank: int, num_inputs: int, name: str, seed: int) -> torch.Tensor:
+    """float32 [rank, num_inputs] on the CPU."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    a = torch.empty(rank, num_inputs)
+    return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)

@@ -1,0 +1,9 @@
+"""What is trained: rewards become advantages, logits become log-probs, both become a loss.
+
+advantages.py  rewards become advantages (pure functions)
+correction.py  ratios of two policies by token or sequence, weights for off-policy rollouts (pure functions)
+loss.py        log-probs, GRPO and SFT losses (pure functions)
+entropy.py     the policy's entropy, for the log
+logits.py      log-probs, entropy and greedy match from logits, in chunks where there are many
+metrics.py     what a step reports
+"""

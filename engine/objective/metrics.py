@@ -1,0 +1,107 @@
+"""What an optimizer step reports: sums over all ranks, the metrics made of them, and the error where they are not finite.
+
+Leaves out how the sums come about (loss.py). The functions that take a device are collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from engine.config import AlgorithmConfig
+    from engine.objective.correction import Sums
+
+MAXIMA = ("gap_max",)
+SUMS = {
+    "sft": ("loss", "tokens"),
+    "grpo": (
+        *("loss", "policy", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
+        *("masked", "weight_count", "weight", "weight_square", "dual_clipped", "entropy", "own_gap"),
+    ),
+}
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or infinite; the message names the step's ranks."""
+
+
+def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dict[str, float]:
+    """Sums, or maxima, of what micro-batches reported, over all ranks; `outputs` is empty on those that report nothing."""
+    names = SUMS[algorithm]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = torch.stack([sum((out.get(name, zero) for out in outputs), zero) for name in names])
+    maxima = torch.stack([max((out.get(name, zero) for out in outputs), default=zero) for name in MAXIMA])
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return {**dict(zip(names, sums.tolist(), strict=True)), **dict(zip(MAXIMA, maxima.tolist(), strict=True))}
+
+
+def non_finite_error(loss: float, grad_norm: float, gradients: Iterable[torch.Tensor], device: torch.device) -> NonFiniteError:
+    """The error of a step whose loss or gradient norm is not finite; it names the ranks whose `gradients` are not."""
+    num_ranks = dist.get_world_size()
+    bad = torch.zeros(num_ranks, device=device)
+    bad[dist.get_rank()] = float(any(not bool(torch.isfinite(gradient).all()) for gradient in gradients))
+    dist.all_reduce(bad)
+    ranks = bad.nonzero().flatten().tolist()
+    what = "gradient norm" if math.isfinite(loss) else "loss"
+    return NonFiniteError(
+        f"{what} is not finite (loss {loss}, gradient norm {grad_norm}); "
+        f"non-finite gradients on rank(s) {ranks or 'none'} of {num_ranks}; algorithm.non_finite=skip leaves such steps out"
+    )
+
+
+def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig) -> dict[str, float]:
+    """What is logged of an update.
+
+    `history` has for each optimizer step the sums, the gradient norm, the learning rate and whether it was skipped. Means are
+    over the steps that were not, if there are any. `loss/total` is all that has gradients; `loss/kl` has no coefficient.
+    """
+    num_skipped = sum(sums["skipped"] for sums in history)
+    history = [sums for sums in history if not sums["skipped"]] or history
+    tokens = sum(sums["tokens"] for sums in history)
+    average = {name: sum(sums[name] for sums in history) / len(history) for name in history[0]}
+    total = {name: sum(sums[name] for sums in history) for name in SUMS[algorithm.name]}
+    mean = {name: value / max(tokens, 1) for name, value in total.items()}
+    metrics = {
+        **({"loss/policy": average["policy"]} if algorithm.name == "grpo" else {"loss/sft": average["loss"]}),
+        "grad_norm": average["grad_norm"],
+        "learning_rate": history[-1]["learning_rate"],
+        "train/response_tokens": tokens,
+        "train/skipped_steps": num_skipped,
+    }
+    if algorithm.load_balancing:
+        metrics["loss/load_balancing"] = average["balance"]
+    if algorithm.name == "grpo":
+        first = history[0]
+        metrics |= {
+            "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
+            "ratio/mean": mean["ratio"],
+            "ratio/clipped_fraction": mean["clipped"],
+            "logprob_gap/mean": mean["gap"],
+            "logprob_gap/max": max(sums["gap_max"] for sums in history),
+            "importance/mean": mean["importance"],
+            "importance/ess": effective_share(total["weight_count"], total["weight"], total["weight_square"]),
+            "importance/masked_fraction": mean["masked"],
+            "loss/kl": mean["kl"],
+            "loss/total": average["loss"] + algorithm.load_balancing * average.get("balance_of_layers", 0.0),
+        }
+        metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if algorithm.dual_clip is not None else {}
+        metrics |= {"logprob_gap/own_experts_mean": mean["own_gap"]} if algorithm.log_router_gap else {}
+        if algorithm.router_replay == "rollout":
+            compared = sum(sums["compared"] for sums in history)
+            metrics["router_replay/moved_fraction"] = sum(sums["moved"] for sums in history) / max(compared, 1)
+        metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy else {}
+    return metrics
+
+
+def effective_share(count: float, total: float, total_of_squares: float) -> float:
+    """Kish's effective sample size of weights, (sum w)^2 / sum w^2, over their number.
+
+    From 1 / count, where one weight has all, to 1, where all are equal; 0 where all weights are 0 or there are none.
+    """
+    return min(total**2 / (count * total_of_squares), 1.0) if total_of_squares else 0.0  # NaN stays NaN

@@ -1,0 +1,289 @@
+"""Adapters to and from PEFT's folders: the fused linears' factors are split into Hugging Face's linears and back.
+
+A fused linear has one A; in a folder each of q, k, v (gate, up) has its own. Writing copies it. Reading takes equal ones
+as one; different ones are stacked, which takes engine.lora.rank times as many ranks and computes the same.
+Leaves out experts (experts.py) and what a folder's config may say (folder.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from engine.peft import experts
+from engine.config import LATENT_FAMILIES, LATENT_TARGETS, MOE_FAMILIES, LoraConfig
+from engine.moe.experts import ExpertLinear
+from engine.attention.latent import ReplicatedLinear
+from engine.model.lora import adapted_linears
+from engine.runtime.megatron import ColumnParallelLinear
+from engine.runtime.parallel import Layout, expert_group
+from engine.peft.folder import CONFIG_FILE, EXPERTS, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint, read_fields
+from engine.peft.folder import adapted_linears as linears_of_keys
+from engine.wrap.items import AdapterItem
+
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Hugging Face linear -> A [rank, in], B [out, rank]
+
+
+class PeftFactors(NamedTuple):
+    """The whole adapter of one Hugging Face linear."""
+
+    name: str  # the linear's, as PEFT has it
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [*, rank]; flattening * gives its rows
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How query, key and value lie in a fused linear: for each group its queries, then a key and a value."""
+
+    num_heads: int
+    num_groups: int
+
+    @classmethod
+    def of(cls, hf_config: Any) -> Heads:
+        return cls(hf_config.num_attention_heads, hf_config.num_key_value_heads)
+
+
+def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
+    """The rows of `whole` [rows, n] that belong to each Hugging Face linear fused into `linear`.
+
+    `whole` is the concatenation of the tensor-parallel shards. Returns views [*, n]; flattening * gives a linear's rows in order.
+    Invariant: together they hold each row once.
+    """
+    if linear.endswith("linear_qkv"):
+        queries = heads.num_heads // heads.num_groups
+        groups = whole.view(heads.num_groups, queries + 2, -1, whole.shape[1])
+        return [groups[:, :queries], groups[:, queries], groups[:, queries + 1]]
+    if linear.endswith("linear_fc1"):
+        return list(whole.view(tensor_size, 2, -1, whole.shape[1]).unbind(1))
+    return [whole]
+
+
+def hf_linears(mbridge: Any, linear: str) -> list[str]:
+    """The names in Hugging Face's model of what is fused into `linear`, in order."""
+    names: list[str] = mbridge._weight_name_mapping_mcore_to_hf(f"{linear}.weight")
+    return [name.removesuffix(".weight") for name in names]
+
+
+# -------------------------------------------------------------------------------------------------------------- write
+
+
+@torch.no_grad()
+def adapter_tensors(units: Iterable[list[AdapterItem]], mbridge: Any, layout: Layout) -> Iterator[PeftFactors]:
+    """This stage's adapters in layer order; only the stage's sender gets any. Every rank iterates to the end.
+
+    Views of parameters where nothing is gathered. Linears that are fused into one share its A: the same object.
+    """
+    heads, group = Heads.of(mbridge.hf_config), mbridge.mpu.tp_group
+    for unit in units:
+        yield from _experts_tensors([item for item in unit if item.num_experts], group, layout)
+        items = [item for item in unit if not item.num_experts]
+        if layout.copy_rank or not items:
+            continue
+        factors = _gather(items, group) if layout.tensor_size > 1 else [(each.adapter.a, each.adapter.b) for each in items]
+        for item, (a, b) in zip(items, factors if layout.is_sender else [], strict=False):
+            whole_a, parts = a.detach(), split_rows(item.linear, b.detach(), heads, layout.tensor_size)
+            for name, part in zip(hf_linears(mbridge, item.linear), parts, strict=True):
+                yield PeftFactors(f"{PREFIX}{name}", whole_a, part)
+
+
+def _experts_tensors(items: list[AdapterItem], tensor_group: Any, layout: Layout) -> Iterator[PeftFactors]:
+    """Of a layer's experts, on the sender; over the ranks that have the same experts, the first takes part."""
+    group = expert_group() or (tensor_group if layout.tensor_size > 1 else None)
+    for item in items if layout.expert_data_rank == 0 else ():
+        a, b = experts.whole_factors(item, group, layout.tensor_size)
+        if layout.is_sender:
+            name = experts.peft_name(item.linear, [each.linear for each in items])
+            yield PeftFactors(f"{PREFIX}{name}", a.detach(), b.detach())
+
+
+def _gather(items: list[AdapterItem], group: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of each item whole over the tensor-parallel `group`; one collective."""
+    factors = {item.linear: (item.adapter.a, item.adapter.b) for item in items}
+    split = [item for item in items if item.shard_dim is not None]
+    if not split:
+        return list(factors.values())
+    sharded = [item.adapter.b if item.shard_dim == 0 else item.adapter.a for item in split]
+    flat = torch.cat([tensor.reshape(-1) for tensor in sharded])
+    gathered = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    shards = torch.split(gathered.view(group.size(), -1), [tensor.numel() for tensor in sharded], dim=1)
+    for item, tensor, shard in zip(split, sharded, shards, strict=True):
+        whole = torch.cat([part.view(tensor.shape) for part in shard], dim=item.shard_dim or 0)
+        factors[item.linear] = (item.adapter.a, whole) if item.shard_dim == 0 else (whole, item.adapter.b)
+    return list(factors.values())
+
+
+def stage_file(stage: int, adapters: Iterable[PeftFactors]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Name and tensors, on the CPU, of one stage's part of a folder; none on ranks that write none of it.
+
+    Every rank calls; `finish_folder` follows on rank 0, once all parts are written.
+    """
+    tensors = {
+        f"{each.name}.lora_{kind}.weight": factor.flatten(0, -2).to("cpu", copy=True).contiguous()
+        for each in adapters
+        for kind, factor in (("A", each.a), ("B", each.b))
+    }
+    return f"stage-{stage:03d}.safetensors", tensors
+
+
+def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
+    """Join the stages' parts, and add the config that `peft.PeftModel.from_pretrained` reads."""
+    parts = sorted(folder.glob("stage-*.safetensors"))
+    tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
+    metadata = {"format": "pt", "base_fingerprint": fingerprint(model_path)}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
+    for part in parts:
+        part.unlink()
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_path),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        **_targets(tensors, lora),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1))
+
+
+def _targets(names: Iterable[str], lora: LoraConfig) -> dict[str, list[str]]:
+    """PEFT's fields.
+
+    With experts it takes linears of shared ones and of layers without any for theirs, unless they are given as parameters
+    (0.21.2, transformers_weight_conversion.py:_convert_peft_config_moe).
+    """
+    modules = [name for name, target in TARGET_OF.items() if target in lora.targets]
+    linears = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
+    if not any(linear.removesuffix(".base_layer").endswith(EXPERTS) for linear in linears):
+        return {"target_modules": sorted(modules)}
+    parameters = [f"mlp.experts.{experts.PARAMETERS[kind]}" for kind in experts.PARAMETERS if kind in lora.targets]
+    shared = {linear[linear.index("mlp.") :] for linear in linears if ".mlp.shared_expert" in linear}
+    dense = {linear[linear.index("layers.") :] for linear in linears if re.search(r"\.mlp\.\w+_proj$", linear)}
+    attention = [name for name in modules if name not in ("gate_proj", "up_proj", "down_proj")]
+    return {
+        "target_modules": sorted(attention),
+        "target_parameters": parameters + [f"{linear}.weight" for linear in sorted(shared | dense)],
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- read
+
+
+@torch.no_grad()
+def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, mbridge: Any, model_path: Path) -> None:
+    """Put the folder's adapter into the adapted linears, before they are wrapped. What it lacks keeps its start.
+
+    Raises:
+        ValueError: the folder does not fit the model or the config.
+    """
+    check_peft_folder(folder, lora, model_path)
+    factors = _read_factors(folder)
+    fused: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name, (a, _) in factors.items():
+        parent, _, last = name.rpartition(".")
+        if not parent.endswith(EXPERTS):
+            fused.setdefault((parent, TARGET_OF[last]), []).append(a)
+    needed = max((_needed_rank(members) for members in fused.values()), default=lora.rank)
+    if needed != lora.rank:
+        raise ValueError(
+            f"engine.lora.rank={lora.rank}, but the adapter in {folder} takes {needed} where linears are fused, because their "
+            f"A differ; write engine.lora.rank={needed} engine.lora.alpha={_alpha_for(lora, needed):g}"
+        )
+    known = {name for index in range(mbridge.hf_config.num_hidden_layers) for name in _layer_names(mbridge, index)}
+    if unknown := sorted(set(factors) - known):
+        raise ValueError(f"{folder}: the model in {model_path} has no {unknown[0]}; set model.path to the adapter's base model")
+    for name, linear in adapted_linears(chunks):
+        if isinstance(linear, ExpertLinear):
+            if (of_experts := factors.get(experts.linear_name(name))) is not None:
+                experts.load(linear, name, *of_experts, folder)
+            continue
+        members = hf_linears(mbridge, name)
+        if any(member in factors for member in members):
+            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge.hf_config), folder)
+
+
+def _read_factors(folder: Path) -> Factors:
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    tensors = load_file(folder / WEIGHTS_FILE)
+    for key, (linear, kind) in linears_of_keys(folder, read_fields(folder), list(tensors)).items():
+        halves.setdefault(linear, {})[kind] = tensors[key]
+    for name, pair in halves.items():
+        if set(pair) != {"A", "B"}:
+            raise ValueError(f"{folder}: {name} has only lora_{next(iter(pair))}; write the adapter again")
+    if not halves:
+        raise ValueError(f"{folder}: {WEIGHTS_FILE} holds no adapter")
+    return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
+
+
+def _layer_names(mbridge: Any, index: int) -> Iterator[str]:
+    config = mbridge.hf_config
+    of_attention = LATENT_TARGETS if config.model_type in LATENT_FAMILIES else ("linear_qkv", "linear_proj")
+    linears = [f"self_attention.{target}" for target in of_attention]
+    has_experts = config.model_type in MOE_FAMILIES and index >= (getattr(config, "first_k_dense_replace", 0) or 0)
+    if not has_experts:
+        linears += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    elif any(getattr(config, name, None) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
+        linears += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    for linear in linears:
+        yield from hf_linears(mbridge, f"decoder.layers.{index}.{linear}")
+    if has_experts:
+        for kind in experts.PARAMETERS:
+            yield experts.linear_name(f"decoder.layers.{index}.mlp.experts.{kind}")
+
+
+def _needed_rank(members: list[torch.Tensor]) -> int:
+    """One A for all if they are equal; else one after another."""
+    first = members[0]
+    is_shared = all(member.shape == first.shape and torch.equal(member, first) for member in members)
+    return first.shape[0] if is_shared else sum(member.shape[0] for member in members)
+
+
+def _alpha_for(lora: LoraConfig, rank: int) -> float:
+    """The alpha that keeps the scale with another rank."""
+    return lora.scale * (rank**0.5 if lora.rslora else rank)
+
+
+def _load_linear(
+    linear: Any, name: str, members: list[tuple[torch.Tensor, torch.Tensor] | None], heads: Heads, folder: Path
+) -> None:
+    """A and B over all ranks, then this rank's shard of them."""
+    is_column, is_whole = isinstance(linear, ColumnParallelLinear), isinstance(linear, ReplicatedLinear)
+    size, rank = (1, 0) if is_whole else (linear.tp_group.size(), linear.tp_group.rank())
+    num_ranks = linear.lora_a.shape[0]
+    whole_b = torch.zeros(linear.output_size, num_ranks)
+    parts = split_rows(name, whole_b, heads, size if is_column else 1)
+    present = [(part, *pair) for part, pair in zip(parts, members, strict=True) if pair is not None]
+    is_shared = _needed_rank([a for _, a, _ in present]) == present[0][1].shape[0]
+    stacked: list[torch.Tensor] = []
+    for part, a, b in present:
+        expected = ([a.shape[0], linear.input_size], [part[..., 0].numel(), a.shape[0]])
+        if (list(a.shape), list(b.shape)) != expected:
+            raise ValueError(
+                f"{folder}: {name} has A {list(a.shape)} and B {list(b.shape)}, the model needs {expected[0]} and {expected[1]}: "
+                "the adapter is of another base model"
+            )
+        offset = 0 if is_shared else sum(one.shape[0] for one in stacked)
+        target = part[..., offset : offset + a.shape[0]]
+        target.copy_(b.view(target.shape))
+        stacked = [a.float()] if is_shared else [*stacked, a.float()]
+    whole_a = torch.cat(stacked)
+    if is_column:
+        whole_b = whole_b.chunk(size)[rank]
+    else:
+        whole_a = whole_a.chunk(size, dim=1)[rank]
+    linear.lora_a[: whole_a.shape[0]].copy_(whole_a)
+    linear.lora_b.copy_(whole_b)

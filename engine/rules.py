@@ -1,0 +1,69 @@
+"""What goes together in an engine: rules that the check before the start and the code that relies on them both ask.
+
+Each gives what is wrong, with the remedy, or None. Pure functions of sizes; no torch in here. Leaves out pipeline stages
+(stages.py) and megatron-core's own fields (ddp_fields.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, LoraConfig, ParallelConfig
+
+
+class Problem(NamedTuple):
+    """What is wrong, and what to do. `allowed`: the values that there are."""
+
+    message: str
+    remedy: str
+    allowed: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}" + (f" (allowed: {self.allowed})" if self.allowed else "")
+
+
+def experts_problem(sizes: Any, num_experts: int, dtype: str, parallel: ParallelConfig) -> Problem | None:
+    """Of a layout with a mixture of `num_experts`, or without, 0. `sizes`: those of config.json, by name."""
+    message = f"engine.parallel.expert = {parallel.expert}"
+    if not num_experts:
+        message, remedy = f"{message}: {sizes.model_type} has no experts", "write engine.parallel.expert=1"
+        return Problem(message, remedy, "1") if parallel.expert > 1 else None
+    if num_experts % parallel.expert:
+        divisors = [divisor for divisor in range(1, num_experts + 1) if num_experts % divisor == 0]
+        remedy = f"write engine.parallel.expert={max(divisor for divisor in divisors if divisor <= parallel.expert)}"
+        message = f"{message}: does not divide the model's num_experts = {num_experts}"
+        return Problem(message, remedy, ", ".join(map(str, divisors)))
+    if parallel.tensor > 1 and not parallel.sequence:
+        message = f"engine.parallel.sequence = false with engine.parallel.tensor = {parallel.tensor}: megatron-core trains "
+        message += "mixtures of experts under tensor parallelism with sequence parallelism only"
+        return Problem(message, "write engine.parallel.sequence=true, or engine.parallel.tensor=1")
+    for name, split in {"hidden_size": 1, "moe_intermediate_size": parallel.tensor}.items():
+        row_bytes = getattr(sizes, name) // split * DTYPE_BYTES[dtype]
+        if row_bytes % EXPERT_ROW_BYTES:
+            message = f"{name} = {getattr(sizes, name)}: experts' rows have {row_bytes} bytes on a rank"
+            remedy = "write a smaller engine.parallel.tensor" if split > 1 else "choose another model, or model.dtype=float32"
+            return Problem(message, remedy, f"multiples of {EXPERT_ROW_BYTES}, as torch's grouped matrix product takes them")
+    return None
+
+
+def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem | None:
+    """Of adapters of experts; `target` is a linear of theirs."""
+    if lora.dropout > 0:
+        message = f"engine.lora.dropout = {lora.dropout:g}: PEFT has none for experts, of which {target} is"
+        return Problem(message, "write engine.lora.dropout=0")
+    multiple = EXPERT_ROW_BYTES // DTYPE_BYTES[dtype]
+    if lora.rank % multiple:
+        message = f"engine.lora.rank = {lora.rank}: experts' adapters have rows of {lora.rank} numbers in {dtype}"
+        remedy = f"write engine.lora.rank={-(-lora.rank // multiple) * multiple}"
+        return Problem(message, remedy, f"multiples of {multiple}, as torch's grouped matrix product takes them")
+    return None
+
+
+def context_problem(num_kv_heads: int, parallel: ParallelConfig) -> Problem | None:
+    """Of attention over context ranks; `num_kv_heads`: the model's."""
+    heads = num_kv_heads // parallel.tensor
+    if parallel.context_attention != "ulysses" or heads % parallel.context == 0:
+        return None
+    message = f"engine.parallel.context_attention = ulysses: engine.parallel.context = {parallel.context} does not divide the"
+    message += f" {heads} KV heads of a tensor-parallel rank"
+    return Problem(message, "write engine.parallel.context_attention=allgather", "allgather")

@@ -1,0 +1,11 @@
+"""What the engine runs on: the device, megatron-core and its work-arounds, process groups.
+
+device.py        the device that a rank computes on
+fake_cuda.py     lets megatron-core, megatron-fsdp and mbridge run without CUDA
+megatron.py      what is used of megatron-core, imported once that is in place
+workarounds.py   what is changed in megatron-core, megatron-fsdp and mbridge, and why
+gloo.py          process groups on CPUs share their threads
+parallel.py      process groups from a ParallelConfig
+memory.py        the setting of torch's allocator, and how much memory is in use
+random_state.py  the states of all random generators, and going back to them
+"""

@@ -1,0 +1,37 @@
+"""The device that this rank computes on. How megatron-core runs where there is no CUDA: fake_cuda.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def compute_device() -> torch.device:
+    """The device that this rank's tensors live on."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
+
+
+def compiles() -> bool:
+    """Whether torch.compile does anything here."""
+    return os.environ.get("TORCHDYNAMO_DISABLE") != "1" and not torch._dynamo.config.disable
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile; where that would do nothing, without importing the compiler, which takes a second."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return function
+    return torch.compile(function)
+
+
+def synchronize() -> None:
+    if has_cuda():
+        torch.cuda.synchronize()

@@ -1,0 +1,37 @@
+"""What the engine uses of megatron-core, imported once the device layer is in place. The other modules import it from here.
+
+Leaves out what is changed in it (workarounds.py) and Megatron-FSDP, which wrap/table.py imports where it is chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from engine.runtime import fake_cuda
+
+fake_cuda.install()
+# megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
+warnings.filterwarnings("ignore", module=r"megatron\..*")
+warnings.filterwarnings("ignore", module=r"mbridge\..*")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

@@ -1,0 +1,37 @@
+"""This rank's memory: the setting of torch's allocator, and how much is in use. Leaves out offloading (offload.py)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from engine.runtime.device import has_cuda
+
+ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
+
+
+def enable_expandable_segments() -> None:
+    """Let torch's caching allocator extend a segment in place of allocating another. No-op without a GPU, or with settings of the
+    user's own.
+
+    Packed batches differ in length, so each step asks for other sizes than the one before, and without it cached segments that
+    fit none of them pile up until the GPU is full. Call before the first tensor is on the GPU. Other processes cannot map such
+    memory by CUDA's IPC handles.
+    """
+    if has_cuda() and not any(os.environ.get(name) for name in ENVIRONMENT):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def memory_metrics() -> dict[str, float]:
+    """In bytes: host RSS; device memory used by all processes; allocated by torch now, and at most since the last call."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    found = {"memory/host_bytes": float(resident)}
+    if has_cuda():
+        free, total = torch.cuda.mem_get_info()
+        found["memory/device_bytes"] = float(total - free)
+        found["memory/tensors_bytes"] = float(torch.cuda.memory_allocated())
+        found["memory/tensors_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+    return found

@@ -1,0 +1,55 @@
+"""States of all random generators of this rank, as tensors and numbers, so that a file of them holds no pickled objects."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.runtime.megatron import tensor_parallel
+
+
+def random_state() -> dict[str, Any]:
+    """Python's, numpy's, torch's (CPU and CUDA), and megatron-core's for tensor-parallel ranks."""
+    numpy_state: Any = np.random.get_state()
+    name, keys, *numbers = numpy_state
+    return {
+        "random": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *numbers),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on from what `random_state` gave."""
+    random.setstate(state["random"])
+    name, keys, *numbers = state["numpy"]
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *numbers))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    tensor_parallel.get_cuda_rng_tracker().set_states({k: v.cpu() for k, v in state["tracker"].items()})
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """What the block draws is drawn again after it."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def derive_random_state(seed: int) -> None:
+    """Seed all of them anew, for every rank by its place in the layout as at a run's start."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

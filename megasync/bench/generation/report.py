@@ -1,0 +1,85 @@
+"""What `bench rollout` and `bench staleness` come to: medians, ratios, targets and their tables. No torch in here."""
+
+from __future__ import annotations
+
+import statistics
+
+from megasync.bench.common.results import SPREAD, Results, print_table, print_targets, rounds_by, spread
+
+STALENESS_FIGURES = ("seconds", "wait_seconds", "pause_seconds", "staleness_mean", "staleness_max")
+
+
+def summarise_rollout(results: Results) -> Results:
+    """Medians by method, and how the adapter's speed compares with merged weights', or ours with vLLM's own in the same round."""
+    by_method = rounds_by("method", results["rounds"])
+    summary = {
+        method: {
+            **spread(rounds),
+            "tokens": rounds[-1]["tokens"],
+            "tokens_per_second_median": statistics.median(m["tokens"] / m["seconds"] for m in rounds),
+            "samples_per_second_median": statistics.median(m["samples"] / m["seconds"] for m in rounds),
+        }
+        for method, rounds in by_method.items()
+    }
+    if "vllm" not in summary:
+        speeds = {method: figures["tokens_per_second_median"] for method, figures in summary.items()}
+        return {"summary": summary, "adapter_times_merged": speeds["adapter"] / speeds["merged"]}
+    pairs = zip(by_method["replica"], by_method["vllm"], strict=True)
+    ratio = statistics.median(other["seconds"] / own["seconds"] for own, other in pairs)
+    spent = {
+        method: {name: statistics.median(m["cpu_seconds"][name] for m in rounds) for name in rounds[0]["cpu_seconds"]}
+        for method, rounds in by_method.items()
+    }
+    return {"summary": summary, "cpu_seconds_median": spent, "targets": {"replica_times_vllm": {"is": ratio, "at_least": 0.95}}}
+
+
+def show_rollout(results: Results) -> None:
+    """Tables for people."""
+    bench, summary, longest = results["config"]["bench"], results["summary"], results["config"]["rollout"]["max_new_tokens"]
+    how = f"greedy; LoRA rank {bench['lora_rank']}" if "adapter" in summary else f"model {results['config']['model']['path']}"
+    print(f"{bench['num_prompts']} prompts of {bench['prompt_tokens']} tokens, at most {longest} new ones; {how}")
+    titles = ("method", "tokens/s", "samples/s", "seconds", "least", "most", "tokens")
+    speeds = ("tokens_per_second_median", "samples_per_second_median")
+    rows = [
+        [method, *(f"{s[name]:.1f}" for name in speeds), *(f"{s[name]:.3f}" for name in SPREAD), str(s["tokens"])]
+        for method, s in summary.items()
+    ]
+    print_table(f"generation, medians of {bench['rounds']} rounds", titles, rows)
+    print(f"{results['same_tokens']:.0%} of the responses are the same from both")
+    if "adapter" in summary:
+        print(f"the adapter generates at {results['adapter_times_merged']:.2f} times the speed of merged weights")
+        return
+    for method, spent in results["cpu_seconds_median"].items():
+        print(f"{method:<8}{spent['asks']:.2f} CPU seconds in the process that asks, {spent['computes']:.2f} in the engine's")
+    print_targets(results["targets"])
+
+
+def summarise_staleness(results: Results) -> Results:
+    """Medians over the rounds, by max_staleness and on_update, each also as a share of the synchronous row's seconds."""
+    named = ({"row": f"{one['max_staleness']} {one['on_update']}", **one} for one in results["rounds"])
+    by_row = rounds_by("row", named)
+    summary = {
+        row: {name: statistics.median(m[name] for m in rounds) for name in STALENESS_FIGURES} for row, rounds in by_row.items()
+    }
+    base = summary["0 drain"]["seconds"]
+    for figures in summary.values():
+        figures["times_synchronous"] = figures["seconds"] / base
+    target = {"staleness_4_continue": {"is": summary["4 continue"]["times_synchronous"], "at_most": 0.75}}
+    return {"summary": summary, "targets": target}
+
+
+def show_staleness(results: Results) -> None:
+    """Tables for people."""
+    config, lengths = results["config"], results["lengths"]
+    data, rollout, bench = config["data"], config["rollout"], config["bench"]
+    print(
+        f"{bench['num_batches']} batches of {data['batch_size']} prompts x {rollout['group_size']} samples, of "
+        f"{lengths['median']:g} tokens in the median, {lengths['mean']:.1f} on average, {lengths['most']} at most; "
+        f"{rollout['replicas']} replicas"
+    )
+    print("; ".join(f"{who}: core {', '.join(map(str, cores))}" for who, cores in results["cores"].items()))
+    titles = ("max_staleness, on_update", "seconds", "x synchronous", "trainer waits", "pauses", "staleness", "most")
+    names = ("seconds", "times_synchronous", *STALENESS_FIGURES[1:4])
+    rows = [[row, *(f"{s[name]:.2f}" for name in names), f"{s['staleness_max']:.0f}"] for row, s in results["summary"].items()]
+    print_table("seconds of all batches", titles, rows)
+    print_targets(results["targets"])

@@ -1,0 +1,85 @@
+"""Checks a config of `bench sync`, `rollout` or `staleness`, and writes a model where it names none."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.bench.common.model import write_model
+from megasync.bench.config import METHODS, NEED_GPUS, BenchRoot
+from megasync.checks.check import check_config
+from megasync.checks.sizes import MAX_SERVED_RANK
+from megasync.config.errors import ConfigError, explain, refuse_if
+from megasync.hf.folder import check_model_folder
+from megasync.launch.devices import visible_devices
+
+
+def prepare(config: BenchRoot, verb: str) -> BenchRoot:
+    """The config with a model folder: model.path with its own weights, or one in the run's folder.
+
+    Raises:
+        ConfigError: it cannot be measured; nothing was started.
+    """
+    bench = config.bench
+    if config.model.path:
+        config = config.model_copy(update={"bench": bench.model_copy(update={"shapes": "none"})})
+    else:
+        message = f"bench.num_heads = {bench.num_heads}: not a multiple of bench.num_kv_heads = {bench.num_kv_heads}"
+        refuse_if(bench.num_heads % bench.num_kv_heads, message, remedy=f"write bench.num_kv_heads={bench.num_heads}")
+        config = _with_model(config)
+    check_config(config, bench.num_ranks, needs_data=False)
+    _check_methods(config)
+    _check_lora(config, verb)
+    if verb in ("rollout", "staleness"):
+        _check_lengths(config)
+    if verb == "staleness":
+        _refuse(
+            "algorithm.name", config.algorithm.name != "grpo", config.algorithm.name, "bench staleness trains by grpo", "grpo"
+        )
+        _refuse("bench.num_ranks", bench.num_ranks > 1, bench.num_ranks, "bench staleness has one trainer rank", 1)
+        _refuse("bench.lora_rank", bench.lora_rank, bench.lora_rank, "bench staleness trains all weights", 0)
+    return config
+
+
+def _refuse(key: str, is_wrong: object, value: Any, why: str, instead: Any, **lines: str) -> None:
+    refuse_if(is_wrong, f"{key} = {value}: {why}", **lines, remedy=f"write {key}={instead}")
+
+
+def _with_model(config: BenchRoot) -> BenchRoot:
+    folder = config.run.folder / "model"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_model(config, folder)
+    except OSError as error:
+        remedy = "write run.dir=FOLDER for a folder of yours, with room for the model"
+        raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def _check_methods(config: BenchRoot) -> None:
+    bench, wrap = config.bench, config.engine.wrap
+    negates_shards = bench.update == "negate" and SHARDS_PARAMETERS[wrap]
+    _refuse("bench.update", negates_shards, "negate", f"not with engine.wrap = {wrap}, whose weights are shards", "step")
+    choices = ", ".join(name for name in METHODS if name not in NEED_GPUS)
+    missing = [name for name in bench.methods if name in NEED_GPUS and not visible_devices()]
+    _refuse("bench.methods", missing, missing, "needs GPUs", "[all]", choices=choices)
+
+
+def _check_lora(config: BenchRoot, verb: str) -> None:
+    rank, remedy = config.engine.lora.rank, f"write bench.lora_rank={config.engine.lora.rank}, without engine.lora"
+    refuse_if(rank, f"engine.lora.rank = {rank}: the bench's adapters have bench.lora_rank", remedy=remedy)
+    shape, rank = check_model_folder(config.model.path), config.bench.lora_rank
+    largest = 0 if shape.num_experts else min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
+    why, allowed = f"not possible for bench {verb} with this model", f"0 to {largest}"
+    _refuse("bench.lora_rank", rank > largest, rank, why, min(32, largest), allowed=allowed)
+
+
+def _check_lengths(config: BenchRoot) -> None:
+    bench, longest, limit = config.bench, config.rollout.max_new_tokens, config.rollout.max_model_len
+    median, total = bench.median_tokens or 0, bench.prompt_tokens + longest
+    why = f"longer than rollout.max_new_tokens = {longest}"
+    _refuse("bench.median_tokens", median > longest, median, why, longest)
+    message = f"bench.prompt_tokens = {bench.prompt_tokens}: with rollout.max_new_tokens too long for a sequence"
+    remedy = f"write rollout.max_model_len={total}"
+    refuse_if(limit is not None and total > limit, message, allowed=f"together at most {limit}", remedy=remedy)

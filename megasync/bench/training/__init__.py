@@ -1,0 +1,5 @@
+"""`python -m megasync.bench train`: training speed and memory of several variants.
+
+variants.py  starts the ranks of one variant after another, and their table
+rank.py      what each rank does
+"""

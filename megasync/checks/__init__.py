@@ -1,0 +1,10 @@
+"""Whether a config can run here, asked before anything starts. No torch in here.
+
+check.py      all checks in order, and the command
+algorithm.py  keys of `algorithm` that go together
+data.py       the data files and vLLM's arguments
+latent.py     multi-latent attention
+memory.py     layouts that cannot hold a batch
+sizes.py      the model's sizes against the layout and the number of ranks
+unused.py     keys that have no effect beside others
+"""

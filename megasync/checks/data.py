@@ -1,0 +1,64 @@
+"""Do the keys of data, evaluation sets and vLLM's arguments fit each other? No torch in here.
+
+Leaves out reading the data (megasync/data/prompts.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from bridge.vllm.serving import arguments
+from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.schema import Config, EvalSet
+
+SHOWN_FIELDS = 8
+
+
+def check_data(config: Config) -> None:
+    """Every evaluation set has a file, room for a prompt, and samples that differ."""
+    data = config.data
+    message = f"data.eval = {', '.join(data.eval_sets)}: sets are for algorithm.name = grpo, which generates"
+    remedy = "write data.eval=FILE for the accuracy on one file"
+    refuse_if(data.eval_sets and config.algorithm.name == "sft", message, algorithm=config.algorithm.name, remedy=remedy)
+    for name, each in data.eval_sets.items():
+        _check_set(config, f"data.eval.{name}", each)
+
+
+def _check_set(config: Config, key: str, given: EvalSet) -> None:
+    refuse_if(not given.path, f"{key}.path is not set", remedy=f"write {key}.path=FILE")
+    message = f"{key}.samples = {given.samples}: at {key}.temperature = 0 they are all the same"
+    refuse_if(given.samples > 1 and given.temperature == 0, message, remedy=f"write {key}.temperature=1.0 or {key}.samples=1")
+    cut = next((name for name in ("top_p", "top_k", "min_p") if getattr(given, name) != EvalSet.model_fields[name].default), "")
+    message = f"{key}.{cut} has no effect at {key}.temperature = 0"
+    refuse_if(cut and given.temperature == 0, message, remedy=f"write {key}.temperature=1.0, or take {key}.{cut} out")
+    longest, limit = config.rollout.max_model_len, given.max_new_tokens
+    is_long = longest is not None and limit is not None and limit >= longest
+    message = f"{key}.max_new_tokens = {limit}: leaves no room for a prompt"
+    remedy = f"write less, or rollout.max_model_len={(limit or 0) + 256}"
+    refuse_if(is_long, message, allowed=f"less than rollout.max_model_len = {longest}", remedy=remedy)
+
+
+def check_engine_arguments(config: Config) -> None:
+    """ConfigError for a field that the installed vLLM does not have, or that a config may not set."""
+    for name, value in config.rollout.engine_arguments.items():
+        if reason := arguments.refusal(name, value):
+            key = f"rollout.engine_arguments.{name}"
+            raise ConfigError(f"{key} = {value!r:.80}: {reason}", **_way_out(name, key))
+    name = "kv_sharing_fast_prefill"
+    message = f"rollout.engine_arguments.{name} = true: vLLM's log-probs of prompts are wrong, which sync.canary_tolerance needs"
+    is_wrong = config.rollout.engine_arguments.get(name) and config.sync.canary_tolerance
+    refuse_if(is_wrong, message, remedy=f"take rollout.engine_arguments.{name} out, or write sync.canary_tolerance=0")
+
+
+def _way_out(name: str, key: str) -> dict[str, str]:
+    if name in arguments.OWN_KEYS:
+        return {"remedy": f"write {arguments.OWN_KEYS[name]} instead"}
+    if name in arguments.REFUSED:
+        return {"remedy": f"take {key} out"}
+    if name in arguments.fields():
+        return {"remedy": f"write a value of that kind, or take {key} out"}
+    choices = arguments.settable()
+    near = nearest_name(name, choices)
+    alike = difflib.get_close_matches(name, choices, SHOWN_FIELDS, cutoff=0.4)
+    remedy = f"write rollout.engine_arguments.{near}" if near else f"take {key} out"
+    return {"nearest": near, "choices": ", ".join(alike), "remedy": remedy}

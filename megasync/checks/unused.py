@@ -1,0 +1,94 @@
+"""Which keys that a config gives have no effect beside its other keys: two tables of rules. No torch in here.
+
+What can only be a mistake is refused. What a config may have for another phase, or for a longer run, is told and passed over.
+A key counts as given where its value is not the default. Leaves out what a model has no use for (algorithm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+from bridge.config import SyncConfig
+from engine.config import AlgorithmConfig
+from megasync.config.errors import ConfigError
+from megasync.config.schema import Config, RolloutConfig
+
+SUPERVISED = ("name", "num_minibatches", "non_finite", "loss_aggregation", "load_balancing", "router_bias_update_rate")
+POLICY_KEYS = tuple(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in SUPERVISED)
+EVALUATION_KEYS = ("rollout.evaluate_every_steps", "rollout.evaluate_at_start")
+ROLLOUT_KEYS = (
+    *(key for name in RolloutConfig.model_fields if (key := f"rollout.{name}") not in (*EVALUATION_KEYS, "rollout.ray_address")),
+    *(f"sync.{name}" for name in SyncConfig.model_fields),
+    *("run.log_samples", "engine.lora.sync"),
+)
+CORRECTION, DECAY = "algorithm.importance_correction", ("engine.optimizer.decay_steps", "engine.optimizer.min_learning_rate")
+TEMPLATE_KEYS = ("data.system_prompt", "data.chat_template_arguments")
+
+# keys, the key that they are for, its values that have a use for them, what is to be said of its others
+REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
+    (POLICY_KEYS, "algorithm.name", ("grpo",), "has no rollouts that it could be for"),
+    (("algorithm.importance_level", "algorithm.importance_cap"), CORRECTION, ("tis", "mask"), "has no weights"),
+    (("algorithm.importance_floor",), CORRECTION, ("mask",), "masks nothing"),
+    (("algorithm.overlong_buffer",), "algorithm.truncated", ("penalise",), "has no use for it"),
+    (("algorithm.filter_factor",), "algorithm.filter_groups", (True,), "takes no other prompts"),
+    (("algorithm.log_router_gap",), "algorithm.router_replay", ("rollout",), "is what the gap would be compared with"),
+    (DECAY, "engine.optimizer.decay", ("cosine", "linear"), "lowers no learning rate"),
+    (("engine.recompute_modules",), "engine.recompute", ("selective",), "knows no modules"),
+    (("engine.recompute_inputs",), "engine.recompute", ("full",), "keeps more than the inputs of layers"),
+    (("rollout.cache_on_update",), "rollout.on_update", ("continue",), "holds no samples"),
+    (("rollout.offload_trainer",), "rollout.placement", ("colocated",), "leaves the trainer where it is"),
+    (TEMPLATE_KEYS, "data.chat_template", (True,), "has no use for it"),
+)
+RATIO_KEYS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.ratio_level")
+# keys, whether they have an effect, why not
+NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
+    (ROLLOUT_KEYS, lambda config: config.algorithm.name == "grpo", "supervised steps have neither rollouts nor replicas"),
+    (RATIO_KEYS, lambda config: config.algorithm.num_minibatches > 1, "with algorithm.num_minibatches = 1 every ratio is 1"),
+    (
+        ("rollout.on_update", "rollout.cache_on_update"),
+        lambda config: config.algorithm.name == "sft" or config.rollout.max_staleness or config.algorithm.filter_groups,
+        "rollout.max_staleness = 0 leaves no samples running at a sync",
+    ),
+    (EVALUATION_KEYS, lambda config: config.data.eval, "data.eval is empty"),
+    (
+        ("checkpoint.keep", "checkpoint.asynchronous"),
+        lambda config: config.checkpoint.every_steps,
+        "checkpoint.every_steps = 0 writes no checkpoint",
+    ),
+)
+
+
+def check_unused(config: Config) -> None:
+    """ConfigError for the first key that has no effect and can only be a mistake."""
+    for keys, owner, values, why in REFUSED:
+        if attrgetter(owner)(config) not in values:
+            for key in _given(config, keys):
+                message = f"{key} = {_shown(config, key):.80}: {owner} = {_shown(config, owner)} {why}"
+                needs = ", ".join(map(_text, values))
+                raise ConfigError(message, needs=needs, remedy=f"write {owner}={_text(values[0])}, or leave {key} out")
+
+
+def unused_keys(config: Config) -> list[str]:
+    """What is to be told of keys that have no effect here and may well have one elsewhere; a line a reason."""
+    found = [(", ".join(_given(config, keys)), why) for keys, has_effect, why in NOTED if not has_effect(config)]
+    notes = [f"without effect: {keys}: {why}" for keys, why in found if keys]
+    warmup, num_steps = config.engine.optimizer.warmup_steps, config.run.steps * config.algorithm.num_minibatches
+    if warmup > num_steps:
+        reached = f"optimizer step {num_steps} of engine.optimizer.warmup_steps = {warmup}"
+        notes.append(f"engine.optimizer.learning_rate is not reached: the run ends after {reached}")
+    return notes
+
+
+def _given(config: Config, keys: Sequence[str]) -> Iterator[str]:
+    defaults = Config()
+    return (key for key in keys if attrgetter(key)(config) != attrgetter(key)(defaults))
+
+
+def _shown(config: Config, key: str) -> str:
+    return _text(attrgetter(key)(config))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,90 @@
+"""Files of a run: its folder is one process's at a time, and a reader, or the next start after a crash, sees a file whole.
+
+lock(run_folder)                    # until this process ends
+write_atomically(run_folder / "summary.json", text)
+former = set_aside(run_folder)      # runs/NAME becomes runs/NAME.1 if it holds the results of a former run
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from megasync.config.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+def lock(run_folder: Path) -> int | None:
+    """Make the folder this process's until it ends, in any way, or closes the descriptor that this returns.
+
+    A POSIX lock belongs to the process: no child inherits it. The locked file lies beside the folder, which `set_aside` renames.
+    None, and a warning, where the file system has no locks.
+
+    Raises:
+        ConfigError: another process has the folder; its id and host.
+    """
+    path = run_folder.with_name(f".{run_folder.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder, remedy = os.read(descriptor, 1000).decode(), "wait for its end, end it, or write run.name=NAME for another run"
+        raise ConfigError(f"{run_folder}: a run is going on in this folder", held_by=holder, remedy=remedy) from error
+    except OSError as error:
+        print(f"{path}: cannot be locked ({error.strerror}): do not start this run twice at a time", file=sys.stderr)
+        return None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return descriptor
+
+
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """The whole one of the highest step. (engine.checkpoint.newest does the same, with all that the engine imports.)"""
+    return max((run_folder / CHECKPOINTS).glob("step_" + 8 * "[0-9]"), default=None)
+
+
+def has_results(run_folder: Path) -> bool:
+    """Whether a run left steps, evaluations or checkpoints in it."""
+    records = (run_folder / name for name in (METRICS_FILE, EVALUATIONS_FILE))
+    return any(path.is_file() and path.stat().st_size for path in records) or any((run_folder / CHECKPOINTS).glob("step_*"))
+
+
+def set_aside(run_folder: Path) -> Path | None:
+    """Renames a folder with results to the first name of FOLDER.1, FOLDER.2, ... that is free; returns it. No results: None."""
+    if not has_results(run_folder):
+        return None
+    names = (run_folder.with_name(f"{run_folder.name}.{number}") for number in itertools.count(1))
+    free = next(path for path in names if not path.exists())
+    return run_folder.rename(free)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path` by `text` (UTF-8) in one step; makes its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).chmod(0o644)
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Waits until the file is on the disk, not only in the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

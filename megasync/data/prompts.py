@@ -1,0 +1,281 @@
+"""Text to tokens and back, with the tokenizer of the model's folder; which examples are short enough. No torch in here.
+
+Leaves out sampling and rewards.
+
+    data = load_data(config)          # ConfigError where too few examples fit
+    data.prompts.prompt_ids(data.train[0])
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sample import Sample
+from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.schema import Config, DataConfig
+from megasync.data.data import Example, load_examples
+from megasync.hf.folder import DOWNLOAD_REMEDY, model_shape, read_json_object
+
+CHUNK = 4096  # texts that the tokenizer's threads share
+OF_TEMPLATES = ("namespace", "range", "dict", "raise_exception", "strftime_now", "lipsum", "cycler", "joiner")  # functions
+
+
+class Prompts:
+    """Encodes prompts (with data.chat_template as turns), decodes responses, knows where a response ends."""
+
+    def __init__(self, model_path: str, data: DataConfig) -> None:
+        self.tokenizer = _load_tokenizer(Path(model_path))
+        self.data = data
+        if data.chat_template and not self.tokenizer.chat_template:
+            message = f"data.chat_template = true: the tokenizer in {model_path} has no chat template"
+            raise ConfigError(message, remedy="write data.chat_template=false, or take a model with one")
+        if data.chat_template:
+            _check_template_arguments(self.tokenizer, data.chat_template_arguments)
+        self.stop_token_ids = _stop_token_ids(model_path, self.tokenizer.eos_token_id)
+        self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
+
+    def text(self, token_ids: npt.NDArray[np.int32]) -> str:
+        """A response's text without its end-of-sequence and other special tokens."""
+        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return text
+
+    def texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
+        """`text` of each, while Python's other threads run: of the tokenizers package `decode` holds them up, this does not."""
+        if self.tokenizer.clean_up_tokenization_spaces:
+            return [self.text(token_ids) for token_ids in responses]
+        ids = [token_ids.tolist() for token_ids in responses]
+        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
+        return texts
+
+    def prompt_text(self, example: Example) -> str:
+        """What the model gets, its special tokens included."""
+        text: str = self.tokenizer.decode(list(self.prompt_ids(example)))
+        return text
+
+    def supervised(self, example: Example) -> Sample:
+        """The example as a sample whose response is the answer and the end of the sequence."""
+        answer = self.tokenizer.encode(example.answer, add_special_tokens=False)
+        response = [*answer, *self.stop_token_ids[:1]]
+        return Sample(np.array(self.prompt_ids(example), np.int32), np.array(response, np.int32))
+
+    def lengths(self, examples: Iterable[Example], *, with_answers: bool) -> Iterator[int]:
+        """Tokens of each prompt; `with_answers`: of the whole supervised sample."""
+        rest = iter(examples)
+        while chunk := list(islice(rest, CHUNK)):
+            answers = self._encode([example.answer for example in chunk], special=False) if with_answers else [()] * len(chunk)
+            for prompt, answer in zip(self._prompts(chunk), answers, strict=True):
+                yield len(prompt) + len(answer) + with_answers
+
+    def _prompt_ids(self, example: Example) -> tuple[int, ...]:
+        return tuple(self._prompts([example])[0])
+
+    def _prompts(self, examples: Sequence[Example]) -> Sequence[Sequence[int]]:
+        templated = self.data.chat_template
+        texts = self._templated(examples) if templated else [example.prompt for example in examples]
+        return self._encode(texts, special=not templated)
+
+    def _templated(self, examples: Sequence[Example]) -> list[str]:
+        """ConfigError names the line of messages that the template refuses."""
+        from jinja2 import TemplateError
+
+        def apply(chosen: Sequence[Example]) -> list[str]:
+            turns = [self._turns(example) for example in chosen]
+            arguments = self.data.chat_template_arguments
+            texts: list[str]
+            texts = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
+            return texts
+
+        try:
+            return apply(examples)
+        except TemplateError as error:
+            if len(examples) == 1:
+                message = f"line {examples[0].line}: the model's chat template refuses the prompt: {error}"
+                roles = ", ".join(turn["role"] for turn in self._turns(examples[0]))
+                remedy = "give it turns that the template takes; data.system_prompt adds a system turn"
+                raise ConfigError(message, roles=roles, remedy=remedy) from error
+        return [text for example in examples for text in self._templated([example])]
+
+    def _turns(self, example: Example) -> list[dict[str, str]]:
+        turns = example.turns or (("user", example.prompt),)
+        if self.data.system_prompt and turns[0][0] != "system":
+            turns = (("system", self.data.system_prompt), *turns)
+        return [{"role": role, "content": content} for role, content in turns]
+
+    def _encode(self, texts: list[str], *, special: bool) -> Sequence[Sequence[int]]:
+        encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """From tokenizer.json alone: AutoTokenizer imports torch, and makes up an empty tokenizer where there is none."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "put it there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
+        raise ConfigError(f"model.path = {folder}: the folder holds no tokenizer.json", remedy=remedy)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Each is a variable that the template reads: it would pass over any other without a word."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template = tokenizer.get_chat_template()
+    try:
+        variables = meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
+    except TemplateError as error:
+        remedy = "download the tokenizer again, or write data.chat_template=false"
+        raise ConfigError(f"data.chat_template = true: the model's template is broken: {error}", remedy=remedy) from error
+    usable = sorted(variables - {"messages", "add_generation_prompt", *tokenizer.special_tokens_map, *OF_TEMPLATES})
+    for name in arguments:
+        if name not in usable:
+            near, key = nearest_name(name, usable), f"data.chat_template_arguments.{name}"
+            problem = f"{key} = {arguments[name]!r}: the model's chat template reads no such variable"
+            remedy = f"write data.chat_template_arguments.{near}" if near else f"take {key} out"
+            raise ConfigError(problem, choices=", ".join(usable) or "none", nearest=near, remedy=remedy)
+
+
+def _stop_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The tokenizer's end of sequence first, then those of generation_config.json."""
+    found = [] if tokenizer_eos is None else [tokenizer_eos]
+    path = Path(model_path) / "generation_config.json"
+    if path.is_file():
+        eos = read_json_object(path).get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        message = f"{path}: eos_token_id = {eos!r}: a token's number, or a list of them, is expected"
+        refuse_if(any(type(one) is not int for one in ids), message, remedy=DOWNLOAD_REMEDY)
+        found += ids
+    if not found:
+        message = f"model.path = {model_path}: names no end-of-sequence token, in its tokenizer or generation_config.json"
+        raise ConfigError(message, remedy="give tokenizer_config.json an eos_token")
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on and is evaluated on: examples that fit, the tokenizer, and what there is to say of the others."""
+
+    prompts: Prompts
+    train: list[Example]
+    held_out: list[Example]  # where data.eval is a path
+    notes: list[str]
+    eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
+
+
+class _Source(NamedTuple):
+    """A file or folder of examples, and what the config says of it. `response_key` is the key of `response_tokens`."""
+
+    path: str
+    split: str
+    section: str  # of its columns
+    split_key: str
+    prompt_key: str
+    answer_key: str
+    response_key: str
+    response_tokens: int
+
+
+def load_data(config: Config) -> RunData:
+    """Read the data files, tokenise them, and drop or refuse what is too long (`data.too_long`).
+
+    Raises:
+        ConfigError: a file or the tokenizer cannot be used, or too few examples are short enough.
+    """
+    prompts, notes = Prompts(config.model.path, config.data), list[str]()
+    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read_files(config).items()}
+    sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
+    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets)
+
+
+def read_files(config: Config) -> dict[str, list[Example]]:
+    """All examples of data.train, data.eval and data.eval.NAME, those that are given.
+
+    Raises:
+        ConfigError: names the key, the file and the line.
+    """
+    data = config.data
+    if not data.train:
+        raise ConfigError("data.train is not set", remedy="set data.train to a JSONL file")
+    examples: dict[str, list[Example]] = {}
+    for key, source in _sources(config).items():
+        columns = (source.prompt_key, source.answer_key)
+        try:
+            examples[key] = load_examples(
+                source.path, *columns, split=source.split, section=source.section, split_key=source.split_key
+            )
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        turns = next((example for example in examples[key] if example.turns and not data.chat_template), None)
+        if turns is not None:
+            message = f"{key}: {source.path}: line {turns.line} holds a list of messages, and data.chat_template = false"
+            raise ConfigError(message, remedy="write data.chat_template=true, or make one text of it")
+    return examples
+
+
+def _sources(config: Config) -> dict[str, _Source]:
+    """By full key; of an empty data.eval none."""
+    data, limit = config.data, config.rollout.max_new_tokens
+    plain = _Source("", "", "data", "data.eval.NAME.split", data.prompt_key, data.answer_key, "rollout.max_new_tokens", limit)
+    sources = {"data.train": plain._replace(path=data.train, split=data.split, split_key="data.split")}
+    if isinstance(data.eval, str):
+        return sources | ({"data.eval": plain._replace(path=data.eval)} if data.eval else {})
+    for name, each in data.eval.items():
+        key = f"data.eval.{name}"
+        sources[key] = _Source(
+            path=each.path,
+            split=each.split,
+            section=key,
+            split_key=f"{key}.split",
+            prompt_key=each.prompt_key or data.prompt_key,
+            answer_key=each.answer_key or data.answer_key,
+            response_key=f"{key}.max_new_tokens" if each.max_new_tokens else "rollout.max_new_tokens",
+            response_tokens=each.max_new_tokens or limit,
+        )
+    return sources
+
+
+def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
+    source, is_sft, drops = _sources(config)[key], config.algorithm.name == "sft", config.data.too_long == "drop"
+    response = 0 if is_sft else source.response_tokens
+    of = "prompt and answer" if is_sft else f"prompt and {source.response_key} = {response}"
+    name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or key == "data.train")
+    try:
+        lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    fitting = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
+    if len(fitting) == len(examples):
+        return fitting
+    what = f"{key}: {len(examples) - len(fitting)} of {len(examples)} examples are too long"
+    least = min(config.data.batch_size, len(examples)) if key == "data.train" else 1
+    if drops and len(fitting) >= least:
+        notes.append(f"{what} and dropped: {of} together have more than {name} = {limit} tokens")
+        return fitting
+    length, line = max(zip(lengths, (example.line for example in examples), strict=True))
+    remedy = f"take out or shorten what is longer, or raise {name}" if drops else "write data.too_long=drop"
+    left = f"{len(fitting)}, {least} are needed" if drops else ""
+    longest = f"line {line}, {length} tokens of {of}"
+    raise ConfigError(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy)
+
+
+def _shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
+    """What bounds a sequence most, and to how many tokens."""
+    limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch} if is_trained_on else {}
+    if positions := model_shape(config.model.path).max_position_embeddings:
+        limits["the model's max_position_embeddings"] = positions
+    if config.algorithm.name == "grpo" and config.rollout.max_model_len is not None:
+        limits["rollout.max_model_len"] = config.rollout.max_model_len
+    elif config.algorithm.name == "grpo":  # vllm/config/model.py:2552 takes the smaller of positions and this one
+        limits["the tokenizer's model_max_length"] = prompts.tokenizer.model_max_length
+    return min(limits.items(), key=lambda item: item[1], default=("", sys.maxsize))

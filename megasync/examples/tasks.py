@@ -1,0 +1,79 @@
+"""Tasks of reasoning-gym: over 100 generators of questions, each with the function that scores an answer to its questions.
+
+The package is fetched on first use (packages.py). Its version is pinned there, so that a seed gives the same questions
+everywhere. Leaves out curricula. No torch in here.
+
+    train, held_out = generate_task("chain_sum", {"max_terms": 4, "max_digits": 2}, num_train=4000, num_held_out=256, seed=0)
+    score("<answer>12</answer>", entry)      # what the reward `reasoning_gym` calls
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megasync.config.errors import ConfigError, nearest_name
+from megasync.examples.packages import add_packages
+
+
+def reasoning_gym() -> Any:
+    """The package, fetched by pip if need be.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
+    add_packages("reasoning_gym")
+    return importlib.import_module("reasoning_gym")
+
+
+def generate_task(
+    task: str, options: Mapping[str, Any], num_train: int, num_held_out: int, seed: int
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Lines to train on and lines held out, with question, answer and `entry`, the whole entry as JSON.
+
+    Questions that are held out are taken out of the first, which may be fewer than `num_train` then.
+
+    Raises:
+        ConfigError: there is no such task, or it takes no such options.
+    """
+    lines = list(map(_line, _entries(task, {**options, "size": num_held_out + num_train, "seed": seed})))
+    held_out = lines[:num_held_out]
+    questions = {line["question"] for line in held_out}
+    return [line for line in lines[num_held_out:] if line["question"] not in questions], held_out
+
+
+def _line(entry: Mapping[str, Any]) -> dict[str, str]:
+    """`entry` is a text since its fields differ from task to task; what JSON does not have is in it as text."""
+    return {"question": entry["question"], "answer": str(entry["answer"]), "entry": json.dumps(entry, default=str)}
+
+
+def _entries(task: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    known = reasoning_gym().factory.DATASETS
+    if task not in known:
+        near = nearest_name(task, known)
+        raise ConfigError(f"--task {task}: reasoning-gym has no such generator", nearest=near, choices=", ".join(sorted(known)))
+    try:
+        return list(reasoning_gym().create_dataset(task, **options))
+    except (TypeError, ValueError, AssertionError) as error:
+        choices = ", ".join(field.name for field in fields(known[task][1]))
+        remedy = "write --task-options name=value ... with values that the generator takes"
+        raise ConfigError(f"--task {task}: {error}", choices=choices, remedy=remedy) from error
+
+
+@functools.cache
+def _scorer(task: str) -> Any:
+    return reasoning_gym().get_score_answer_fn(task)
+
+
+def score(response: str, entry: Mapping[str, Any]) -> float:
+    """From 0 to 1 by the generator's own `score_answer`, which takes a bare answer: what is in the last <answer></answer>.
+
+    Without such tags the better one of the whole response and its last word, as in "So 7 + 5 is 12."
+    """
+    tagged = reasoning_gym().utils.extract_answer(response)
+    answers = [tagged] if tagged is not None else [response.strip(), (response.split() or [""])[-1].strip(".,:;!?*$")]
+    return max(float(_scorer(entry["metadata"]["source_dataset"])(answer, entry)) for answer in answers)

@@ -1,0 +1,7 @@
+"""Hugging Face model folders. No torch in here.
+
+folder.py    which models there are, and what is wrong with a folder
+features.py  what a config.json says that training or vLLM would get wrong
+windows.py   sliding windows that are refused
+shapes.py    sizes of well-known models, for random ones of that size
+"""

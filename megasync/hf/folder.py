@@ -1,0 +1,224 @@
+"""Is a Hugging Face folder a whole model that the engine can train? Reads config.json and safetensors headers only.
+
+Leaves out the weights themselves and the tokenizer. No torch in here.
+
+    shape = check_model_folder("models/Qwen2.5-0.5B")     # ConfigError, or the sizes that parallelism must divide
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES
+from megasync.config.errors import ConfigError, nearest_name
+from megasync.hf.features import (
+    QUERY_RANK,
+    REFUSED_FAMILIES,
+    REMEDIES,
+    ROUTER_DEFAULTS,
+    refused_latent,
+    refused_rope,
+    refused_router,
+)
+from megasync.hf.windows import refused_gemma, refused_windows
+
+DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
+UNSUPPORTED_REMEDY = "take a model without it"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What parallel sizes must divide; the field names are those of config.json."""
+
+    model_type: str
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    intermediate_size: int
+    hidden_size: int
+    num_experts: int = 0  # 0, and so the next two: no mixture of experts
+    moe_intermediate_size: int = 0
+    num_experts_per_tok: int = 0
+    max_position_embeddings: int = 0  # 0: no limit is given
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
+    first_k_dense_replace: int = 0  # layers before those with experts
+    q_lora_rank: int = 0  # 0: queries have no low rank
+    kv_lora_rank: int = 0  # 0, and so the next three: no multi-latent attention
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    @property
+    def split_sizes(self) -> tuple[str, ...]:
+        """Which of the sizes above tensor parallelism cuts in the layers' feed-forward parts."""
+        if not self.num_experts:
+            return ("intermediate_size",)
+        return ("moe_intermediate_size", *(("intermediate_size",) if self.first_k_dense_replace else ()))
+
+    def cached_numbers(self, num_workers: int) -> int:
+        """That a worker of vLLM keeps of a token in a layer."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        size = self.head_dim or self.hidden_size // self.num_attention_heads
+        return 2 * max(1, self.num_key_value_heads // num_workers) * size
+
+
+OPTIONAL_SIZES = (
+    *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
+)
+GEMMA_SIZES = {GEMMA: {"num_key_value_heads": 4, "head_dim": 256}}  # transformers 5.19, Gemma3TextConfig's defaults
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
+
+
+def check_model_folder(folder: str | Path) -> ModelShape:
+    """ConfigError names the folder or file, what is wrong and the remedy."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
+        remedy = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
+        raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
+    shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
+    _refuse_unsupported(folder / "config.json", shape.model_type, fields)
+    check_weights(folder)
+    return shape
+
+
+def model_shape(folder: str | Path) -> ModelShape:
+    """ConfigError where config.json is missing or of an architecture that the engine does not know."""
+    path = Path(folder) / "config.json"
+    return _read_shape(path, _read_model_config(path))
+
+
+def _read_model_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        message = f"model.path = {path.parent}: the folder holds no config.json"
+        remedy = "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
+        raise ConfigError(message, holds=_some(file.name for file in path.parent.iterdir()), remedy=remedy)
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """ConfigError where the model's file holds anything else."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", remedy=DOWNLOAD_REMEDY) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: holds no JSON object", remedy=DOWNLOAD_REMEDY)
+    return fields
+
+
+def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
+    family = fields.get("model_type")
+    if feature := REFUSED_FAMILIES.get(str(family)):
+        message = f"{path}: model_type = {family!r}: the engine has no {feature}"
+        raise ConfigError(message, choices=", ".join(FAMILIES), remedy="set model.path to a model of one of these")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{path}: model_type = {family!r}: the engine does not know this architecture",
+            choices=", ".join(FAMILIES),
+            nearest=nearest_name(str(family), FAMILIES),
+            remedy="set model.path to a model of one of these",
+        )
+    defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
+    if family == "mixtral":
+        defaults["moe_intermediate_size"] = "intermediate_size"
+    if family in BIASED_ROUTERS:
+        defaults["num_experts"] = "n_routed_experts"
+    known = {**GEMMA_SIZES.get(family, {}), **ROUTER_DEFAULTS.get(family, {})}
+    fields = {name: fields.get(other) for name, other in defaults.items()} | known | fields
+    fields["first_k_dense_replace"] = fields["first_k_dense_replace"] or None if family in BIASED_ROUTERS else None
+    fields["q_lora_rank"] = fields.get("q_lora_rank", QUERY_RANK) if family in LATENT_FAMILIES else None
+    unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
+    unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
+    unused |= set() if family in LATENT_FAMILIES else set(LATENT_SIZES)
+    sizes: dict[str, int] = {}
+    for name in [name for name in ModelShape.__dataclass_fields__ if name not in unused]:
+        size = fields.get(name)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{path}: {name} = {size!r}: a whole number of at least 1 is expected", remedy=DOWNLOAD_REMEDY)
+        sizes[name] = size
+    if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
+        message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
+        raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+    return ModelShape(model_type=family, **sizes)
+
+
+def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None:
+    """What the engine's layers would compute wrongly is refused."""
+    refused = {
+        **refused_rope(family, fields),
+        **refused_router(family, fields),
+        **refused_windows(family, fields),
+        **refused_gemma(family, fields),
+        **refused_latent(family, fields),
+        f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
+        f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
+        f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
+        "a quantised checkpoint (quantization_config)": bool(fields.get("quantization_config")),
+    }
+    if family in MOE_FAMILIES:
+        step, shared = fields.get("decoder_sparse_step", 1), fields.get("shared_expert_intermediate_size")
+        refused |= {
+            "a router that chooses one expert (num_experts_per_tok = 1)": fields.get("num_experts_per_tok") == 1,
+            "layers without experts (mlp_only_layers)": bool(fields.get("mlp_only_layers")),
+            f"layers without experts (decoder_sparse_step = {step!r}, 1 is)": step != 1,
+            f"a shared expert on {family} (shared_expert_intermediate_size)": bool(shared) and family != "qwen2_moe",
+            f"{family} without a shared expert (shared_expert_intermediate_size)": not shared and family == "qwen2_moe",
+            "attention without biases (qkv_bias = false)": family == "qwen2_moe" and not fields.get("qkv_bias", True),
+            "a load-balancing loss (output_router_logits = true)": bool(fields.get("output_router_logits")),
+            "noise on the router's inputs (router_jitter_noise)": bool(fields.get("router_jitter_noise")),
+        }
+    for feature, present in refused.items():
+        if present:
+            remedy = next((text for begin, text in REMEDIES.items() if feature.startswith(begin)), UNSUPPORTED_REMEDY)
+            raise ConfigError(f"{path}: {feature} is not supported", remedy=remedy)
+
+
+def check_weights(folder: Path) -> None:
+    """Every safetensors file is whole, and every one that the index names is there."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index}: not an index of safetensors files: {error!r}", remedy=DOWNLOAD_REMEDY) from error
+        missing = sorted(shards - {file.name for file in files})
+        if missing:
+            message = f"{index}: names {len(missing)} files that are not in the folder"
+            raise ConfigError(message, missing=_some(missing), remedy=DOWNLOAD_REMEDY)
+    if not files:
+        holds = _some(file.name for file in folder.iterdir())
+        message = f"model.path = {folder}: the folder holds no *.safetensors file"
+        raise ConfigError(message, holds=holds, remedy="convert the weights to safetensors")
+    for file in files:
+        _check_safetensors(file)
+
+
+def _check_safetensors(path: Path) -> None:
+    """Header and size: safetensors' own reader maps a file that is whole, and no other."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(8) == b"version ":
+            remedy = "run `git lfs pull` in the model's repository"
+            raise ConfigError(f"{path}: a Git LFS pointer, not the weights", remedy=remedy)
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except SafetensorError as error:
+        message = f"{path}: cut off, or not a safetensors file: {error}"
+        raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD_REMEDY) from error
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "") or "nothing"

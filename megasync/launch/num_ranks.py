@@ -1,0 +1,55 @@
+"""How many trainer ranks a run gets on this machine when nobody says. No torch in here.
+
+python -m megasync.launch.num_ranks CONFIG.yaml [key=value ...]      # prints the number
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megasync.config.errors import ConfigError, main_errors
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.launch.devices import visible_devices
+
+NUM_CPU_RANKS = 2
+
+
+def num_replica_gpus(config: Config) -> int:
+    """GPUs that the config's vLLM replicas need beside the trainer's."""
+    if config.algorithm.name == "sft" or config.rollout.is_colocated:
+        return 0
+    return config.rollout.replicas * config.rollout.tensor_parallel
+
+
+def default_num_ranks(config: Config, gpus: int) -> int:
+    """2 ranks without GPUs, else all of `gpus` but those that the replicas have for themselves.
+
+    Raises:
+        ConfigError: the replicas leave no GPU for the trainer.
+    """
+    if gpus == 0:
+        return NUM_CPU_RANKS
+    left = gpus - num_replica_gpus(config)
+    if left < 1:
+        raise ConfigError(
+            f"rollout.replicas = {config.rollout.replicas}: the replicas leave no GPU for the trainer",
+            GPUs=str(gpus),
+            remedy="lower rollout.replicas or rollout.tensor_parallel, or use a machine with more GPUs",
+        )
+    return left
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the number for a config."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    with main_errors():
+        print(default_num_ranks(load_config(arguments[0], arguments[1:]), len(visible_devices())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

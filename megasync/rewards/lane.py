@@ -1,0 +1,213 @@
+"""Some reward processes and the calls that wait for them: who gets which, time limits, and whom to blame for a process's end.
+
+Calls are answered in turn or side by side. In turn: the process notes which call it works on and since when, which is the one to
+blame where it is late or dies; those that have no answer yet go to another process. Side by side (async functions): where the
+process dies with several calls in it nobody can be blamed, and each is made again in turn. Leaves out what a failure means for
+the run (pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megasync.rewards.failure import RewardError
+from megasync.rewards.process import RewardProcess
+from megasync.rewards.resolve import Reward
+from megasync.rewards.wire import Answers, Call, Failure, Ready, Work
+
+if TYPE_CHECKING:
+    from megasync.config.schema import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # for a process to import the functions
+ASYNC_GRACE_SECONDS = 1.0  # an async function is cancelled at its limit; its process is killed where that does not help
+AHEAD_SECONDS = 0.02  # of work that a process has before it; calls that take longer wait until a process is free
+MAX_AHEAD = 64  # calls
+LIMIT_KEY = "rollout.reward_timeout_seconds"
+CLOSED = "the processes of rewards have been closed"
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A call that has no answer yet."""
+
+    reward: Reward
+    call: Call
+    values: asyncio.Future[list[float]]
+    failed: bool = False
+    given_seconds: float = 0.0  # time.monotonic() when a process got it
+
+
+@dataclass
+class _State:
+    """Of a process."""
+
+    timer: asyncio.TimerHandle  # for its start, then for its calls
+    is_ready: bool = False
+    ended_by_us: str = ""  # why
+    late: int = 0  # the call that it is ended for
+    calls: dict[int, Pending] = field(default_factory=dict)  # the oldest first
+
+
+class Lane:
+    """At most `rollout.reward_processes` processes, started as calls come. Used in one event loop, except `close`."""
+
+    def __init__(
+        self, names: list[str], rollout: RolloutConfig, fail: Callable[[Pending, Failure], None], then: Lane | None = None
+    ) -> None:
+        """Calls are answered side by side where `then`, a lane in turn, is there to repeat them."""
+        self.names, self.rollout, self.fail, self.then = names, rollout, fail, then
+        self.waiting: deque[Pending] = deque()
+        self.processes: dict[RewardProcess, _State] = {}
+        self.most_processes = rollout.reward_processes
+        self.depth = rollout.reward_concurrency if then else 1  # calls that a process has at most
+        self.call_seconds = 0.0  # about, and of late
+        self.is_due = self.is_closed = False
+
+    # ------------------------------------------------------------------------------------------------ handing out
+
+    def add(self, calls: Sequence[Pending]) -> None:
+        """RewardError after `close`."""
+        if self.is_closed:
+            raise RewardError(CLOSED)
+        self.waiting.extend(calls)
+        if not self.is_due:  # what is added before the loop comes round is handed out together
+            self.is_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Hand out what waits, to the processes with the least to do; start more while there are too few."""
+        self.is_due = False
+        if self.is_closed:
+            self._refuse(CLOSED)
+        usable = [(process, state) for process, state in self.processes.items() if state.is_ready and not state.ended_by_us]
+        while self.waiting:
+            process, state = min(usable, key=lambda each: len(each[1].calls), default=(None, None))
+            while (state is None or state.calls) and self._may_start():
+                self._start()
+            if process is None or state is None or len(state.calls) >= self.depth:
+                return
+            self._give(process, state, -(-len(self.waiting) // len(usable)))
+
+    def _may_start(self) -> bool:
+        starting = sum(not state.is_ready for state in self.processes.values())
+        return len(self.processes) < self.most_processes and starting < len(self.waiting)
+
+    def _start(self) -> None:
+        try:
+            process = RewardProcess(self, self.names, self.rollout.reward_timeout_seconds)
+        except OSError as error:
+            self._note_failed_start(f"could not be started: {error}")
+            return
+        why = f"was not ready after {START_SECONDS:g} s"
+        self.processes[process] = _State(process.loop.call_later(START_SECONDS, self._end, process, why))
+        if self.is_closed:  # from another thread, meanwhile
+            process.kill()
+
+    def _note_failed_start(self, why: str) -> None:
+        """The others go on, those that are starting included; without any nothing can be scored."""
+        problem = f"rollout.reward: a process for rewards {why}"
+        if self.processes:
+            self.most_processes = len(self.processes)
+            logger.warning("%s\nit goes on with %d", problem, self.most_processes)
+        else:
+            self._refuse(problem)
+
+    def _give(self, process: RewardProcess, state: _State, share: int) -> None:
+        """At most `share` calls, in one message."""
+        given, was_idle, now = list[Call](), not state.calls, time.monotonic()
+        for _ in range(min(share, self.depth - len(state.calls))):
+            pending = self.waiting.popleft()
+            if not pending.values.done():  # else nobody waits for it any more
+                state.calls[pending.call.number], pending.given_seconds = pending, now
+                given.append(pending.call)
+        if given:
+            process.send(Work(given, is_serial=self.then is None))
+        if given and was_idle:
+            self._watch(process, state)
+
+    def _watch(self, process: RewardProcess, state: _State) -> None:
+        """End it where a call takes too long, else look again when one may. In turn, time counts from a call's own begin."""
+        state.timer.cancel()
+        if not state.calls or state.ended_by_us:
+            return
+        begin, number = process.begun()
+        pending = state.calls.get(number) or next(iter(state.calls.values()))
+        seconds = self.rollout.reward_timeout_seconds
+        limit = seconds + ASYNC_GRACE_SECONDS * pending.reward.is_async
+        left = max(begin, pending.given_seconds) + limit - time.monotonic()
+        if left > 0:
+            state.timer = process.loop.call_later(left, self._watch, process, state)
+        else:
+            state.late = pending.call.number
+            self._end(process, f"took longer than {LIMIT_KEY} = {seconds:g}, and its process was killed")
+
+    # ------------------------------------------------------------------------------------------------ what comes back
+
+    def on_message(self, process: RewardProcess, message: Any) -> None:
+        """Of RewardProcess."""
+        state = self.processes[process]
+        if isinstance(message, Ready):
+            state.timer.cancel()
+            state.is_ready, state.ended_by_us = not message.problem, message.problem
+        elif isinstance(message, Answers):
+            self._take_in(state, message)
+        self._dispatch()
+
+    def _take_in(self, state: _State, message: Answers) -> None:
+        if self.then is None:
+            mean = message.seconds / len(message.answers)
+            self.call_seconds = max(mean, 0.9 * self.call_seconds + 0.1 * mean)
+            self.depth = max(1, min(MAX_AHEAD, int(AHEAD_SECONDS / max(self.call_seconds, 1e-6))))
+        for answer in message.answers:
+            if answer.number != state.late:
+                pending = state.calls.pop(answer.number)
+                if not pending.values.done():
+                    self.fail(pending, answer.failure) if answer.failure else pending.values.set_result(answer.values)
+
+    def _end(self, process: RewardProcess, why: str) -> None:
+        state = self.processes[process]
+        state.ended_by_us = state.ended_by_us or why
+        process.kill_with_stack()
+
+    def on_end(self, process: RewardProcess, how: str, stack: str) -> None:
+        """Of RewardProcess."""
+        state = self.processes.pop(process)
+        state.timer.cancel()
+        calls, why = list(state.calls.values()), state.ended_by_us or how
+        if self.is_closed:
+            self._refuse(CLOSED, calls)
+        elif not state.is_ready:
+            self._note_failed_start(f"{why}\n{stack}".strip())
+        elif self.then and len(calls) > 1:
+            logger.warning("a process for rewards %s, with %d calls in it; each is made again in turn", why, len(calls))
+            self.then.add(calls)
+        elif calls:
+            number = state.late or process.begun()[1]
+            blamed = state.calls.get(number) if number else calls[0]  # None: it died between two calls
+            self.waiting.extendleft(pending for pending in reversed(calls) if pending is not blamed)
+            if blamed and not blamed.values.done():
+                self.fail(blamed, Failure(why, stack))
+        self._dispatch()
+
+    def _refuse(self, why: str, calls: Sequence[Pending] = ()) -> None:
+        """These and all that wait."""
+        for pending in (*calls, *self.waiting):
+            if not pending.values.done():
+                pending.values.set_exception(RewardError(why))
+        self.waiting.clear()
+
+    def close(self) -> list[RewardProcess]:
+        """The processes, which end now. From any thread."""
+        self.is_closed = True
+        processes = list(self.processes)
+        for process in processes:
+            process.kill()
+        return processes

@@ -1,0 +1,184 @@
+"""The program of one reward process: imports the functions, then answers calls until the trainer hangs up or dies.
+
+A plain function runs in the main thread, one call after the other, with no event loop around it, so that signals and
+`asyncio.run` work in it; an `async def` one runs in the process's event loop beside others. Leaves out the end of a call that
+hangs, which is the trainer's. No torch in here. process.py starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import math
+import os
+import pickle
+import reprlib
+import signal
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megasync.examples import tasks
+from megasync.launch.processes import end_with_parent
+from megasync.rewards.resolve import Reward, resolve_rewards
+from megasync.rewards.wire import BEGUN, LENGTH, Answer, Answers, Call, Failure, Ready, Setup, Work, pack
+
+TRACEBACK_CHARACTERS = 8000
+MAX_UNSENT_SECONDS = 0.02  # an answer does not wait longer for the others of its message
+OOM_SCORE = "500"  # of 1000: when memory runs out, the system ends this process before the trainer
+
+
+class BadValueError(Exception):
+    """What a reward returned is no finite number, or not one for each sample."""
+
+
+def main(fields: list[Any]) -> None:
+    """`fields` are those of a Setup."""
+    setup = Setup(*fields)
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != setup.parent:
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    connection = socket.socket(fileno=setup.socket)
+    for descriptor in (setup.socket, setup.notes):
+        os.set_inheritable(descriptor, False)
+    os.lseek(setup.notes, BEGUN.size, os.SEEK_SET)
+    faulthandler.enable(setup.notes, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, setup.notes, all_threads=False)
+    try:
+        rewards = resolve_rewards(dict.fromkeys(setup.names, 1.0))
+        if "math_verify" in setup.names:
+            importlib.import_module("math_verify")  # takes a second, which no sample's time limit should pay for
+        if "reasoning_gym" in setup.names:
+            tasks.reasoning_gym()  # is fetched where it is not there yet
+    except BaseException as error:  # noqa: BLE001 # told below
+        connection.sendall(pack(Ready(_text(error))))
+        return
+    Program(connection, rewards, setup).run()
+
+
+class Program:
+    """Reads calls and answers them."""
+
+    def __init__(self, connection: socket.socket, rewards: list[Reward], setup: Setup) -> None:
+        self.connection, self.rewards = connection, rewards
+        self.notes, self.limit_seconds = setup.notes, setup.limit_seconds
+        self.loop = asyncio.new_event_loop()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.answers: list[Answer] = []  # that are not sent yet
+
+    def run(self) -> None:
+        """Until the trainer hangs up."""
+        self.reader, self.writer = self.loop.run_until_complete(asyncio.open_unix_connection(sock=self.connection))
+        self.writer.write(pack(Ready()))
+        while (calls := self.loop.run_until_complete(self._next_in_turn())) is not None:
+            sent = time.monotonic()
+            for call in calls:
+                os.pwrite(self.notes, BEGUN.pack(time.monotonic(), call.number), 0)
+                is_async = self.rewards[call.reward].is_async
+                answer = self.loop.run_until_complete(self._answer_async(call)) if is_async else self._answer(call)
+                self.answers.append(answer)
+                seconds = time.monotonic() - sent
+                if call is calls[-1] or seconds > MAX_UNSENT_SECONDS:
+                    self._send(seconds)
+                    sent += seconds
+
+    async def _next_in_turn(self) -> list[Call] | None:
+        """The next calls that are answered in turn; those beside are answered meanwhile. None: the trainer has hung up."""
+        while (work := await self._read()) is not None and not work.is_serial:
+            for call in work.calls:
+                task = self.loop.create_task(self._answer_beside(call))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+        return work and work.calls
+
+    async def _answer_beside(self, call: Call) -> None:
+        answer = await self._answer_async(call)
+        if not self.answers:  # what others answer before the loop comes round goes with it
+            self.loop.call_soon(self._send)
+        self.answers.append(answer)
+
+    def _send(self, seconds: float = 0.0) -> None:
+        self.writer.write(pack(Answers(self.answers, seconds)))
+        self.answers = []
+
+    async def _read(self) -> Work | None:
+        try:
+            header = await self.reader.readexactly(LENGTH.size)
+            work: Work = pickle.loads(await self.reader.readexactly(*LENGTH.unpack(header)))  # noqa: S301 # the trainer's
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return work
+
+    def _answer(self, call: Call) -> Answer:
+        reward = self.rewards[call.reward]
+        try:
+            value = reward.function(call.samples if reward.takes_list else call.samples[0])
+            if inspect.isawaitable(value):  # of a function that does not look like an async one
+                value = asyncio.run(_wait(value))
+            return Answer(call.number, numbers(value, reward, len(call.samples)))
+        except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
+            return Answer(call.number, [], _failure(error))
+
+    async def _answer_async(self, call: Call) -> Answer:
+        reward, limit = self.rewards[call.reward], asyncio.timeout(self.limit_seconds)
+        try:
+            async with limit:
+                value = await reward.function(call.samples if reward.takes_list else call.samples[0])
+            return Answer(call.number, numbers(value, reward, len(call.samples)))
+        except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
+            late = f"took longer than rollout.reward_timeout_seconds = {self.limit_seconds:g}"
+            failure = Failure(late, _traceback(error.__cause__ or error)) if limit.expired() else _failure(error)
+            return Answer(call.number, [], failure)
+
+
+def numbers(value: Any, reward: Reward, num_samples: int) -> list[float]:
+    """What a reward returned, as one finite number a sample.
+
+    Raises:
+        BadValueError: it is something else.
+    """
+    if not reward.takes_list:
+        return [_number(value)]
+    try:
+        values = None if isinstance(value, str | bytes | dict) else list(value)
+    except TypeError:
+        values = None
+    if values is None or len(values) != num_samples:
+        held = f"{len(values)} values" if values is not None else reprlib.repr(value)
+        raise BadValueError(f"returned {held}, a list of {num_samples} numbers is expected")
+    return [_number(each) for each in values]
+
+
+def _number(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadValueError(f"returned {reprlib.repr(value)}, a finite number is expected")
+    return number
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
+def _failure(error: BaseException) -> Failure:
+    return Failure(str(error)) if isinstance(error, BadValueError) else Failure(f"raised {_text(error)}", _traceback(error))
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _traceback(error: BaseException) -> str:
+    """The user's part: without the frame of this file."""
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return "".join(traceback.format_exception(type(error), error, frames))[-TRACEBACK_CHARACTERS:].strip()

@@ -1,0 +1,120 @@
+"""`rollout.reward` becomes functions: found by name or imported, and looked at before anything starts. No torch in here.
+
+reward = resolve_rewards("exact_match")[0]
+rewards = resolve_rewards({"exact_match": 1.0, "my_package.my_module:my_reward": 0.2})
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasync.config.errors import ConfigError, nearest_name
+from megasync.rewards import functions
+from megasync.rewards.functions import exact_match, math_verify, reasoning_gym, token_count
+
+REWARDS: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+    "token_count": token_count,
+}
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
+LIST = re.compile(r"['\"]?(typing\.|collections\.abc\.)?(list|List|Sequence|Collection|Iterable|tuple|Tuple)\b")  # annotations
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One function with what it is worth."""
+
+    name: str  # as the config has it
+    weight: float
+    function: Callable[..., Any]
+    takes_list: bool  # all samples of a prompt at once
+    is_async: bool
+
+
+def weights(reward: str | Mapping[str, float]) -> dict[str, float]:
+    """`rollout.reward` as a mapping of names to weights."""
+    return {reward: 1.0} if isinstance(reward, str) else dict(reward)
+
+
+def resolve_rewards(reward: str | Mapping[str, float]) -> list[Reward]:
+    """The functions that `rollout.reward` names, imported if need be, in its order.
+
+    Raises:
+        ConfigError: there is no such function, or it does not take one argument.
+    """
+    return [_resolve(name, weight) for name, weight in weights(reward).items()]
+
+
+def identity(rewards: Sequence[Reward]) -> str:
+    """Names, weights, and digests of the files that the functions are in: where it differs, the numbers may."""
+    parts = []
+    for reward in rewards:
+        module = sys.modules[functions.__name__ if reward.name in REWARDS else reward.name.partition(":")[0]]
+        file = getattr(module, "__file__", None)
+        source = Path(file).read_bytes() if file else b""
+        parts.append((reward.name, reward.weight, hashlib.blake2b(source).hexdigest()))
+    return repr(parts)
+
+
+def _resolve(name: str, weight: float) -> Reward:
+    function = REWARDS.get(name) or _import_function(name)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return Reward(name, weight, function, _takes_list(function), is_async)
+
+
+def _takes_list(function: Callable[..., Any]) -> bool:
+    """Whether the first parameter is annotated as a list; the text of the annotation decides, which need not be importable."""
+    try:
+        first = next(iter(inspect.signature(function).parameters.values()), None)
+    except ValueError:  # a function of C that does not tell
+        return False
+    return first is not None and LIST.match(inspect.formatannotation(first.annotation)) is not None
+
+
+def _import_function(path: str) -> Callable[..., Any]:
+    headline = f"rollout.reward = {path!r}"
+    if not IMPORT_PATH.fullmatch(path):
+        choices = ", ".join([*REWARDS, "package.module:function"])
+        near = nearest_name(path, REWARDS)
+        raise ConfigError(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY)
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        remedy = "start where the module can be imported, or set PYTHONPATH"
+        raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
+    function: Any = getattr(module, function_name, None)
+    if function is None:
+        problem = f"is not in {module.__file__}"
+    elif not callable(function) or inspect.isclass(function):
+        problem = "is no function"
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        problem = "is a generator"
+    else:
+        problem = _wrong_arguments(function)
+    if problem:
+        near = nearest_name(function_name, [name for name, value in vars(module).items() if inspect.isfunction(value)])
+        remedy = "name a function that takes one RewardInput, or a list of them, and returns a number for each"
+        raise ConfigError(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy)
+    return function  # type: ignore[no-any-return]
+
+
+def _wrong_arguments(function: Callable[..., Any]) -> str:
+    try:
+        inspect.signature(function).bind("a RewardInput")
+    except TypeError as error:
+        return f"cannot be called with one argument: {error}"
+    except ValueError:  # a function of C that does not tell
+        return ""
+    return ""

@@ -1,0 +1,54 @@
+"""What a run that is resumed makes of the groups of its checkpoint: a pure function of them and of this config's groups.
+
+A group goes on where it would be asked the same question today and a step can still train it in time; all others begin
+anew. Where only its answer or its reward has changed it is scored anew. Leaves out the file (progress.py) and who generates
+(stream.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.progress import Progress
+from megasync.rollouts.scheduler import Candidate, trainable
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`groups` go on, those of `anew` begin again; `notes`: what there is to say of it."""
+
+    groups: list[Group]
+    anew: list[int]  # ordinals
+    notes: list[str]
+
+
+def restore_groups(progress: Progress, step: int, settings: StreamSettings, make_group: Callable[[int], Group]) -> Restored:
+    """The groups that had begun and were not trained, in order, when `step` is trained next."""
+    own, anew, other, rescored = settings, list[int](), 0, set[int]()
+    groups: dict[int, Group] = {}
+    for saved in progress.groups:
+        group = make_group(saved.key)
+        if is_same := saved.request_digest == group.request_digest:
+            group.restore(saved)
+        if group.oldest is None:
+            anew.append(saved.key)
+            other += not is_same and bool(saved.samples)
+            continue
+        groups[saved.key] = group
+        if saved.reward_digest != group.reward_digest:
+            rescored.add(saved.key)
+    candidates = [Candidate(key, group.oldest, group.is_done) for key, group in groups.items() if group.oldest is not None]
+    kept = trainable(candidates, step, own.max_staleness, own.batch_size, own.num_steps)
+    counts = other, len(groups) - len(kept), len(rescored & kept)
+    anew = sorted([*anew, *(groups.keys() - kept)])
+    return Restored([groups[key] for key in sorted(kept)], anew, _notes(len(progress.groups), own, *counts))
+
+
+def _notes(num_groups: int, own: StreamSettings, num_other: int, num_late: int, num_rescored: int) -> list[str]:
+    limits = f"rollout.max_staleness={own.max_staleness}, data.batch_size={own.batch_size} and run.steps={own.num_steps}"
+    told = [f"{num_other} begin anew, since their prompt or how it is sampled has changed"] if num_other else []
+    told += [f"{num_late} begin anew, since with {limits} no step could train them in time"] if num_late else []
+    told += [f"{num_rescored} are scored anew, since their answer or rollout.reward has changed"] if num_rescored else []
+    return [f"of {num_groups} prompts that had begun and were not trained " + "; ".join(told)] if told else []

@@ -1,0 +1,11 @@
+"""A run on one rank.
+
+loop.py        the order of things, on a page
+session.py     engine, weights, rollouts and log, put together
+weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
+canary.py      scores that tell damaged weights
+placement.py   who uses shared GPUs when
+rank_zero.py   work that rank 0 does for all ranks
+distribute.py  the tokens of a batch to the ranks that train on them
+heartbeat.py   ranks that are alive but stuck are found and ended
+"""

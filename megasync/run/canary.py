@@ -1,0 +1,132 @@
+"""The canary: after each sync a few prompts are scored by the trainer and by one replica in turn, which have to agree.
+
+It finds what digests of the bytes that were sent cannot: weights that reached the wrong place, or changed there, and layers
+that compute otherwise. Leaves out the scoring itself (Engine.score, ReplicaPool.score) and the read-back (Publisher.differing).
+
+    canary = Canary(sequences, tolerance=0.2, answer_seconds=60.0, note=print)
+    canary.score_by_trainer(engine)                 # the weights that are published next
+    canary.compare(version, pool, publisher)        # {"sync/canary_gap": 0.006, ...}; raises CanaryError
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sample import Sample
+from megasync.run.rank_zero import on_rank_zero
+
+if TYPE_CHECKING:
+    from bridge.replicas.pool import ReplicaPool
+    from bridge.send.publish import Publisher
+    from engine.engine import Engine
+    from megasync.config.schema import Config
+    from megasync.data.prompts import RunData
+    from megasync.reporting.log import RunLog
+
+NUM_SEQUENCES, MAX_TOKENS = 4, 64
+LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
+Scores = list[npt.NDArray[np.float32]]
+
+
+class CanaryError(RuntimeError):
+    """A replica computes otherwise than the trainer; the same text on every rank."""
+
+
+class Canary:
+    """Of one run. Methods are collective."""
+
+    def __init__(
+        self, sequences: Sequence[Sequence[int]], tolerance: float, answer_seconds: float, note: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            sequences: of two tokens or more.
+            tolerance: the largest mean of |gap| over all tokens, in nats.
+            answer_seconds: of a replica; one that takes longer is left to those who look after replicas.
+            note: says something to the user.
+        """
+        self.sequences, self.tolerance, self.answer_seconds, self.note = sequences, tolerance, answer_seconds, note
+        self._num_compared, self._seconds = 0, 0.0
+        self._own: Scores = []
+
+    def score_by_trainer(self, engine: Engine) -> None:
+        """By the weights that are published next. Those of a trainer that shares its devices have to be there."""
+        begin = time.monotonic()
+        samples = [Sample(np.array(ids[:1], np.int32), np.array(ids[1:], np.int32)) for ids in self.sequences]
+        self._own = [scores.numpy() for scores in engine.score(samples)]
+        self._seconds = time.monotonic() - begin
+
+    def compare(self, version: int, pool: ReplicaPool | None, publisher: Publisher | None) -> dict[str, float]:
+        """Metrics; without the gap where the replica whose turn it is does not answer.
+
+        Raises:
+            CanaryError: the gap is above the tolerance, or no number. Names the first layer that was read back otherwise.
+        """
+        begin = time.monotonic()
+        replica, scores = on_rank_zero(lambda: self._score_by_replica(pool))
+        seconds = {"sync/canary_seconds": self._seconds + time.monotonic() - begin}
+        if scores is None:
+            return seconds
+        gap = mean_gap(self._own, scores)
+        if not gap <= self.tolerance:
+            assert publisher is not None
+            reason = read_back_difference(*publisher.differing(replica))
+            raise CanaryError(
+                f"sync of version {version}: replica {replica} scores prompts otherwise than the trainer, by {gap:.3g} a token "
+                f"on average, and sync.canary_tolerance = {self.tolerance:g}: {reason}"
+            )
+        return {"sync/canary_gap": gap, **seconds}
+
+    def _score_by_replica(self, pool: ReplicaPool | None) -> tuple[int, Scores | None]:
+        """On rank 0."""
+        assert pool is not None
+        replica = pool.members[self._num_compared % len(pool.members)]
+        self._num_compared += 1
+        try:
+            return replica, pool.score(replica, self.sequences, self.answer_seconds)
+        except RuntimeError as error:
+            self.note(f"replica {replica} did not score the canary: {error}")
+            return replica, None
+
+
+def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | None:
+    """None where it is switched off. `data` is rank 0's. Collective."""
+    tolerance = config.sync.canary_tolerance
+    sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
+    return Canary(sequences, tolerance, config.rollout.answer_timeout_seconds, log.note) if tolerance and sequences else None
+
+
+def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:
+    """None is longer than a prompt with its response, which has room everywhere."""
+    assert data is not None
+    prompts = [data.prompts.prompt_ids(example) for example in data.train[: NUM_SEQUENCES * MAX_TOKENS]]
+    longest = max(len(ids) for ids in prompts) + config.rollout.max_new_tokens - 1
+    return probe_sequences(prompts, NUM_SEQUENCES, min(MAX_TOKENS, longest))
+
+
+def probe_sequences(prompts: Sequence[Sequence[int]], num_sequences: int, length: int) -> list[tuple[int, ...]]:
+    """The tokens of all prompts, one after another and over again, cut into sequences of `length`; none below two tokens each."""
+    tokens: Iterable[int] = cycle([token for ids in prompts for token in ids])
+    return [tuple(islice(tokens, length)) for _ in range(num_sequences)] if length > 1 else []
+
+
+def mean_gap(own: Scores, others: Scores) -> float:
+    """Mean of |difference| over all tokens of all sequences."""
+    return float(np.abs(np.concatenate(own) - np.concatenate(others)).mean(dtype=np.float64))
+
+
+def read_back_difference(differing: Sequence[str], problem: str) -> str:
+    """In words; `differing` are names of tensors in the model's order."""
+    if problem:
+        return f"its weights could not be read back: {problem}"
+    if not differing:
+        return "it holds what was sent and computes otherwise: look at rollout.engine_arguments, dtypes and vLLM's kernels"
+    layer = match[0] if (match := LAYER.match(differing[0])) else differing[0].rpartition(".")[0]
+    return f"the first layer whose read-back differs is {layer}, in {differing[0]}; tensors that differ: {len(differing)}"

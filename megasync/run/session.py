@@ -1,0 +1,318 @@
+"""Session: engine, weights, rollouts and log of one rank, put together from a Config; the words that loop.py speaks.
+
+Every public method is collective unless it says otherwise. Leaves out the order of things, which is the loop's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bridge.layout.digest import digest_tensor
+from engine import checkpoint
+from engine.engine import Engine
+from engine.runtime import memory, parallel
+from engine.sample import Sample
+from megasync.checks.unused import unused_keys
+from megasync.config.files import CHECKPOINTS, set_aside
+from megasync.config.schema import Config
+from megasync.data.data import PromptOrder
+from megasync.data.prompts import RunData
+from megasync.reporting.log import RunLog, read_evaluations
+from megasync.reporting.page import write_report
+from megasync.rewards.pool import RewardPool
+from megasync.rollouts.evaluation import evaluations
+from megasync.rollouts.progress import Progress, load_progress, save_progress
+from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
+from megasync.run.canary import build_canary
+from megasync.run.distribute import TokenScatter
+from megasync.run.heartbeat import Heartbeat
+from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
+from megasync.run.weights import Weights
+
+GIVE_UP_SECONDS = 60.0  # a checkpoint that is being written when the run fails
+
+
+class Session:
+    """What a run holds on one rank. Built by train.py; `close` in any case."""
+
+    def __init__(self, config: Config, data: RunData | None) -> None:
+        self.config = config
+        self.begin_seconds = time.time()
+        self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
+        self.heartbeat.start()
+        is_colocated = config.rollout.is_colocated
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
+        self.checkpoints = config.run.folder / CHECKPOINTS
+        resume = config.checkpoint.resume == "auto"
+        self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
+        self.first_step = checkpoint.step_of(self.last_checkpoint) if self.last_checkpoint else 0
+        self.step = self.first_step
+        self.progress = Progress(num_trained=self.first_step * config.data.batch_size)
+        if self.last_checkpoint:
+            self.progress = load_progress(self.last_checkpoint) or self.progress
+        former = None if self.last_checkpoint else on_rank_zero(lambda: set_aside(config.run.folder))
+        self.engine = Engine(
+            config.model,
+            config.engine,
+            config.algorithm,
+            num_steps=config.run.steps,
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            seed=config.run.seed,
+            **(checkpoint.engine_arguments(self.last_checkpoint) if self.last_checkpoint else {}),
+        )
+        resumed = checkpoint.restore(self.last_checkpoint, self.engine) if self.last_checkpoint else None
+        self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
+        self._data_of_rank = data
+        if former:
+            self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
+        if resumed:
+            self.log.note(resumed)
+        self.saving: checkpoint.Save | None = None
+        for note in (*unused_keys(config), *(data.notes if data is not None else ())):
+            self.log.note(note)
+        self.weights = Weights(config, self.engine, self.log)
+        self.scatter = TokenScatter.from_layout(self.layout)
+        self.rollouts: Rollouts | None = None
+        self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
+
+    # ------------------------------------------------------------------------------------------------ steps and log
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left; times them."""
+        for step in range(self.first_step, self.config.run.steps):
+            self.step = step
+            self.step_begin_seconds = time.time()
+            yield step
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a part of the step for timeline.json. Not collective."""
+        self.heartbeat.phase = f"{name}, step {self.step}"
+        with self.log.timeline.span(name, "trainer", step=self.step):
+            yield
+
+    def log_step(self, metrics: dict[str, float]) -> None:
+        """Write the step's line. Not collective; rank 0 writes."""
+        seconds = time.time() - self.step_begin_seconds
+        tokens = metrics.get("train/response_tokens", 0.0)
+        times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
+        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
+
+    # ------------------------------------------------------------------------------------------------ data
+
+    def supervised_batch(self, step: int) -> list[Sample]:
+        """The supervised examples of a step, the same on every rank. Not collective."""
+        data = self.config.data
+        order = PromptOrder(len(self._data.train), data.batch_size, self.config.run.seed, data.shuffle)
+        first = self.progress.num_trained + (step - self.first_step) * data.batch_size
+        indices = [order.index(ordinal) for ordinal in range(first, first + data.batch_size)]
+        return [self._data.prompts.supervised(self._data.train[index]) for index in indices]
+
+    def start_replicas(self) -> None:
+        """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        self.heartbeat.phase = "start of the replicas"
+        self.weights.start_replicas()
+        self.weights.canary = build_canary(self.config, self._data_of_rank, self.log)
+        pool = self.weights.pool
+        if pool is not None:
+            rewards = RewardPool(self.config.rollout)
+            self.rollouts = Rollouts(self.config, pool, self._data, rewards, self.log, self.progress, self.first_step)
+
+    def publish(self, version: int, trained: dict[str, float] | None = None) -> dict[str, float]:
+        """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync.
+
+        `trained`: metrics of the step that made `version`. It is not lost where too few replicas are left: the weights after it
+        are written as a checkpoint.
+
+        Raises:
+            TooFewReplicasError: on every rank, with that checkpoint on the disk.
+        """
+        self.heartbeat.phase = f"publish, version {version}"
+        try:
+            metrics = self.weights.publish(version)
+        except TooFewReplicasError:
+            if trained is not None:
+                self.log_step(trained)
+            self._checkpoint_before_stop(version)
+            raise
+        on_rank_zero(lambda: self._rollouts.stream.serve(version))
+        return metrics
+
+    def start_rollouts(self, step: int) -> None:
+        """Let the samples begin that `step`, which is trained next, and `rollout.max_staleness` make room for."""
+        on_rank_zero(lambda: self._rollouts.stream.admit(step))
+
+    def take_rollout(self, step: int) -> RolloutBatch:
+        """The batch of `step`, waiting for it if need be, with the tokens that this rank trains on.
+
+        Then the trainer has the devices, where it shares them.
+        """
+        self.heartbeat.phase = f"rollout, step {step}"
+        batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
+        with self.span("scatter"):
+            samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
+        self.weights.devices.acquire_for_training()
+        return RolloutBatch(samples, batch.metrics)
+
+    def _take_rollout(self, step: int) -> RolloutBatch | None:
+        """On rank 0."""
+        batch = self._rollouts.take(step)
+        if batch is not None:
+            self.log.samples(step, batch.lines)
+        return batch
+
+    def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
+        """What `work` on rank 0 gives; where that is None too few replicas are left, and it goes on with those that come back."""
+        while (result := on_rank_zero(work, for_others)) is None:
+            self.publish(version)
+        return result
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` writes one after the last step."""
+        every = self.config.checkpoint.every_steps
+        if every and step % every == 0:
+            self._checkpoint(step)
+
+    def _is_unsaved(self, step: int) -> bool:
+        """Whether this process has done steps, `step` in all, of which there is no checkpoint. Waits for one that is written."""
+        self.finish_checkpoint()
+        saved = self.first_step if self.last_checkpoint is None else checkpoint.step_of(self.last_checkpoint)
+        return step > max(saved, self.first_step)
+
+    def _checkpoint_before_stop(self, step: int) -> None:
+        """After `step` whole steps, where there is none yet of a step that this process has done. The replicas end."""
+        if self._is_unsaved(step):
+            self.weights.end_replicas()
+            self._checkpoint(step)
+            self.finish_checkpoint()
+
+    def _checkpoint(self, step: int) -> None:
+        self.heartbeat.phase = f"checkpoint after {step} steps"
+        config, model = self.config.checkpoint, Path(self.config.model.path)
+        with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
+            self.finish_checkpoint()
+            self.saving = checkpoint.save(
+                self.checkpoints, step, self.engine, self.weights.whole_tensors(), model, config.keep, self._save_progress,
+                digest=digest_tensor, asynchronous=config.asynchronous,
+            )  # fmt: skip
+            if not config.asynchronous:
+                self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            self.last_checkpoint = saving.wait()
+
+    def _save_progress(self, folder: Path) -> None:
+        """On rank 0."""
+        done = self.progress.num_trained + (self.step + 1 - self.first_step) * self.config.data.batch_size
+        save_progress(folder, self.rollouts.stream.progress() if self.rollouts is not None else Progress(done))
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self, step: int) -> float | None:
+        """Write down what evaluations find after `step` steps; the accuracy on data.eval where that is one file, else None."""
+        if not self.config.data.eval:
+            return None
+        self.heartbeat.phase = f"evaluation after {step} steps"
+        if self.config.algorithm.name == "sft":
+            samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
+            found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
+        else:
+            found = self._with_replicas(step, lambda: self._evaluate_rollouts(step))
+        self.evaluated[step] = found
+        self.log.evaluation(step, found)
+        return found.get("eval/accuracy")
+
+    def _evaluate_rollouts(self, step: int) -> dict[str, float] | None:
+        """On rank 0. None: too few replicas are left."""
+        metrics, lines = dict[str, float](), list[dict[str, Any]]()
+        for evaluation in evaluations(self.config, self._data):
+            with self.log.timeline.span("evaluate", "rollout", step=step, set=evaluation.name):
+                outcome = self._rollouts.evaluate(evaluation)
+            if outcome is None:
+                return None
+            metrics |= outcome.metrics
+            lines += outcome.lines
+        self.log.samples(step, lines)
+        return metrics
+
+    def evaluate_at_start(self) -> None:
+        """Before the first step of this process; unless asked for, only what the log of a resumed run lost (RunLog)."""
+        if self.config.rollout.evaluate_at_start:
+            self.evaluate(self.first_step)
+        elif self.first_step:
+            self.evaluate_if_due(self.first_step)
+
+    def evaluate_if_due(self, step: int) -> float | None:
+        """Evaluate after every `rollout.evaluate_every_steps` steps."""
+        every = self.config.rollout.evaluate_every_steps
+        return self.evaluate(step) if every and step % every == 0 else None
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary.json and report.html."""
+        done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
+        if self._is_unsaved(done) and self.config.checkpoint.every_steps:
+            self._checkpoint(done)
+            self.finish_checkpoint()
+        if done not in self.evaluated:
+            self.evaluate(done)
+        folder = self.config.run.folder / "hf"
+        if self.config.run.export_hf:
+            self.weights.export(folder)
+        if self.layout.rank != 0:
+            return
+        syncs = self.weights.syncs
+        lines = read_evaluations(self.config.run.folder)
+        accuracies = {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
+        summary: dict[str, Any] = {
+            "name": self.config.run.name,
+            "steps": done,
+            "accuracy_before": accuracies[min(accuracies)] if accuracies else None,
+            "accuracy_after": accuracies[max(accuracies)] if accuracies else None,
+            **({key: value for key, value in lines[-1].items() if "@" in key} if lines else {}),
+            "num_syncs": len(syncs),
+            "sync_seconds_median": statistics.median(s["sync/seconds"] for s in syncs) if syncs else None,
+            "sync_bytes": int(syncs[-1]["sync/bytes"]) if syncs else None,
+            "seconds_total": time.time() - self.begin_seconds,
+            "hf_folder": str(folder) if self.config.run.export_hf else None,
+            "report": str(self.config.run.folder / "report.html"),
+        }
+        self.log.summary(summary)
+        self.log.timeline.write()
+        write_report(self.config.run.folder)
+
+    def close(self, *, is_done: bool = False) -> None:
+        """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
+
+        `is_done`: all went well, and the heartbeat goes on until its `leave`.
+        """
+        if not is_done:
+            self.heartbeat.close()
+        if self.saving is not None:
+            self.saving.give_up(GIVE_UP_SECONDS)
+        if self.rollouts is not None:
+            self.rollouts.close()
+        self.weights.close()
+        self.log.close()
+
+    @property
+    def _data(self) -> RunData:
+        assert self._data_of_rank is not None
+        return self._data_of_rank
+
+    @property
+    def _rollouts(self) -> Rollouts:
+        assert self.rollouts is not None
+        return self.rollouts

@@ -1,0 +1,256 @@
+"""A run's weights on their way out: the replicas with the bridge to them, and the Hugging Face folder.
+
+Every public method is collective unless it says otherwise. Leaves out when it is done, which is the loop's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from bridge.config import ReplicaConfig
+from bridge.export.adapter import AdapterSource, AdapterSpec
+from bridge.export.exporter import Exporter
+from bridge.export.source import WeightSource, whole_tensors
+from bridge.layout.digest import digest_tensor
+from bridge.messages import SyncError, SyncReport
+from bridge.replicas import actors as bridge_actors
+from bridge.replicas.pool import ReplicaPool
+from bridge.send.publish import Publisher
+from bridge.transport.open import resolve_transport
+from engine.checkpoint import hf_folder
+from engine.engine import Engine
+from engine.runtime import parallel
+from megasync.config.schema import Config
+from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
+from megasync.launch.ray_cluster import start_ray
+from megasync.reporting.log import RunLog
+from megasync.run.canary import Canary
+from megasync.run.placement import DeviceSharing
+from megasync.run.rank_zero import TooFewReplicasError, control_group, on_rank_zero
+
+MERGE_ERROR_NOTE = 0.5
+SYNC_ATTEMPTS = 3
+
+
+class Weights:
+    """The engine's weights, and the replicas that they are brought to once `start_replicas` was called."""
+
+    def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
+        self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
+        self.exporter = build_exporter(engine)
+        self.sync_exporter = build_exporter(engine, on_all_ranks=True) if transport(config) == "ipc" else self.exporter
+        self.all_ranks_exporter: Exporter | None = self.sync_exporter if transport(config) == "ipc" else None
+        self.pool: ReplicaPool | None = None  # rank 0's
+        self.publisher: Publisher | None = None
+        self.canary: Canary | None = None
+        self.syncs: list[dict[str, float]] = []
+        self.devices = DeviceSharing(config, engine, log.timeline)
+        self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
+        self.noted_merge_error = False
+        lora = config.engine.lora
+        self.sends_adapters = lora.rank > 0 and lora.sync == "adapter"
+
+    def start_replicas(self) -> None:
+        """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        self.devices.give_to_replicas()
+        on_rank_zero(self._start_pool)
+        self.devices.pool = self.pool
+        source = build_adapter_source(self.engine) if self.sends_adapters else self.sync_exporter
+        self.publisher = build_publisher(source, self.pool, self.config)
+        self._ends.callback(self.publisher.close)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
+
+        Raises:
+            SyncError: the sync was refused, or failed SYNC_ATTEMPTS times.
+            CanaryError: a replica computes otherwise than the trainer.
+            TooFewReplicasError: on every rank; the weights are whole.
+        """
+        canary = self.canary
+        with self.devices.sync():
+            if canary is not None:
+                canary.score_by_trainer(self.engine)
+            report = self._publish(version)
+            found = canary.compare(version, self.pool, self.publisher) if canary is not None else {}
+        for stage in report.stages:
+            self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
+        metrics = {
+            "sync/seconds": report.seconds,
+            "sync/bytes": float(report.num_bytes),
+            "sync/gb_per_second": report.gb_per_second,
+            "sync/pause_seconds": report.pause_seconds,
+            "sync/verified": float(report.verified),
+            **found,
+        }
+        if self.config.engine.lora.rank and not self.sends_adapters:
+            metrics["lora/merge_error"] = self._merge_error()
+        self.syncs.append(metrics)
+        return metrics
+
+    def _publish(self, version: int) -> SyncReport:
+        assert self.publisher is not None
+        for _ in range(SYNC_ATTEMPTS - 1):
+            self._let_rejoin()
+            try:
+                return self.publisher.publish(version)
+            except SyncError as error:
+                if error.refused or not (error.failed_replicas or error.stale_replicas):
+                    raise
+                self.log.note(f"{error}; the sync is repeated")
+                if self.pool is not None:
+                    self.pool.replace(*error.failed_replicas)
+        self._let_rejoin()
+        return self.publisher.publish(version)
+
+    def _let_rejoin(self) -> None:
+        """Replicas that were started anew take part from now on; waits for some where there are too few."""
+        assert self.publisher is not None
+        is_changed, too_few = on_rank_zero(self._rejoin)
+        if too_few:
+            raise TooFewReplicasError(too_few)
+        if is_changed:
+            self.publisher.close()  # the next sync connects to the members that there are then
+
+    def _rejoin(self) -> tuple[bool, str]:
+        """On rank 0: whether the members changed, and why there are too few. Says which replicas did not start anew."""
+        assert self.pool is not None
+        rollout = self.config.rollout
+        try:
+            return self.pool.rejoin(rollout.min_replicas, rollout.restart_timeout_seconds), ""
+        except bridge_actors.TooFewReplicasError as error:
+            return False, str(error)
+        finally:
+            for problem in self.pool.take_start_problems():
+                self.log.note(problem)
+
+    def end_replicas(self) -> None:
+        """Where trainer and replicas share devices, these are the trainer's from now on."""
+        if self.devices.is_shared:
+            on_rank_zero(lambda: self.pool.close() if self.pool is not None else None)
+            self.devices.reclaim()
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder: whole, under a temporary name first."""
+        partial = folder.with_name(f".partial_{folder.name}")
+
+        def begin() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        def finish() -> None:
+            hf_folder.finish_folder(partial, Path(self.config.model.path))
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+
+        on_rank_zero(begin)
+        with self.devices.training():
+            hf_folder.save_weights(partial, self.whole_tensors(), hf_folder.Share.of(self.layout), digest_tensor)
+        on_rank_zero(lambda: None)  # every stage has written its file
+        on_rank_zero(finish)
+
+    def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of this rank's pipeline stage, on all of its ranks, one tensor at a time."""
+        if self.all_ranks_exporter is None:
+            is_alone = self.layout.world_size == self.layout.pipeline_size
+            self.all_ranks_exporter = self.exporter if is_alone else build_exporter(self.engine, on_all_ranks=True)
+        yield from whole_tensors(self.all_ranks_exporter)
+
+    def close(self) -> None:
+        """Take the bridge, the replicas and a Ray of our own down. Not collective; safe after any failure."""
+        self._ends.close()
+
+    def _merge_error(self) -> float:
+        """How much of the adapters' update the last merge lost; a note once it is more than MERGE_ERROR_NOTE."""
+        error = self.sync_exporter.merge_error()
+        if error > MERGE_ERROR_NOTE and not self.noted_merge_error:
+            self.noted_merge_error = True
+            dtype = self.config.model.dtype
+            self.log.note(
+                f"lora/merge_error is {error:.2f}: rounding W + B A to {dtype} loses that share of the update, so that vLLM "
+                "samples from nearly the base model; raise engine.optimizer.learning_rate or engine.lora.alpha"
+            )
+        return error
+
+    def _start_pool(self) -> None:
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = devices_for_ray(visible_devices(), num_local_ranks, is_colocated=self.config.rollout.is_colocated)
+        if (stop_ray := start_ray(self.config.rollout.ray_address, gpus)) is not None:
+            self._ends.callback(stop_ray)
+        self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
+        self._ends.callback(self.pool.close)
+
+
+def replica_config(config: Config) -> ReplicaConfig:
+    """What each replica is started with."""
+    rollout, lora = config.rollout, config.engine.lora
+    return ReplicaConfig(
+        model_path=str(Path(config.model.path).resolve()),
+        dtype=config.model.dtype,
+        tensor_parallel=rollout.tensor_parallel,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        on_update=rollout.on_update,
+        recomputes_cache=rollout.cache_on_update == "recompute",
+        seed=config.run.seed,
+        start_timeout_seconds=rollout.start_timeout_seconds,
+        answer_timeout_seconds=rollout.answer_timeout_seconds,
+        adapter_rank=lora.rank if lora.sync == "adapter" else 0,
+        shares_devices=rollout.is_colocated,
+        devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
+        detokenizes=bool(rollout.stop),
+        returns_experts=config.algorithm.router_replay == "rollout",
+        engine_arguments=rollout.engine_arguments,
+    )
+
+
+def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
+    """Of whole weights, with adapters merged, or of the adapters alone."""
+    sync = config.sync.model_copy(update={"transport": transport(config)})
+    if isinstance(source, AdapterSource):
+        return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
+    return Publisher(source, pool, sync, control_group())
+
+
+def transport(config: Config) -> str:
+    """sync.transport, with what `auto` means for this run."""
+    return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated)
+
+
+def build_exporter(engine: Engine, *, on_all_ranks: bool = False) -> Exporter:
+    """The weights of this rank's pipeline stage as Hugging Face tensors."""
+    layout = engine.layout
+    return Exporter(
+        engine.whole_parameters,
+        engine.mbridge,
+        tensor_group=engine.mbridge.mpu.tp_group,
+        stage=layout.pipeline_rank,
+        num_stages=layout.pipeline_size,
+        data_rank=layout.copy_rank,
+        expert_group=parallel.expert_group(),
+        expert_data_rank=layout.expert_data_rank,
+        is_in_place=engine.wrapped.is_in_place,
+        on_all_ranks=on_all_ranks,
+    )
+
+
+def build_adapter_source(engine: Engine) -> AdapterSource:
+    """The adapters of this rank's pipeline stage in PEFT's names."""
+    lora, layout = engine.config.lora, engine.layout
+    return AdapterSource(
+        engine.adapter_tensors,
+        AdapterSpec(lora.rank, lora.scale),
+        stage=layout.pipeline_rank,
+        num_stages=layout.pipeline_size,
+        is_sender=layout.is_sender,
+        is_in_place=engine.wrapped.is_in_place and layout.tensor_size == 1,
+    )

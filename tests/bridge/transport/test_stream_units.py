@@ -1,0 +1,282 @@
+"""Segments of shared memory, and one pass over a source of weights into them. No vLLM, no Ray.
+
+python -m pytest tests/bridge/transport/test_stream_units.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.layout.bucket import ALIGNMENT_BYTES, StagePlan, SyncPlan
+from bridge.config import SyncConfig
+from bridge.send.connection import RankRole, assign_readers
+from bridge.layout.digest import as_bytes, digest_value
+from bridge.layout.manifest import ITEM_BYTES, Manifest
+from bridge.messages import SyncError
+from bridge.replicas.generator import Generator
+from bridge.send.publish import Publisher
+from bridge.send.sender import StageSender
+from bridge.transport.errors import TransportError
+from bridge.transport.open import abort_endpoints, open_reader, open_writer
+from bridge.transport.segment import FOLDER, PREFIX, Segment
+from bridge.transport.shm import ShmReader, ShmWriter
+from tests.support.manifests import SPECS, make_manifest
+from tests.support.sources import DictSource
+
+
+# Shared memory.
+
+
+CPU = torch.device("cpu")
+TWO = ["replica 0 worker 0", "replica 1 worker 0"]
+
+
+def stage_of(manifest: Manifest, bucket_bytes: int) -> StagePlan:
+    return SyncPlan(manifest, (len(manifest.tensors),), bucket_bytes).stages[0]
+
+
+BUCKETS = stage_of(make_manifest([("uint8", [256 * 50])]), 256)  # 50 of 256 bytes
+
+
+@pytest.fixture
+def writer():
+    made = ShmWriter(BUCKETS, TWO, range(2))
+    yield made
+    made.close()
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_two_readers_get_all_buckets_in_order(writer) -> None:
+    """Two passes."""
+    got: list[list[int]] = [[], []]
+
+    def read(reader: int) -> None:
+        mapped = ShmReader((writer.endpoint,), reader, CPU)
+        for index in range(2):
+            got[reader] += [int(data[0]) for _, data in mapped.buckets(BUCKETS, index, soon(), verify=True)]
+        mapped.close()
+
+    threads = [threading.Thread(target=read, args=(reader,)) for reader in range(2)]
+    for thread in threads:
+        thread.start()
+    for value in range(100):
+        writer.acquire(soon(), lambda: None).fill_(value)
+        writer.publish(256, verify=True)
+    for thread in threads:
+        thread.join()
+    assert got == [list(range(100))] * 2
+
+
+def test_damage_deadline_and_abort(writer) -> None:
+    reader = ShmReader((writer.endpoint,), 0, CPU)
+    writer.acquire(soon(), lambda: None).fill_(1)
+    writer.publish(256, verify=True)
+    writer.buffers[0][17] ^= 4
+    with pytest.raises(TransportError, match=r"bucket 0 of 50 of stage 0 \(t0\) arrived damaged"):
+        next(reader.buckets(BUCKETS, 0, soon(), verify=True))
+    with pytest.raises(TransportError, match="holds 256 bytes"):
+        reader.read(0, 0, 128, soon(), verify=True)
+    with pytest.raises(TransportError, match="buffers and bucket size do not fit"):
+        next(reader.buckets(stage_of(BUCKETS.manifest, 128), 0, soon(), verify=True))
+    reader.read(0, 0, 256, soon(), verify=False)
+    reader.release(0)
+    with pytest.raises(TransportError, match="waits for the sender of stage 0, which sent no bucket 1"):
+        reader.read(0, 1, 256, soon(0.05), verify=True)
+    writer.acquire(soon(), lambda: None)
+    writer.publish(256, verify=True)
+    late = r"sender of stage 0 waits until 1 buckets are read; replica 1 worker 0 has read 0, next is bucket 0 of 50 of stage 0"
+    with pytest.raises(TransportError, match=late):
+        writer.acquire(soon(0.05), lambda: None)
+    reader.abort("replica 0 worker 0: no more")
+    reader.abort("a later reason")
+    with pytest.raises(TransportError, match="no more"):
+        writer.acquire(soon(), lambda: None)
+
+
+def test_too_little_shared_memory_is_said() -> None:
+    with pytest.raises(ValueError, match=r"lower sync.bucket_bytes"):
+        Segment.create(2**50, 1)
+
+
+SENDER = """
+import os, signal, sys, torch
+from bridge.layout.bucket import SyncPlan
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.transport.open import open_writer
+plan = SyncPlan(Manifest((TensorSpec("t", "uint8", (100,)),)), (1,), 64)
+writer = open_writer(sys.argv[1], plan.stages[0], ["r"], [0])
+writer.acquire(2e10, lambda: None).fill_(7)
+writer.publish(64, verify=True)
+print(writer.endpoint, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_a_killed_sender_leaves_nothing_in_shared_memory(transport) -> None:
+    """What is mapped stays readable for those who have it."""
+    before = set(FOLDER.iterdir())
+    command = [sys.executable, "-c", SENDER, transport]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        endpoint = sender.stdout.readline().strip()
+        reader = open_reader((endpoint,), 0, 1, CPU)
+        sender.kill()
+    stage = stage_of(make_manifest([("uint8", [100])]), 64)
+    _, data = next(reader.buckets(stage, 0, soon(), verify=True))
+    assert data.tolist() == [7] * 64
+    reader.close()
+    assert {path for path in set(FOLDER.iterdir()) - before if path.name.startswith(f"{PREFIX}{sender.pid}-")} == set()
+    with pytest.raises(TransportError, match="cannot map the sender's shared memory"):
+        open_reader((endpoint,), 0, 1, CPU)
+
+
+def test_whoever_leaves_a_sync_may_find_a_segment_gone(writer) -> None:
+    reader = open_reader((writer.endpoint,), 0, 2, CPU)
+    abort_endpoints([writer.endpoint], "no more")
+    with pytest.raises(TransportError, match="no more"):
+        next(reader.buckets(BUCKETS, 0, soon(), verify=True))
+    reader.close()
+    abort_endpoints([f"shm:/proc/{os.getpid()}/fd/999999"], "its creator was faster")
+
+
+# One pass over a source.
+
+
+def test_a_misspelt_verification_starts_nothing() -> None:
+    source = DictSource({"t": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"verify\n.*'none', 'digest' or 'readback'.*'digset'"):
+        SyncConfig(verify="digset")
+    with pytest.raises(ValueError, match=r"verify\n.*'none', 'digest' or 'readback'.*'digset'"):
+        Publisher(source, object(), SyncConfig()).publish(1, verify="digset")
+    assert source.num_given == 0
+
+
+class LostPool:
+    """Replicas of which neither a sync nor the way out of it hears."""
+
+    reader_names = ("replica 0 worker 0",)
+
+    def pause(self) -> None:
+        raise RuntimeError("the replicas do not answer")
+
+    def abort(self, timeout: float) -> tuple[list[int], list[int]]:
+        raise ConnectionError("Ray is gone")
+
+
+def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
+    publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool(), SyncConfig(transport="shm"))
+    with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
+        publisher.publish(1)
+    assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+@settings(deadline=None, max_examples=30)
+@given(SPECS.filter(len), st.integers(ALIGNMENT_BYTES, 4000))
+def test_a_stream_arrives_bit_for_bit(specs, bucket_bytes) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for i, (dtype, shape) in enumerate(specs):
+        raw = torch.randint(0, 255, (*shape, ITEM_BYTES[dtype]), generator=generator, dtype=torch.uint8)
+        tensors[f"t{i}"] = raw.view(getattr(torch, dtype)).squeeze(-1)
+    source = DictSource(tensors)
+    stage = stage_of(source.manifest(), bucket_bytes)
+    writer = open_writer("shm", stage, ["r"], [0])
+    sender = StageSender(source, stage, writer)
+    received: dict[int, bytearray] = {i: bytearray(s.num_bytes) for i, s in enumerate(stage.manifest.tensors)}
+
+    def read() -> None:
+        reader = open_reader((writer.endpoint,), 0, 1, CPU)
+        for bucket, data in reader.buckets(stage, 0, soon(), verify=True):
+            for p in bucket.pieces:
+                part = data[p.bucket_offset : p.bucket_offset + p.num_bytes].numpy().tobytes()
+                received[p.tensor][p.tensor_offset : p.tensor_offset + p.num_bytes] = part
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    result = sender.run(soon(), lambda: None, "readback")
+    thread.join()
+    writer.close()
+    assert result.problem is None
+    assert result.digests == [digest_value(tensor) for tensor in tensors.values()]
+    for index, tensor in enumerate(tensors.values()):
+        assert bytes(received[index]) == as_bytes(tensor).numpy().tobytes()
+
+
+def test_a_source_is_drained_after_an_error() -> None:
+    source = DictSource({f"t{i}": torch.full((64,), float(i)) for i in range(20)})
+    stage = stage_of(source.manifest(), 256)
+    writer = open_writer("shm", stage, ["a", "b"], [0, 1])
+    abort_endpoints([writer.endpoint], "replica 1 worker 0: no memory")
+    result = StageSender(source, stage, writer).run(soon(), lambda: None, "digest")
+    assert "no memory" in result.problem
+    assert source.num_given == 20
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"a": torch.zeros(4)}, "gave 1 of 2 tensors"),
+        ({"a": torch.zeros(4), "b": torch.zeros(5)}, r"gave 5 elements of float32 for b float32\[4\]"),
+        ({"a": torch.zeros(4), "b": torch.zeros(4).half()}, r"gave 4 elements of float16 for b float32\[4\]"),
+        ({"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(1)}, "gave 3 of 2 tensors"),
+    ],
+)
+@pytest.mark.parametrize("part_size", [1, 3])
+def test_a_source_that_breaks_its_manifest_is_named(tensors, message, part_size) -> None:
+    stage = stage_of(DictSource({"a": torch.zeros(4), "b": torch.zeros(4)}).manifest(), 256)
+    writer = open_writer("shm", stage, ["a", "b"], [0, 1])
+    problem = StageSender(DictSource(tensors, part_size=part_size), stage, writer).run(soon(), lambda: None, "digest").problem
+    writer.close()
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(problem)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.booleans())
+def test_each_reader_has_one_rank_for_each_stage(num_stages, width, num_readers, spread, on_all_ranks) -> None:
+    """`width` ranks a stage, the first of which is its sender."""
+    roles = [RankRole(rank // width, rank % width == 0, on_all_ranks or rank % width == 0) for rank in range(num_stages * width)]
+    shared = assign_readers(roles, num_readers, spread=spread)
+    assert all(shared.values()) and (spread or all(roles[rank].is_sender for rank in shared))
+    served = sorted((roles[rank].stage, reader) for rank, readers in shared.items() for reader in readers)
+    assert served == [(stage, reader) for stage in range(num_stages) for reader in range(num_readers)]
+    if spread and on_all_ranks:
+        assert all(reader in shared[reader] for reader in range(min(num_readers, len(roles))))
+
+
+def test_a_sync_goes_before_groups_that_wait_to_be_handed_in() -> None:
+    async def order() -> list[str]:
+        generator, taken = Generator(None, 0, "continue", serving=lambda: (0, False), explain=lambda error: error), []
+
+        async def hand_in(name: str, *, yields_to_sync: bool = True) -> None:
+            async with generator._turn(yields_to_sync=yields_to_sync):
+                taken.append(name)
+
+        await generator.lock.acquire()
+        waiting = [asyncio.create_task(hand_in("batch", yields_to_sync=False))]
+        waiting += [asyncio.create_task(hand_in(f"group {number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        sync = asyncio.create_task(generator.acquire_for_sync())
+        await asyncio.sleep(0)
+        generator.lock.release()
+        await sync
+        taken.append("sync")
+        generator.lock.release()
+        await asyncio.gather(*waiting)
+        return taken
+
+    assert asyncio.run(order()) == ["batch", "sync", "group 0", "group 1", "group 2"]

@@ -1,0 +1,153 @@
+"""What test_plan_vllm.py runs on one or two ranks: vLLM's models as they are on CUDA, weights left as they were loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from bridge.vllm.weights import latent, reload
+from bridge.receive.bake import bake
+from bridge.layout.bucket import SyncPlan
+from bridge.layout.manifest import read_folder_manifest
+from bridge.layout.plan import LoadPlan
+from bridge.receive.unpack import Unpacker
+from bridge.layout.digest import digest_value
+from bridge.vllm.weights.readback import digest_whole, hf_slices, tensor_group
+from bridge.processes import MEMORY_FOLDER
+
+STARTS_PROCESSES = True  # see ranks.py
+BUCKET_BYTES = 100_000
+
+
+def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module]:
+    """vLLM's config and its model with the folder's weights; what CPUs do to them after loading is left out."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import base_loader, get_model
+
+    config = EngineArgs(
+        model=folder, dtype="float32", max_model_len=64, tensor_parallel_size=tensor_parallel, enforce_eager=True,
+        skip_tokenizer_init=True, distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
+        **latent.engine_arguments(folder, {}),
+    ).create_engine_config()  # fmt: skip
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            os.environ["VLLM_DIST_IDENT"] = os.environ["MASTER_PORT"]  # a worker process gets it from its executor
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            parallel_state.init_distributed_environment(size, rank, "env://", rank, "gloo")
+            parallel_state.initialize_model_parallel(tensor_parallel)
+        no_packing = mock.patch.object(base_loader, "process_weights_after_loading")
+        with no_packing, mock.patch.object(torch.accelerator, "empty_cache"):  # which asks for a GPU
+            return config, get_model(vllm_config=config)
+
+
+def derive(model: torch.nn.Module) -> None:
+    """What vLLM's multi-latent attention makes after loading: views, and in the first layer memory of its own."""
+    for index, layer in enumerate(layer for layer in model.modules() if latent.is_derived(layer)):
+        layer.process_weights_after_loading(torch.float32)  # type: ignore[operator]
+        for name in latent.PARTS if index == 0 else ():
+            getattr(layer, name).data = getattr(layer, name).data.clone()
+
+
+def scatter_all(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> None:
+    """What a sync does with a plan."""
+    buffers = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    sync_plan = SyncPlan(plan.manifest, (len(plan.manifest.tensors),), BUCKET_BYTES)
+    unpacker, stage = Unpacker(sync_plan, plan, torch.device("cpu")), sync_plan.stages[0]
+    for bucket in stage.buckets:
+        data = buffers[bucket.index % 2]
+        for piece in bucket.pieces:
+            raw = tensors[plan.manifest.tensors[piece.tensor].name].view(-1).view(torch.uint8)
+            data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = raw[
+                piece.tensor_offset : piece.tensor_offset + piece.num_bytes
+            ]
+        unpacker.scatter(stage, bucket, data[: bucket.num_bytes])
+
+
+def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Tensors of which this worker's read-back is not the part that it says, or not there at all."""
+    tensors = {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}
+    right = set()
+    for name, offsets, part in hf_slices(model, lambda _: True):
+        where = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        if name in tensors and torch.equal(part, tensors[name][where]):
+            right.add(name)
+    return sorted(tensors.keys() - right)
+
+
+def misdigested(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Tensors whose digest, put together of all workers' parts, is another than the whole tensor's; told by the first worker."""
+    digests = digest_whole(hf_slices(model, lambda _: True), tensor_group())
+    if not digests:
+        return ["all of them"] * (dist.get_rank() == 0)
+    return [name for name, tensor in tensors.items() if digests.get(name) != digest_value(tensor)]
+
+
+def stale(model: torch.nn.Module) -> str:
+    """What the first worker says of layers that are not renewed yet."""
+    try:
+        digest_whole(hf_slices(model, lambda _: True), tensor_group())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def disagreement(model: torch.nn.Module) -> str:
+    """What the first worker says of a last norm that is another on the other one."""
+    norm = dict(model.named_parameters())["model.norm.weight"].data
+    norm += dist.get_rank()
+    try:
+        digest_whole(hf_slices(model, lambda _: True), tensor_group())
+    except ValueError as error:
+        return str(error)
+    finally:
+        norm -= dist.get_rank()
+    return ""
+
+
+def windows(model: torch.nn.Module) -> tuple[int, ...]:
+    """Of each layer how many tokens it attends to; 0: all, which multi-latent attention always does."""
+    layers: Any = model.get_submodule("model.layers")
+    found = (getattr(layer.self_attn, "attn", None) for layer in layers)
+    return tuple(0 if attention is None else max(0, attention.impl.sliding_window) for attention in found)
+
+
+def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
+    """For each family, from two folders of one shape: what is not planned, what is loaded otherwise, what is misread."""
+    results = {}
+    for family, (before, after) in families.items():
+        config, model = build_model(before, tensor_parallel)
+        derive(model)
+        manifest = read_folder_manifest(before)
+        with reload.config_scope(config):
+            plan = bake(manifest, model, model.load_weights, reload.transformation(model), latent.is_derived)
+        tensors = load_file(Path(after) / "model.safetensors")
+        scatter_all(plan, tensors)
+        said = stale(model)
+        latent.renew(model)
+        fresh = build_model(after, tensor_parallel)[1]
+        derive(fresh)
+        loaded = dict(fresh.named_parameters())
+        results[family] = {
+            "stale": said,
+            "problem": latent.problem(model),
+            "fallback": plan.loader_fallback,
+            "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None],
+            "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
+            "num_parameters": len(loaded),
+            "windows": windows(model),
+            "read_back": misread(model, tensors),
+            "digests": misdigested(model, tensors),
+            "disagreement": disagreement(model),
+        }
+    # shared memory in which vLLM's CPU workers add up; of a replica the actor removes it
+    for path in MEMORY_FOLDER.glob(f"{os.environ.get('VLLM_DIST_IDENT', '-')}-*-cpushm_*"):
+        path.unlink(missing_ok=True)
+    return results

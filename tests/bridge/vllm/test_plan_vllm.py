@@ -1,0 +1,60 @@
+"""The baked plan of vLLM's own models, linears and experts too: bit for bit what their loaders load, and what is read back.
+
+Also on tensor-parallel ranks. And layers have the windows there that they have here.
+
+On CPUs vLLM packs these after loading, so that plans of running replicas leave them out; here that step is left out.
+
+    python -m pytest tests/bridge/vllm/test_plan_vllm.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from engine.attention.windows import layer_windows
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import SERVED, write_tiny_model
+
+# whether embeddings are tied; experts first, since vLLM builds their group only with the others, for a first model that has some
+FAMILIES = {"deepseek_v3": False, "glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen2": False, "qwen3": True}
+FAMILIES |= {"mistral": False, "gemma3_text": True}
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
+    "deepseek_v3": SERVED,
+    "qwen2_moe": {**WINDOW, "layer_types": ["sliding_attention"] * 2},
+    "qwen3_moe": WINDOW,
+    "qwen2": {**WINDOW, "max_window_layers": 0},
+    "mistral": {"sliding_window": 16},
+}
+
+
+def write(folder: Path, family: str, tied: bool, seed: int) -> Path:
+    return write_tiny_model(folder, family, tied, seed, **{"vocab_size": 130, **CHANGES.get(family, {})})
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor_parallel: int) -> None:
+    folders = {
+        family: [str(write(tmp_path / f"{family}{seed}", family, tied, seed)) for seed in range(2)]
+        for family, tied in FAMILIES.items()
+    }
+    arguments = {"families": folders, "tensor_parallel": tensor_parallel}
+    all_results = run_ranks(tensor_parallel, "tests.bridge.vllm.plan_cases:planned_models", arguments, alone=True)
+    for rank, results in enumerate(all_results):
+        for family, result in results.items():
+            assert result["fallback"] == {} and result["problem"] == "", family
+            is_told = family == "deepseek_v3" and rank == 0
+            stale = "vLLM holds different values of model.layers.0.self_attn.kv_b_proj.weight in layers that share it"
+            assert result["stale"] == stale * is_told
+            assert result["unplanned"] == [], family
+            assert result["differing"] == [], family
+            assert result["read_back"] == [], family
+            assert result["digests"] == [], family
+            assert result["windows"] == layer_windows(AutoConfig.from_pretrained(folders[family][0]).to_dict()), family
+            is_told = tensor_parallel == 2 and rank == 0
+            assert result["disagreement"] == "workers of one replica hold different values of model.norm.weight" * is_told
+            assert result["num_parameters"] > 20

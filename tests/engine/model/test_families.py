@@ -1,0 +1,197 @@
+"""Families and types of rotary embedding against transformers and their own folders, with a vocabulary that two does not divide.
+
+Mixtures of experts in more layouts: test_experts.py; on their way to vLLM: test_sync_trainer.py.
+
+    python -m pytest tests/engine/model/test_families.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bridge.vllm.weights import experts
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import LLAMA3, YARN, write_tiny_model
+
+ODD = 131  # tokens; two ranks pad it to 256
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # samples have up to 38 tokens
+GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}  # of 8 experts
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields of its config
+    "deepseek_v3": ("deepseek_v3", False, {**GROUPS, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "deepseek_v3, whole queries": ("deepseek_v3", False, {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3, stages": ("deepseek_v3", False, {"rope_parameters": YARN, "num_nextn_predict_layers": 1}),
+    "gemma3_text": ("gemma3_text", True, {}),
+    "gemma3_text, stages": ("gemma3_text", False, {"num_hidden_layers": 3}),
+    "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
+    "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
+    "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
+    "llama": ("llama", True, {"rope_parameters": LLAMA3}),
+    "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "mistral": ("mistral", False, {"sliding_window": None}),
+    "mistral, tied": ("mistral", True, {"sliding_window": 8}),
+    "mixtral": ("mixtral", False, {"head_dim": None}),
+    "mixtral, tied": ("mixtral", True, {"num_local_experts": 8, "sliding_window": 8}),
+    "qwen2": ("qwen2", False, {**WINDOW, "max_window_layers": 0}),
+    "qwen2_moe": ("qwen2_moe", False, WINDOW),
+    "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
+    "qwen3": ("qwen3", True, {"rope_parameters": YARN, **WINDOW, "max_window_layers": 1}),
+    "qwen3_moe": ("qwen3_moe", False, WINDOW),
+}
+CORE_AND_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
+TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
+    "deepseek_v3": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True, "recompute": "selective"},
+    "deepseek_v3, whole queries": {"expert": 2, "fusions": "all", **CORE_AND_EXPERTS},
+    "deepseek_v3, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
+    "gemma3_text": {"tensor": 2, "sequence": True, "recompute": "selective"},
+    "gemma3_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "fusions": "all", "recompute": "full"},
+    "glm4_moe": {"tensor": 2, "sequence": True},
+    "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
+    "llama": {"wrap": "megatron_fsdp", "tensor": 2},
+    "llama, linear": {"tensor": 2, "sequence": True, "fusions": "all"},
+    "mistral": {"pipeline": 2},
+    "mistral, tied": {"tensor": 2, "fusions": "all"},
+    "mixtral": {"tensor": 2, "sequence": True},
+    "mixtral, tied": {"wrap": "megatron_fsdp", "expert": 2},
+    "qwen2": {"tensor": 2, "logits_chunk_tokens": 16},
+    "qwen2_moe": {"tensor": 2, "sequence": True},
+    "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "qwen3_moe": {"wrap": "megatron_fsdp", "expert": 2},
+    "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
+}
+BIAS_RATE = 0.01
+ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
+    "deepseek_v3": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
+    "glm4_moe": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
+    "glm4_moe, tied": {"router_bias_update_rate": BIAS_RATE},
+    "llama, linear": {"lora": {"rank": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("families")
+    return {
+        name: str(write_tiny_model(root / name, family, tied, vocab_size=ODD, **{"num_hidden_layers": 2, **fields}))
+        for name, (family, tied, fields) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """On one rank, with fusions where two have none."""
+    fusions = {name: "none" if "fusions" in TENSOR[name] else "all" for name in paths}
+    cases = [{"path": path, **ANYWHERE.get(name, {}), "fusions": fusions[name]} for name, path in paths.items()]
+    return dict(zip(paths, run_ranks(1, "tests.engine.model.family_cases:against_folder", {"cases": cases})[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def shared(paths: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """On two, each."""
+    cases = [{"path": path, **ANYWHERE.get(name, {}), **TENSOR[name]} for name, path in paths.items()]
+    ranks = run_ranks(2, "tests.engine.model.family_cases:against_folder", {"cases": cases})
+    return dict(zip(paths, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_is_that_of_transformers(
+    alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    """Log-probs to 1e-4, the export bit for bit; losses, gradient norms and entropies of two ranks are those of one."""
+    one, two = alone[name], shared[name]
+    assert max(one["worst"], *(rank["worst"] for rank in two)) < 1e-4
+    for ranks in ([one], two):
+        assert sorted(name for rank in ranks for name in rank["names"]) == one["disk"], "each tensor once"
+        assert not any(rank["differing"] or rank["reshaped"] for rank in ranks)
+    for mine, other in zip(two[0]["history"], one["history"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def test_the_biases_of_routers_are_frozen_or_move_by_a_rate(
+    alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]
+) -> None:
+    """On two ranks as on one: by the tokens of both."""
+    moved = {name: [round(number / BIAS_RATE, 3) for number in result["biases"]] for name, result in alone.items()}
+    assert set(moved["glm4_moe, stages"]) == {0.0} and moved["llama"] == []
+    for name in ("glm4_moe", "glm4_moe, tied"):
+        assert set(moved[name]) <= {-2.0, -1.0, 0.0, 1.0, 2.0}, "two steps"
+        assert min(moved[name]) < 0 < max(moved[name])
+    for name, ranks in shared.items():
+        assert [number for rank in ranks for number in rank["biases"]] == alone[name]["biases"], name
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "megatron_fsdp"])
+def test_biases_of_routers_are_float32_beside_bfloat16(tmp_path: Path, wrap: str) -> None:
+    path = str(write_tiny_model(tmp_path, "glm4_moe", num_hidden_layers=2, dtype=torch.bfloat16))
+    case = {"path": path, "wrap": wrap, "dtype": "bfloat16", "router_bias_update_rate": BIAS_RATE}
+    (result,) = run_ranks(1, "tests.engine.engine_cases:export_differences", {"cases": [case]})[0]
+    assert result["differing"] == [] and result["names"] == result["disk"]
+    bias = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert not torch.equal(bias, bias.bfloat16().float())
+
+
+def test_gemmas_embeddings_and_norms_round_to_bfloat16_as_those_of_transformers() -> None:
+    from engine.model import gemma
+    from engine.attention.core import RMSNorm
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+
+    theirs = Gemma3TextScaledWordEmbedding(64, 96, 0, embed_scale=96**0.5).bfloat16()
+    mine = torch.nn.Sequential(OrderedDict(word_embeddings=torch.nn.Embedding.from_pretrained(theirs.weight)))
+    gemma.scale_embeddings(SimpleNamespace(embedding=mine), SimpleNamespace(model_type="gemma3_text", hidden_size=96))
+    hidden = mine(torch.arange(64))
+    assert torch.equal(hidden, theirs(torch.arange(64)))
+    norm, config = Gemma3RMSNorm(96, 1e-6).bfloat16(), {"sequence_parallel": False, "params_dtype": torch.bfloat16}
+    ours = RMSNorm(SimpleNamespace(layernorm_zero_centered_gamma=True, **config), 96, 1e-6)
+    assert torch.equal(ours.weight, norm.weight), "zeros"
+    for each in (norm, ours):
+        torch.nn.init.constant_(each.weight, 0.013)
+    assert torch.equal(ours(hidden), norm(hidden))
+
+
+def test_padding_of_the_vocabulary_stays_zero(alone: dict[str, dict[str, Any]], shared: dict[str, list[dict[str, Any]]]) -> None:
+    """Also after training with weight decay; there is none on one rank and under pipeline parallelism."""
+    assert [rank["padding"] for rank in shared["qwen2"]] == [(0, 0.0), (256 - ODD, 0.0)]
+    assert [rank["padding"] for rank in shared["mistral, tied"]] == [(0, 0.0), (256 - ODD, 0.0)]
+    assert all(result["padding"] == (0, 0.0) for result in [*alone.values(), *shared["mistral"]])
+
+
+def test_a_run_with_a_padded_vocabulary_resumes(paths: dict[str, str], tmp_path: Path) -> None:
+    """Bit for bit, with biases of routers that move, and the checkpoint is a folder that transformers loads."""
+    case = {"tensor": 2, "sequence": True, "wrap": "ddp", "router_bias_update_rate": 0.05}
+    arguments = {"path": paths["glm4_moe, tied"], "root": str(tmp_path), "cases": [case], "steps": 3, "stop": 1}
+    ((result,), _) = run_ranks(2, "tests.engine.engine_cases:resumed_losses", arguments)
+    assert result["resumed"] == result["whole"]
+    assert result["worst"] < 1e-4
+    (folder,) = (tmp_path / "0").iterdir()
+    fields = json.loads((folder / "hf" / "config.json").read_text())
+    assert fields["num_nextn_predict_layers"] == 0, "what the folder does not hold"
+
+
+def test_vllms_experts_of_mixtral_are_read_back_by_their_names(paths: dict[str, str]) -> None:
+    layer, path = SimpleNamespace(local_num_experts=4), "model.layers.1.block_sparse_moe.experts"
+    names = [experts.hf_names(f"{path}.routed_experts", layer, name) for name in experts.PARTS]
+    disk = load_file(Path(paths["mixtral"]) / "model.safetensors")
+    assert sorted(chain.from_iterable(names)) == sorted(name for name in disk if name.startswith(path))
+
+
+@pytest.mark.gpu(2)
+def test_padding_over_gpus_trains_as_on_one(paths: dict[str, str]) -> None:
+    """bf16 with compiled kernels: losses of some steps, and the vocabulary over two GPUs against one that has it whole."""
+    common = {"path": paths["llama"], "name": "sft", "dtype": "bfloat16"}
+    (alone,) = run_ranks(1, "tests.engine.engine_cases:losses", {"cases": [common], "num_steps": 4})[0]
+    cases = [{**common, "tensor": 2, "wrap": wrap} for wrap in ("ddp", "megatron_fsdp")]
+    histories = run_ranks(2, "tests.engine.engine_cases:losses", {"cases": cases, "num_steps": 4})[0]
+    for case, history in zip(cases, histories, strict=True):
+        print(case, history, alone)
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, alone, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=5e-3)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)

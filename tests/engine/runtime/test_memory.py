@@ -1,0 +1,62 @@
+"""Memory in use, as a run logs it; on a GPU also that batches of other lengths find room in what is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from engine.runtime import memory
+
+VARIED = """
+import torch
+from engine import memory
+memory.enable_expandable_segments()
+for step in range(40):
+    tensors = [torch.empty((500 + 13 * step + 7 * index) * 2**20, dtype=torch.uint8, device="cuda") for index in range(4)]
+    del tensors
+print(memory.memory_metrics()["memory/tensors_peak_bytes"], torch.cuda.memory_reserved())
+"""
+
+
+def test_host_memory_follows_what_is_touched() -> None:
+    before = memory.memory_metrics()["memory/host_bytes"]
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert memory.memory_metrics()["memory/host_bytes"] - before > 0.9 * held.numel()
+
+
+@pytest.fixture
+def allocator() -> Iterator[Callable[[], str]]:
+    """What torch's allocator is set to, also in a build without CUDA."""
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip("torch 2.11 does not say how its allocator is set; on a GPU the next test shows it")
+    before = torch._C._accelerator_getAllocatorSettings()
+    yield torch._C._accelerator_getAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(before)
+
+
+@pytest.mark.parametrize("name", memory.ENVIRONMENT)
+@pytest.mark.parametrize("own", ["", "garbage_collection_threshold:0.8"])
+def test_blocks_grow_unless_the_user_has_settings(
+    name: str, own: str, allocator: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = allocator()
+    monkeypatch.setattr(memory, "has_cuda", lambda: True)
+    for other in memory.ENVIRONMENT:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, own)
+    memory.enable_expandable_segments()
+    assert allocator() == (before if own else "expandable_segments:True")
+
+
+@pytest.mark.gpu
+def test_other_lengths_each_step_leave_no_unused_blocks() -> None:
+    own = {name: value for name, value in os.environ.items() if name not in memory.ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", VARIED], capture_output=True, text=True, timeout=300, check=False, env=own)
+    assert done.returncode == 0, done.stderr
+    peak, reserved = map(float, done.stdout.split())
+    assert reserved < 1.2 * peak

@@ -1,0 +1,284 @@
+"""One optimizer step after another: old log-probs, steps that are left out, the rate, dropout, the KL's reference. Real ranks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from engine.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from engine.engine import Engine
+from engine.objective.loss import aggregation_weights, grpo_loss
+from engine.wrap.optimizer import build_schedule
+from tests.support.ranks import run_ranks
+from tests.engine.step_cases import micro_batch
+from tests.support.tiny_models import write_tiny_model
+
+WRAPS = ("ddp", "megatron_fsdp")
+LORA = {"rank": 4, "alpha": 8.0}
+FAST = {"learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> str:
+    return str(write_tiny_model(root / "model", "qwen3", True, num_hidden_layers=2))
+
+
+# ----------------------------------------------------------------------------------------------------- logits in chunks
+
+
+def test_logits_in_chunks_are_never_whole_and_change_nothing(root: Path) -> None:
+    path = str(write_tiny_model(root / "wide", "qwen2", False, num_hidden_layers=1, vocab_size=160))
+    cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp"}, {"fusions": "all"}, {"dtype": "bfloat16", "tokens": 60}]
+    results = run_ranks(1, "tests.engine.step_cases:read_at_once_and_in_chunks", {"path": path, "cases": cases})[0]
+    for case, both in zip(cases, results, strict=True):
+        whole, parts = both["8192"], both["7"]
+        tolerance = 2e-2 if "dtype" in case else 1e-5
+        assert parts["metrics"] == pytest.approx(whole["metrics"], rel=tolerance, abs=tolerance), case
+        assert parts["matches"] == whole["matches"]
+        assert parts["most"] <= 7
+        assert whole["most"] > 7 * 4
+
+
+# ------------------------------------------------------------------------------------------------------ old log-probs
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_old_log_probs_of_the_training_pass_are_those_of_a_pass_of_their_own(model: str, num_ranks: int) -> None:
+    """Everything that is logged, bit for bit, over three steps of several micro-batches."""
+    cases: list[dict[str, Any]] = [
+        {"wrap": wrap, "tokens": 60, "kl_coefficient": 0.1, "dtype": dtype} for wrap in WRAPS for dtype in ("float32", "bfloat16")
+    ]
+    cases.append({"wrap": "ddp", "lora": LORA, "optimizer": FAST, "recompute": "full"})
+    if num_ranks == 2:
+        cases += [{"wrap": wrap, "tensor": 2, "sequence": True} for wrap in WRAPS] + [{"pipeline": 2, "tokens": 60}]
+    arguments = {"cases": [{"path": model, **case} for case in cases]}
+    for case, (auto, separate) in zip(
+        cases, run_ranks(num_ranks, "tests.engine.step_cases:old_log_prob_metrics", arguments)[0], strict=True
+    ):
+        print(case)
+        assert auto == separate
+        assert all(step["ratio/first_minibatch_mean"] == 1 for step in auto)
+        assert all(step["loss/policy"] != 0 and step["grad_norm"] > 0 for step in auto)
+
+
+def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str) -> None:
+    """Old log-probs have the dropout masks of the training pass, taken from it or before."""
+    common = {"path": model, "lora": {**LORA, "dropout": 0.5}, "optimizer": FAST}
+    layouts: list[dict[str, Any]] = [
+        *({"wrap": wrap} for wrap in WRAPS),
+        {"tensor": 2, "sequence": True},
+        {"wrap": "megatron_fsdp", "recompute": "full", "tokens": 60},
+    ]
+    choices: list[dict[str, Any]] = [{"num_minibatches": 2}, {"old_log_probs": "separate"}, {}]
+    cases = [{**common, **layout, **choice} for layout in layouts for choice in choices]
+    results = run_ranks(2, "tests.engine.step_cases:first_ratios_with_dropout", {"cases": cases})[0]
+    for case, ratios in zip(cases, results, strict=True):
+        print(case, ratios)
+        assert max(abs(ratio - 1) for ratio in ratios) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------- objectives
+
+
+def test_the_temperature_of_rollouts_is_no_matter_of_supervised_steps(model: str) -> None:
+    plain, hot = run_ranks(1, "tests.engine.step_cases:supervised_metrics", {"path": model, "temperatures": [1.0, 0.5]})[0]
+    print(plain, hot)
+    assert plain == hot
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "GSPO": {"ratio_level": "sequence", "loss_aggregation": "sequence_mean", "clip_low": 3e-3, "clip_high": 4e-3},
+    "Dr. GRPO, RLOO": {
+        "loss_aggregation": "constant_length", "baseline": "leave_one_out", "normalize_advantage_by_std": False,
+        "dual_clip": 1.01, "importance_level": "sequence", "importance_cap": 1.5,
+    },
+    "masks by sequence": {
+        "importance_correction": "mask", "importance_level": "sequence", "importance_floor": 0.7,
+        "truncated": "penalise", "overlong_buffer": 9, "ratio_level": "sequence",
+    },
+    "masks by geometric mean": {
+        "importance_correction": "mask", "importance_level": "geometric", "importance_floor": 0.9, "importance_cap": 1.1,
+        "truncated": "mask", "kl_coefficient": 0.1,
+    },
+    "masks by token": {"importance_correction": "mask", "importance_floor": 0.8, "importance_cap": 1.3, "truncated": "mask"},
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP2": {},
+    "TP2+SP": {"tensor": 2, "sequence": True, "fusions": "all"},
+    "PP2": {"pipeline": 2, "wrap": "megatron_fsdp"},
+}
+
+
+def test_objectives_are_the_same_in_every_layout(model: str) -> None:
+    """All that is logged, to 1e-5, over two steps of two mini-batches of several micro-batches, as on one rank."""
+    common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}
+    alone = [{**common, **objective, "tokens": 120} for objective in OBJECTIVES.values()]
+    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": [*alone, common]})[0]
+    *references, default = references
+    for reference in references:
+        print(reference)
+        assert abs(reference[1]["grad_norm"] - default[1]["grad_norm"]) > 1e-3, "each objective is another one"
+        assert all(0 < step["importance/ess"] < 1 and 0 < step["entropy/mean"] < math.log(128) for step in reference)
+    masked = [[step["importance/masked_fraction"] for step in reference] for reference in references]
+    assert masked[:2] == [[0, 0], [0, 0]] and all(0 < share < 1 for shares in masked[2:] for share in shares)
+    assert references[1][1]["ratio/dual_clipped_fraction"] > 0
+    tokens = [reference[1]["train/response_tokens"] for reference in references]
+    assert tokens[:3] == [default[1]["train/response_tokens"]] * 3 and tokens[3] == tokens[4] < tokens[0]
+    cases = [{**common, **objective, **layout} for layout in LAYOUTS.values() for objective in OBJECTIVES.values()]
+    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
+    for case, steps, reference in zip(cases, results, references * len(LAYOUTS), strict=True):
+        print(case)
+        for found, wanted in zip(steps, reference, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+def test_entropy_is_that_of_transformers(model: str) -> None:
+    cases: list[dict[str, Any]] = [{"path": model, **layout} for layout in LAYOUTS.values()]
+    for case, (mine, theirs) in zip(
+        cases, run_ranks(2, "tests.engine.step_cases:entropies_beside_transformers", {"cases": cases})[0], strict=True
+    ):
+        print(case, mine, theirs)
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def test_an_objective_that_counts_with_the_longest_response_needs_it(model: str) -> None:
+    choices: list[dict[str, Any]] = [{"loss_aggregation": "constant_length"}, {"truncated": "penalise", "overlong_buffer": 4}]
+    for choice in choices:
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            Engine(ModelConfig(path=model), EngineConfig(), AlgorithmConfig(**choice), num_steps=1)
+
+
+# --------------------------------------------------------------------------------------------------- what is not finite
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_every_rank(model: str) -> None:
+    layouts: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for wrap in WRAPS for dtype in ("float32", "bfloat16")]
+    layouts += [{"tensor": 2}, {"pipeline": 2}]
+    cases = [{"path": model, "how": how, **layout} for layout in layouts for how in ("loss", "gradient")]
+    ranks = run_ranks(2, "tests.engine.step_cases:skipped_steps", {"cases": cases})
+    for case, *results in zip(cases, *ranks, strict=True):
+        print(case, results)
+        for result in results:
+            assert result["skipped"] == 1
+            assert not math.isfinite(result["loss"] if case["how"] == "loss" else result["grad_norm"])
+            assert result["changed"] == [] and result["num_tensors"] > 0
+            assert result["zero"] and all(result["zero"]) and result["same_schedule"]
+            assert result["same_after"] and result["finite_after"]
+
+
+def test_a_step_that_stops_the_run_leaves_the_weights_as_they_were(model: str) -> None:
+    cases = [{"path": model, "wrap": wrap} for wrap in WRAPS]
+    for changed in run_ranks(2, "tests.engine.step_cases:stopped_weights", {"cases": cases})[0]:
+        assert changed == []
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [-1e4, -200.0, 200.0, 1e4])
+def test_one_token_alone_makes_no_infinite_loss(log_ratio: float, advantage: float) -> None:
+    config = AlgorithmConfig(kl_coefficient=0.1)
+    micro = micro_batch(log_ratio, advantage)
+    log_probs = torch.zeros(5, requires_grad=True)
+    loss, sums = grpo_loss(log_probs, micro, aggregation_weights(micro, 3, 1, "token_mean"), config)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert log_probs.grad is not None
+    assert bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs.grad).all())
+    assert all(math.isfinite(value) for value in sums.values())
+    assert float(sums["gap_max"]) == abs(log_ratio), "the gap is logged as it is"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(-2.5, 2.5, width=32), st.floats(-2, 2, width=32))
+def test_bounds_change_no_bit_of_what_is_within_them(log_ratio: float, advantage: float) -> None:
+    config = AlgorithmConfig(kl_coefficient=0.1)
+    micro = micro_batch(log_ratio, advantage)
+    weights = aggregation_weights(micro, 3, 1, "token_mean")
+    loss, _ = grpo_loss(torch.zeros(5), micro, weights, config)
+    ratio = torch.exp(-micro.old_log_probs * micro.mask)
+    surrogate = torch.minimum(ratio * micro.advantages, ratio.clamp(0.8, 1.28) * micro.advantages)
+    correction = (micro.old_log_probs * micro.mask).exp().clamp(max=2.0)
+    difference = micro.reference_log_probs * micro.mask
+    expected = ((-surrogate * correction + 0.1 * (difference.exp() - difference - 1)) * weights).sum()
+    assert torch.equal(loss, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- the rate
+
+
+def rates(num_steps: int, **options: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = build_schedule(OptimizerConfig(learning_rate=1.0, **options), optimizer, num_steps)
+    found = []
+    for _ in range(num_steps):
+        schedule.step(1)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_the_last_step_of_a_decay_trains() -> None:
+    assert rates(4, decay="linear") == [1.0, 0.75, 0.5, 0.25]
+    assert rates(6, decay="linear", warmup_steps=2) == [0.5, 1.0, 0.8, pytest.approx(0.6), pytest.approx(0.4), pytest.approx(0.2)]
+    assert rates(5, decay="linear", decay_steps=2, min_learning_rate=0.1) == [1.0, pytest.approx(0.55), 0.1, 0.1, 0.1]
+    assert rates(3, warmup_steps=2) == [0.5, 1.0, 1.0]
+    assert rates(2) == [1.0, 1.0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 30), st.integers(0, 30), st.sampled_from(["linear", "cosine"]))
+def test_every_step_of_a_decay_trains_with_less_than_the_one_before(num_steps: int, warmup_steps: int, decay: str) -> None:
+    found = rates(num_steps, decay=decay, warmup_steps=warmup_steps)
+    rising = min(max(warmup_steps, 1), num_steps)
+    assert all(rate > 0 for rate in found)
+    assert all(a < b for a, b in pairwise(found[:rising]))
+    assert all(a > b for a, b in pairwise(found[rising - 1 :]))
+
+
+# ------------------------------------------------------------------------------------------------------ the reference
+
+
+def test_the_kl_is_to_the_adapter_that_the_run_began_with(root: Path, model: str) -> None:
+    """None at the first step; the same for a run that resumes with other adapters."""
+    from tests.engine.model.lora_cases import write_peft_adapter
+
+    start = str(write_peft_adapter(root / "start", model, shared=True))
+    lora = {**LORA, "adapter_path": start}
+    layouts: list[dict[str, Any]] = [*({"wrap": wrap} for wrap in WRAPS), {"tensor": 2, "sequence": True}, {"pipeline": 2}]
+    cases = [{"path": model, "lora": lora, "optimizer": FAST, **layout} for layout in layouts]
+    arguments = {"cases": cases, "folder": str(root / "saved")}
+    for case, steps in zip(cases, run_ranks(2, "tests.engine.step_cases:start_adapters", arguments)[0], strict=True):
+        kls = [step["loss/kl"] for step in steps]
+        print(case, kls)
+        assert abs(kls[0]) < 1e-6
+        assert all(kl > 1e-5 for kl in kls[1:])
+        assert kls[-1] == kls[-2]
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_optimizer_state_in_host_memory_changes_nothing_and_the_reference_is_sharded(tmp_path: Path) -> None:
+    """Everything that is logged, bit for bit, also after resuming; between steps nothing of the state is on the device."""
+    narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 8}
+    model = str(write_tiny_model(tmp_path / "model", "qwen3", True, **narrow))
+    cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": "bfloat16"} for wrap in WRAPS]
+    cases.append({**cases[0], "pipeline": 2, "fusions": "all"})
+    arguments = {"root": str(tmp_path), "cases": [{"path": model, **case} for case in cases]}
+    results = run_ranks(2, "tests.engine.step_cases:host_state", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, {key: value for key, value in result.items() if key != "steps"})
+        without, offloaded = result["steps"]
+        assert without == offloaded and without[2] == without[3]
+        assert result["optimizer False"] > 0 and result["optimizer True"] == 0
+    ddp, fsdp = (result["reference True"] for result in results[:2])
+    assert fsdp < 0.6 * ddp

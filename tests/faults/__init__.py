@@ -1,0 +1,11 @@
+"""What becomes of a run when a replica or a trainer rank is killed or stopped; tests/runs/test_faults.py runs it.
+
+config.yaml  the run
+cases.py     which process gets which signal, and when
+program.py   the training program with a replica that signals itself in a given phase, and a record of all that is trained on
+worker.py    what that adds to a vLLM worker
+orders.py    what these processes share through a folder
+watch.py     starts a run, signals its ranks, and looks for what is left behind
+judge.py     whether what was recorded is right
+run.py       one case: prepared, run and judged
+"""

@@ -1,0 +1,115 @@
+"""The training program of a fault run: megasync.train with a replica that signals itself once, and with a record.
+
+The replica of the case sends the signal to its own engine core or actor when it comes to the phase. What is started, committed
+and trained on is noted. Leaves out faults of ranks, which come from outside (watch.py), and of vLLM workers (worker.py).
+
+    MEGASYNC_BENCH_FAULTS=FOLDER python -m megasync.launch.torchrun --nproc-per-node 2 -m tests.faults.program FILE.yaml
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+from bridge.config import ReplicaConfig
+from bridge.generation import GroupRequest
+from bridge.replicas.pool import ReplicaPool
+from bridge.replicas.replica import Replica
+from megasync import train
+from megasync.run import weights
+from tests.faults import orders
+from megasync.launch.processes import run_and_leave
+from megasync.rollouts import rollout
+from megasync.rollouts.stream import RolloutStream
+
+if TYPE_CHECKING:
+    from megasync.rollouts.group import Group
+    from megasync.rollouts.progress import Progress
+
+WORKER_EXTENSION = "tests.faults.worker.FaultyWorkerExtension"
+GENERATING_SECONDS = 0.03  # after groups were handed in
+STARTING_SECONDS = 2.0  # after the start began; at the engine core as soon as it is there
+
+
+class FaultyReplica(Replica):
+    """Gets its signal in the phase of the case, once in a run."""
+
+    async def start(self) -> int:
+        orders.note(orders.STARTS, replica=self.index, pid=os.getpid())
+        self._case = orders.read_case()
+        if self.version is None and orders.is_due(self._case, self.index, "starting", None):
+            threading.Thread(target=self._signal_while_starting, daemon=True).start()
+        return await super().start()
+
+    def _signal_while_starting(self) -> None:
+        time.sleep(STARTING_SECONDS)
+        while True:
+            try:
+                return orders.signal_replica(self._case)
+            except (ValueError, KeyError):  # there is no core yet
+                time.sleep(0.01)
+
+    async def hand_in(self, groups: list[GroupRequest]) -> None:
+        if self._is_due_while_generating():
+            asyncio.get_running_loop().call_later(GENERATING_SECONDS, orders.signal_replica, self._case)
+        await super().hand_in(groups)
+
+    def _is_due_while_generating(self) -> bool:
+        """Where a later start is to be signalled, this process ends at once, so that there is one."""
+        if self._case.phase == "starting" and self._case.number == self.index and self.version == self._case.version:
+            os._exit(1)
+        return orders.is_due(self._case, self.index, "generating", self.version)
+
+    async def pause(self, num_calls: int) -> None:
+        if self.version is not None and orders.is_due(self._case, self.index, "pausing", self.version + 1):
+            orders.signal_replica(self._case)
+        await super().pause(num_calls)
+
+    async def commit(self, version: int) -> None:
+        if orders.is_due(self._case, self.index, "committing", version):
+            orders.signal_replica(self._case)
+        await super().commit(version)
+        orders.note(orders.COMMITS, replica=self.index, pid=os.getpid(), version=version)
+
+
+class FaultyPool(ReplicaPool):
+    """A pool of FaultyReplicas."""
+
+    replica_class = FaultyReplica
+
+    @classmethod
+    def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
+        arguments = {"worker_extension_cls": WORKER_EXTENSION, **config.engine_arguments}
+        return super().start(dataclasses.replace(config, engine_arguments=arguments), num_replicas)
+
+
+class RecordedStream(RolloutStream):
+    """Notes what is trained on, token by token."""
+
+    def restore(self, progress: Progress, step: int) -> None:
+        super().restore(progress, step)
+        orders.note(orders.TRAINED, begin=self.num_trained)
+
+    def take(self, step: int) -> list[Group] | None:
+        groups = super().take(step)
+        for group in groups or ():
+            done = [completion for completion in group.completions if completion is not None]
+            samples = [
+                {
+                    "tokens": each.token_ids.tolist(),
+                    "log_probs": each.log_probs.tolist(),
+                    "versions": each.weight_versions.tolist(),
+                }
+                for each in done
+            ]
+            orders.note(orders.TRAINED, step=step, ordinal=group.key, prompt=list(group.request.prompt_ids), samples=samples)
+        return groups
+
+
+if __name__ == "__main__":
+    vars(weights)["ReplicaPool"], vars(rollout)["RolloutStream"] = FaultyPool, RecordedStream
+    run_and_leave(train.main)

@@ -1,0 +1,511 @@
+"""Whole runs: what the model's folder, the data, the ranks and the run's folder must be like. Real files throughout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.vllm.serving import arguments as vllm_arguments
+from megasync.checks import check
+from megasync.checks.check import check_config
+from megasync.checks.unused import NOTED, REFUSED, unused_keys
+from megasync.config.keys import choices, kind_of
+from megasync.config.load import load_config, save_config
+from megasync.config.errors import ConfigError, main_errors
+from megasync.data.prompts import load_data
+from tests.support.config_files import KEYS, ROOT, cannot_run, refused, write, write_model, write_runnable
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    return write_runnable(tmp_path)
+
+
+def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
+    config = load_config(runnable, ["engine.parallel.tensor=2", "engine.parallel.sequence=true", f"data.eval={runnable}"])
+    config = config.model_copy(update={"data": config.data.model_copy(update={"eval": config.data.train})})
+    check_config(config, 2)
+    check_config(config, 8)
+    assert list(config.run.folder.iterdir()) == []
+
+
+def test_overrides_are_fields_of_megatron_core(runnable: Path) -> None:
+    message = cannot_run(runnable, "engine.overrides.bukcet_size=5")
+    assert "engine.overrides.bukcet_size = 5" in message
+    assert "remedy:  write engine.overrides.bucket_size" in message
+    assert "overlap_grad_reduce" in message
+    check_config(load_config(runnable, ["engine.overrides.bucket_size=5"]), 2)
+
+
+def test_gradients_in_bfloat16_are_those_of_bfloat16_weights(runnable: Path) -> None:
+    check_config(load_config(runnable, ["engine.gradient_dtype=bfloat16"]), 1)
+    message = cannot_run(runnable, "engine.gradient_dtype=bfloat16", "model.dtype=float32")
+    assert "engine.gradient_dtype = bfloat16: model.dtype = float32 has its gradients in float32" in message
+    assert "write engine.gradient_dtype=float32, or model.dtype=bfloat16" in message
+
+
+def test_transformer_engine_is_there_where_it_is_asked_for(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_config(load_config(runnable, ["engine.kernels=torch"]), 1)
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformer_engine" else object())
+    message = cannot_run(runnable, "engine.kernels=te")
+    assert "engine.kernels = te: TransformerEngine is not installed" in message
+    assert "or write engine.kernels=auto" in message
+    assert "choices:  auto, torch, te" in refused(runnable, "engine.kernels=apex")
+
+
+def test_tensor_parallel_must_divide_the_model(runnable: Path) -> None:
+    message = cannot_run(runnable, "engine.parallel.tensor=4", world_size=4)
+    assert "engine.parallel.tensor = 4" in message
+    assert "num_key_value_heads = 2" in message
+    assert "choices: 1, 2" in message
+    assert "write engine.parallel.tensor=2" in message
+    assert "num_attention_heads = 4" in cannot_run(runnable, "engine.parallel.tensor=3", world_size=3)
+
+
+def test_recompute_takes_what_the_model_has(runnable: Path) -> None:
+    check_config(load_config(runnable, ["engine.recompute=selective"]), 1)
+    chosen = ["engine.recompute=selective", "engine.recompute_modules=[layernorm,core_attn,mlp]"]
+    check_config(load_config(runnable, chosen), 1)
+    check_config(load_config(runnable, ["engine.recompute=full", "engine.recompute_inputs=host"]), 1)
+    assert "engine.recompute = none keeps more than" in cannot_run(runnable, "engine.recompute_inputs=host")
+    assert "engine.recompute = none knows no modules" in cannot_run(runnable, chosen[1])
+    message = cannot_run(runnable, chosen[0], "engine.recompute_modules=[moe]")
+    assert "engine.recompute_modules = moe: qwen3 has no moe" in message
+    assert "write mlp in the place of moe" in message
+    assert "mlp_act is a part of mlp" in cannot_run(runnable, chosen[0], "engine.recompute_modules=[mlp,mlp_act]")
+
+
+def test_lora_must_fit_the_model(runnable: Path, tmp_path: Path) -> None:
+    check_config(load_config(runnable, ["engine.lora.rank=64"]), 2)
+    message = cannot_run(runnable, "engine.lora.rank=65")
+    assert "larger than the model's smallest dimension, 64" in message
+    assert "there is no adapter that engine.lora.alpha" in cannot_run(runnable, "engine.lora.alpha=8")
+    message = cannot_run(runnable, "engine.lora.rank=8", f"engine.lora.adapter_path={tmp_path}")
+    assert "holds no adapter_config.json" in message
+
+
+def test_tensor_parallel_must_divide_sizes(runnable: Path) -> None:
+    """But not the vocabulary, which is padded."""
+    write_model(runnable.parent / "model", vocab_size=127)
+    check_config(load_config(runnable, ["engine.parallel.tensor=2"]), 2)
+    write_model(runnable.parent / "model", intermediate_size=255)
+    assert "intermediate_size = 255" in cannot_run(runnable, "engine.parallel.tensor=2")
+
+
+def test_parallel_sizes_must_divide_the_ranks(runnable: Path) -> None:
+    message = cannot_run(runnable, "engine.parallel.tensor=2", "engine.parallel.pipeline=2", world_size=6)
+    assert "2 x 2 x 1: 4 does not divide 6 ranks" in message
+    assert "1, 2, 3, 6" in message
+    assert "multiple of 4" in message
+    assert "0 ranks" in cannot_run(runnable, world_size=0)
+
+
+STAGES = [
+    ("{pipeline: 5}", "pipeline x virtual_pipeline = 5 x 1: more stages than layers, the model has num_hidden_layers = 4"),
+    ("{pipeline: 2, virtual_pipeline: 3}", "2 x 3: more stages than layers"),
+    ("{virtual_pipeline: 2}", "engine.parallel.virtual_pipeline = 2: needs engine.parallel.pipeline above 1"),
+    ("{pipeline: 2, pipeline_layers: [3, 2]}", "engine.parallel.pipeline_layers = [3, 2]: 5 layers, the model has"),
+    ("{pipeline: 2, pipeline_layers: [4]}", "pipeline_layers = [4]: 1 numbers for pipeline x virtual_pipeline = 2 x 1"),
+    ("{pipeline: 2, pipeline_layers: [0, 4]}", "engine.parallel.pipeline_layers = [0, 4]: each has at least 1 layer"),
+    ("{pipeline: 2, pipeline_layers: []}", "engine.parallel.pipeline_layers = []: 0 numbers for"),
+    ("{pipeline: 2, pipeline_layers: [1, 1, 2], virtual_pipeline: 2}", "[1, 1, 2]: 3 numbers for"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "said"), STAGES)
+def test_stages_must_fit_the_layers(runnable: Path, parallel: str, said: str) -> None:
+    message = cannot_run(runnable, f"engine.parallel={parallel}", world_size=10)
+    assert said in message and "remedy: write" in message
+
+
+def test_stages_may_differ(runnable: Path) -> None:
+    check_config(load_config(runnable, ["engine.parallel.pipeline=3"]), 3)
+    check_config(load_config(runnable, ["engine.parallel={pipeline: 2, pipeline_layers: [3, 1]}"]), 2)
+    check_config(load_config(runnable, ["engine.parallel={pipeline: 2, virtual_pipeline: 2}"]), 4)
+
+
+def test_unsupported_parallelism(runnable: Path) -> None:
+    check_config(load_config(runnable, ["engine.parallel.context=2"]), 2)
+    ulysses = ["engine.parallel.context=2", "engine.parallel.context_attention=ulysses"]
+    check_config(load_config(runnable, ulysses), 2)
+    message = cannot_run(runnable, *ulysses, "engine.parallel.tensor=2", world_size=4)
+    assert "engine.parallel.context = 2 does not divide the 1 KV heads of a tensor-parallel rank" in message
+    assert "write engine.parallel.context_attention=allgather" in message
+    assert "needs engine.parallel.context above 1" in cannot_run(runnable, ulysses[1])
+
+
+def test_expert_parallelism_must_divide_experts_and_ranks(runnable: Path) -> None:
+    assert "engine.parallel.expert = 2: qwen3 has no experts" in cannot_run(runnable, "engine.parallel.expert=2")
+    sizes = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_model(runnable.parent / "model", **sizes)
+    check_config(load_config(runnable, ["engine.parallel.expert=2"]), 4)
+    check_config(load_config(runnable, ["engine.parallel={expert: 3, tensor: 2, sequence: true}"]), 6)
+    message = cannot_run(runnable, "engine.parallel.expert=4", world_size=4)
+    assert "engine.parallel.expert = 4: does not divide the model's num_experts = 6" in message
+    staged = ["engine.parallel.pipeline=2", "engine.recompute=selective", "engine.recompute_modules=[moe]"]
+    assert "in stages the routers no longer know the micro-batch" in cannot_run(runnable, *staged, world_size=2)
+    assert "has no mlp" in cannot_run(runnable, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
+    check_config(load_config(runnable, ["engine.parallel={context: 2, expert: 2}", "algorithm.load_balancing=0.1"]), 2)
+    assert "allowed: 1, 2, 3, 6" in message and "write engine.parallel.expert=3" in message
+    message = cannot_run(runnable, "engine.parallel={expert: 2, tensor: 2, sequence: true}", world_size=6)
+    assert "engine.parallel.tensor x pipeline x expert = 2 x 1 x 2: 4 does not divide 6 ranks" in message
+    assert "multiple of 4" in message
+    assert "engine.parallel.sequence = false" in cannot_run(runnable, "engine.parallel.tensor=2")
+    write_model(runnable.parent / "model", **{**sizes, "moe_intermediate_size": 12})
+    message = cannot_run(runnable)
+    assert "moe_intermediate_size = 12: experts' rows have 24 bytes on a rank" in message and "multiples of 16" in message
+    check_config(load_config(runnable, ["model.dtype=float32"]), 2)
+
+
+def test_other_impossible_combinations(runnable: Path) -> None:
+    assert "engine.parallel.tensor above 1" in cannot_run(runnable, "engine.parallel.sequence=true")
+    assert "rollout.min_replicas = 2: more than there are" in cannot_run(runnable, "rollout.min_replicas=2")
+    assert "rollout.tensor_parallel = 3" in cannot_run(runnable, "rollout.tensor_parallel=3")
+    assert "leaves no room" in cannot_run(runnable, "rollout.max_model_len=8", "rollout.max_new_tokens=8")
+    message = cannot_run(runnable, "algorithm.num_minibatches=33")
+    assert "data.batch_size x rollout.group_size = 32" in message
+    assert "num_minibatches = 5" in cannot_run(runnable, "algorithm.name=sft", "algorithm.num_minibatches=5")
+    check_config(load_config(runnable, ["algorithm.num_minibatches=32", "rollout.tensor_parallel=4"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.group_size=1"], "the advantage 0"),
+        (["engine.tokens_per_microbatch=4"], "engine.tokens_per_microbatch = 4: leaves no room for a prompt"),
+        (["engine.tokens_per_microbatch=1024"], "more than rollout.max_new_tokens = 1024"),
+        (["rollout.max_model_len=3000"], "max_position_embeddings = 2048"),
+        (["rollout.max_new_tokens=2048"], "rollout.max_new_tokens = 2048: leaves no room for a prompt"),
+        (["rollout.kv_cache_bytes=512KiB"], "at least 1048576"),
+        (["engine.optimizer.min_learning_rate=1"], "above engine.optimizer.learning_rate = 1e-06"),
+        (["engine.optimizer.warmup_steps=5", "engine.optimizer.decay_steps=5"], "engine.optimizer.decay_steps=6"),
+        (["run.stop_at_accuracy=0.5"], "algorithm.name=sft, data.eval"),
+        (["engine.optimizer.decay_steps=5"], "engine.optimizer.decay = constant lowers no learning rate"),
+        (["engine.optimizer.min_learning_rate=1e-7"], "write engine.optimizer.decay=cosine"),
+        (["rollout.cache_on_update=recompute"], "rollout.on_update = drain holds no samples"),
+        (["rollout.offload_trainer=[optimizer]"], "write rollout.placement=colocated"),
+    ],
+)  # fmt: skip
+def test_what_could_not_work_is_refused(runnable: Path, overrides: list[str], words: str) -> None:
+    write_model(runnable.parent / "model", max_position_embeddings=2048)
+    message = cannot_run(runnable, *overrides)
+    assert words in message
+    assert message.startswith(overrides[-1].partition("=")[0])
+    assert "remedy:" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.name=sft", "rollout.group_size=4", "sync.verify=none"], "rollout.group_size, sync.verify: supervised steps"),
+        (["algorithm.name=sft", "rollout.temperature=0.5"], "rollout.temperature: supervised steps have"),
+        (["algorithm.clip_low=0.1", "algorithm.ratio_level=sequence"], "ratio_level: with algorithm.num_minibatches = 1 every"),
+        (["rollout.evaluate_every_steps=3"], "rollout.evaluate_every_steps: data.eval is empty"),
+        (["rollout.on_update=continue", "rollout.cache_on_update=recompute"], "on_update, rollout.cache_on_update: rollout"),
+        (["checkpoint.keep=2"], "checkpoint.keep: checkpoint.every_steps = 0 writes no checkpoint"),
+        (["run.steps=4", "engine.optimizer.warmup_steps=5"], "optimizer step 4 of engine.optimizer.warmup_steps = 5"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_here_is_told(runnable: Path, overrides: list[str], words: str) -> None:
+    config = load_config(runnable, overrides)
+    check_config(config, 2)
+    (note,) = unused_keys(config)
+    assert words in note
+
+
+def test_rules_are_about_keys_that_there_are() -> None:
+    assert not {key for keys, *_ in (*REFUSED, *NOTED) for key in keys} - set(KEYS)
+    for _, owner, values, _ in REFUSED:
+        assert kind_of(KEYS[owner]) is bool or set(values) < set(choices(KEYS[owner]))
+
+
+def test_defaults_are_never_without_effect(runnable: Path) -> None:
+    """Also those that a config says: a run's own config.yaml has all keys."""
+    for name in ("sft", "grpo"):
+        config = load_config(runnable, [f"algorithm.name={name}"])
+        save_config(config, runnable.parent / "saved.yaml")
+        saved = load_config(runnable.parent / "saved.yaml")
+        check_config(saved, 2)
+        assert not unused_keys(saved)
+
+
+def test_transports_that_cannot_be(runnable: Path) -> None:
+    check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
+    with pytest.raises(ConfigError, match=r"sync.transport = 'rdma'[\s\S]*auto, shm, nccl, ipc"):
+        load_config(runnable, ["sync.transport=rdma"])
+    message = cannot_run(runnable, "sync.transport=ipc")
+    assert "sync.transport = ipc: trainer and replicas have GPUs of their own" in message and "sync.transport=auto" in message
+
+
+def test_placements_that_cannot_be(runnable: Path) -> None:
+    colocated = "rollout.placement=colocated"
+    good = [colocated, "sync.transport=ipc", "rollout.replicas=2", "rollout.offload_trainer=[optimizer]"]
+    check_config(load_config(runnable, good), 2)
+    for override, words in {
+        "sync.transport=nccl": "sync.transport = nccl: trainer and replicas share GPUs",
+        "rollout.max_staleness=1": "write rollout.max_staleness=0",
+        "rollout.replicas=3": "write rollout.replicas=2 or start 3 ranks",
+    }.items():
+        assert words in cannot_run(runnable, colocated, override)
+    with pytest.raises(ConfigError, match=r"rollout.offload_trainer[\s\S]*parameters, gradients, optimizer"):
+        load_config(runnable, ["rollout.offload_trainer=[weights]"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_num_batched_token=64", "no field of vLLM's EngineArgs\n  nearest: max_num_batched_tokens\n  choices: max_num_"),
+        ("max_num_seqs=4", "rollout.max_num_seqs sets it\n  remedy: write rollout.max_num_seqs instead"),
+        ("model=x", "model.path sets it"),
+        ("worker_extension_cls=a.B", "syncs set it"),
+        ("logprobs_mode=raw_logprobs", "importance ratios need the log-probs"),
+        ("pipeline_parallel_size=2", "a replica is rollout.tensor_parallel workers"),
+        ("quantization=fp8", "out of scope"),
+        ("max_num_batched_tokens=many", "int or null is expected\n  remedy: write a value of that kind"),
+        ("async_scheduling=1", "bool or null is expected"),
+        ("stream_interval=true", "int is expected"),
+        ("_api_process_count=2", "no field of vLLM's EngineArgs"),
+        ("kv_sharing_fast_prefill=true", "which sync.canary_tolerance needs\n  remedy: take "),
+    ],
+)
+def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = cannot_run(runnable, f"rollout.engine_arguments.{override}")
+    assert message.startswith(f"rollout.engine_arguments.{override.partition('=')[0]} = ")
+    assert words in message and "remedy:" in message
+
+
+def test_arguments_of_vllm(runnable: Path) -> None:
+    given = {"max_num_batched_tokens": 64, "async_scheduling": None, "kv_cache_dtype": "auto", "attention_config": {}}
+    overrides = [f"rollout.engine_arguments={json.dumps(given)}"]
+    check_config(load_config(runnable, overrides), 2)
+    assert load_config(runnable, overrides).rollout.engine_arguments == given
+    check_config(load_config(runnable, ["algorithm.name=sft", "rollout.engine_arguments.model=x"]), 2)
+
+
+def test_arguments_of_vllm_where_there_is_no_vllm_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that only submits: what a key of ours sets is refused there too."""
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
+    vllm_arguments.fields.cache_clear()
+    try:
+        assert vllm_arguments.refusal("max_num_batched_token", 64) is None
+        assert vllm_arguments.refusal("max_num_seqs", 64) == "rollout.max_num_seqs sets it"
+    finally:
+        vllm_arguments.fields.cache_clear()
+
+
+def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
+    overrides = [
+        "algorithm.name=sft",
+        "rollout.max_staleness=5",
+        "rollout.reward=nonsense",
+        "rollout.tensor_parallel=3",
+    ]
+    check_config(load_config(runnable, overrides), 2)
+
+
+def test_reward_names(runnable: Path) -> None:
+    message = cannot_run(runnable, "rollout.reward=exact_mach")
+    assert "rollout.reward = 'exact_mach'" in message
+    assert "nearest: exact_match" in message
+    assert "no such reward" in cannot_run(runnable, "rollout.reward=my.module:1st")
+    wrong = {"no.such:thing": "No module named 'no'", "json:Decoder": "is not in", "json:dump": "with one argument"}
+    for path, words in wrong.items():
+        message = cannot_run(runnable, f"rollout.reward={path}")
+        assert f"rollout.reward = '{path}'" in message and words in message
+    check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.reward={}", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward=[exact_match]", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward=null", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward={exact_match: .nan}", "the weight of exact_match is nan, a finite number is expected"),
+        ("rollout.reward={exact_match: 1, token_count: -.inf}", "the weight of token_count is -inf, a finite number is expected"),
+        ("rollout.reward={exact_match: high}", "the weight of exact_match is 'high', a finite number is expected"),
+        ("rollout.reward={exact_match: true}", "the weight of exact_match is True, a finite number is expected"),
+        ("rollout.reward={exact_match: 0, token_count: 0.0}", "every weight is 0"),
+        ("rollout.reward_timeout_seconds=0", "out of range"),
+        ("rollout.reward_timeout_seconds=.inf", "out of range"),
+        ("rollout.reward_processes=0", "out of range"),
+        ("rollout.reward_concurrency=0", "out of range"),
+        ("rollout.reward_on_failure=skip", "stop, zero"),
+    ],
+)
+def test_reward_keys_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = refused(runnable, override)
+    assert message.startswith(f"{override.partition('=')[0]} = ") and words in message and "remedy:" in message
+
+
+def test_several_rewards(runnable: Path, tmp_path: Path) -> None:
+    for text in ("{exact_match: 1, math:sqrt: -0.5}", "{exact_match: 1.0, token_count: 0}"):
+        config = load_config(runnable, [f"rollout.reward={text}"])
+        check_config(config, 2)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml").rollout.reward == config.rollout.reward
+    message = cannot_run(runnable, "rollout.reward={exact_match: 1, tokn_count: 1}")
+    assert message.startswith("rollout.reward = 'tokn_count': there is no such reward") and "nearest: token_count" in message
+    assert "dump cannot be called with one argument" in cannot_run(runnable, "rollout.reward={json:dump: 1}")
+    done = command("-m", "megasync.train", "--check", str(runnable), "rollout.reward={json:dmp: 1}")
+    assert done.returncode == 2 and "dmp is not in" in done.stderr and "nearest: dump" in done.stderr
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "node:port", "http://node:8265", "node:70000", "ray://", "", "a b:1"])
+def test_malformed_ray_address(runnable: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.ray_address = [\s\S]*local, auto, HOST:PORT, ray://HOST:PORT"):
+        load_config(runnable, [f"rollout.ray_address='{address}'"])
+
+
+def test_ray_addresses(runnable: Path) -> None:
+    for address in ("local", "auto", "node-1:6379", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"):
+        assert load_config(runnable, [f"rollout.ray_address='{address}'"]).rollout.ray_address == address
+
+
+# -------------------------------------------------------------------------------------------------------- lengths
+
+
+def write_prompts(path: Path, *lengths: int) -> Path:
+    """Prompts of so many characters, each a token of the quickstart's tokenizer."""
+    return write(path, "".join(json.dumps({"question": "1" * length, "answer": "2"}) + "\n" for length in lengths))
+
+
+def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path, tmp_path: Path) -> None:
+    train = write_prompts(tmp_path / "long.jsonl", 3, 29, 28, 40, 5, 6)
+    fits = [f"data.train={train}", f"data.eval={train}", "rollout.max_new_tokens=4", "rollout.max_model_len=32"]
+    data = load_data(load_config(runnable, fits))
+    assert [len(example.prompt) for example in data.train] == [3, 28, 5, 6] == [len(example.prompt) for example in data.held_out]
+    assert data.notes == [
+        f"{key}: 2 of 6 examples are too long and dropped: prompt and rollout.max_new_tokens = 4 together have more than "
+        "rollout.max_model_len = 32 tokens"
+        for key in ("data.train", "data.eval")
+    ]
+    message = cannot_run(runnable, *fits, "data.too_long=refuse")
+    assert message.startswith("data.train: 2 of 6 examples are too long")
+    assert "longest: line 4, 44 tokens" in message and "allowed: 32 tokens: rollout.max_model_len" in message
+    assert "left:    4, 5 are needed" in cannot_run(runnable, *fits, "data.batch_size=5")
+    longer = write_prompts(tmp_path / "longer.jsonl", 50, 60)
+    message = cannot_run(runnable, *fits, f"data.train={longer}")
+    assert message.startswith("data.train: 2 of 2 examples are too long") and "left:    0, 2 are needed" in message
+    assert "data.eval: 2 of 2 examples" in cannot_run(runnable, *fits, f"data.eval={longer}")
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_a_run_without_a_prompt_that_fits_ends_before_it_starts(runnable: Path, flags: list[str]) -> None:
+    done = command("-m", "megasync.train", str(runnable), "rollout.max_new_tokens=4", "rollout.max_model_len=7", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("data.train: 2 of 2 examples are too long\n  longest: line 2, 8 tokens")
+
+
+def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
+    """Positions for all, a micro-batch for what is trained on; of a supervised example the answer and the end too."""
+    train = write_prompts(tmp_path / "long.jsonl", *[10] * 4, 20, 30)
+    data = [f"data.train={train}", f"data.eval={train}", "rollout.max_new_tokens=4"]
+    numbers = {}
+    for name, more in {"grpo": [], "sft": ["algorithm.name=sft"]}.items():
+        kept = load_data(load_config(runnable, [*data, *more, "engine.tokens_per_microbatch=22"]))
+        numbers[name] = (len(kept.train), len(kept.held_out))
+    assert numbers == {"grpo": (4, 6), "sft": (5, 5)}
+    write_model(runnable.parent / "model", max_position_embeddings=32)
+    kept = load_data(load_config(runnable, data))
+    assert (len(kept.train), len(kept.held_out)) == (5, 5)
+    assert "the model's max_position_embeddings = 32" in kept.notes[0]
+    tokenizer = runnable.parent / "model" / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 16}))
+    kept = load_data(load_config(runnable, data))
+    assert "the tokenizer's model_max_length = 16" in kept.notes[0] and len(kept.held_out) == 4
+
+
+def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
+    data = load_data(load_config(runnable, ["algorithm.name=sft"]))
+    samples = [data.prompts.supervised(example) for example in data.train]
+    assert list(data.prompts.lengths(data.train, with_answers=True)) == [sample.num_tokens for sample in samples]
+    prompts = list(data.prompts.lengths(data.train, with_answers=False))
+    assert prompts == [len(data.prompts.prompt_ids(example)) for example in data.train]
+
+
+def test_a_model_without_a_tokenizer(runnable: Path) -> None:
+    for file in (runnable.parent / "model").glob("tokenizer*"):
+        file.unlink()
+    assert "the folder holds no tokenizer.json" in cannot_run(runnable)
+
+
+# -------------------------------------------------------------------------------------------------------- data, folder
+
+
+def test_data_errors_name_key_file_and_line(runnable: Path, tmp_path: Path) -> None:
+    broken = write(tmp_path / "broken.jsonl", '{"question": "a", "answer": "b"}\n{"question": \n')
+    assert "data.train is not set" in cannot_run(runnable, "data.train=")
+    for key in ("train", "eval"):
+        assert f"data.{key}: {broken}:2: not JSON" in cannot_run(runnable, f"data.{key}={broken}")
+        assert f"data.{key}: {tmp_path}/no.jsonl: there is no" in cannot_run(runnable, f"data.{key}={tmp_path}/no.jsonl")
+    message = cannot_run(runnable, "data.prompt_key=quesion")
+    assert "train.jsonl:1: has no key 'quesion'" in message
+    assert "keys:    question, answer" in message
+    assert "data.prompt_key=question" in message
+    assert "data.answer_key=answer" in cannot_run(runnable, "data.answer_key=answers")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train=PARQUET"], "data.train: PARQUET: cut off, or not a Parquet file"),
+        (["data.eval={a: {path: TRAIN, split: test}}"], "data.eval.a: TRAIN: is one file, and data.eval.a.split = 'test' is for"),
+        (["rollout.engine_arguments.model=x"], "rollout.engine_arguments.model = 'x': model.path sets it"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_said_with_exit_code_2(runnable: Path, overrides: list[str], words: str) -> None:
+    names = {"PARQUET": str(write(runnable.parent / "a.parquet", "nonsense")), "TRAIN": str(runnable.parent / "train.jsonl")}
+    for name, path in names.items():
+        overrides, words = [each.replace(name, path) for each in overrides], words.replace(name, path)
+    done = command("-m", "megasync.train", "--check", str(runnable), *overrides)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words) and "Traceback" not in done.stderr
+
+
+def test_run_folder_that_cannot_be_written(runnable: Path) -> None:
+    message = cannot_run(runnable, f"run.dir={runnable}")  # a file
+    assert "cannot be written" in message
+    assert "run.dir" in message
+    assert "cannot be written" in cannot_run(runnable, "run.dir=/proc/none")
+    for name in ("''", "..", "a/b"):
+        assert "run.name = " in cannot_run(runnable, f"run.name={name}")
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_check_command(runnable: Path) -> None:
+    good = command("-m", "megasync.checks.check", str(runnable), "--num-ranks", "2", "engine.parallel.tensor=2")
+    assert (good.returncode, good.stderr) == (0, "")
+    bad = command("-m", "megasync.checks.check", str(runnable), "engine.wrap=fsdp2")
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("engine.wrap = 'fsdp2'")
+    assert "Traceback" not in bad.stderr
+
+
+def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, main_errors():
+        raise ConfigError("run.steps = 0: out of range")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "run.steps = 0: out of range\n"
+    with pytest.raises(KeyError), main_errors():
+        raise KeyError("a mistake of ours")
+
+
+def test_no_torch_is_imported(runnable: Path) -> None:
+    names = ["checks.check", "reporting.log", "hf.folder", "report", "rewards.pool", "train"]
+    code = f"import sys, {', '.join('megasync.' + name for name in names)}; assert 'torch' not in sys.modules"
+    done = command("-c", code)
+    assert done.returncode == 0, done.stderr
+    check = "from megasync.train import main; assert main(['--check', sys.argv[1]]) == 0"  # reads and tokenises the data too
+    done = command("-c", f"import sys; {check}; assert 'torch' not in sys.modules", str(runnable))
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,168 @@
+"""Configs: what loads, what is refused and with which words. test_config_check.py goes on from there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from engine.config import EngineConfig, OptimizerConfig
+from megasync.bench.config import SHAPE_NAMES, BenchRoot
+from megasync.config.json_schema import json_schema
+from megasync.config.keys import kind_of
+from megasync.config.load import load_config, save_config
+from megasync.config.schema import Config, RolloutConfig, RunConfig
+from megasync.hf.shapes import SHAPES
+from tests.support.config_files import KEYS, RANGES, ROOT, write
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    return write(tmp_path / "empty.yaml", "")
+
+
+# -------------------------------------------------------------------------------------------------------- what loads
+
+
+def test_all_shipped_configs_are_there() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert {"quickstart", "quickstart_sft", "grpo_ddp", "grpo_fsdp", "one_step_off"} <= names
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_config_loads_and_saves(path: Path, tmp_path: Path) -> None:
+    root = BenchRoot if path.stem.startswith("bench") else Config
+    config = load_config(path, root=root)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", root=root) == config
+
+
+def test_empty_file_is_the_defaults(empty: Path) -> None:
+    assert load_config(empty) == Config()
+
+
+def test_overrides_win_in_their_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "engine: {wrap: ddp, optimizer: {learning_rate: 1}}\nrun:\n  name: a\n")
+    config = load_config(path, ["engine.wrap=megatron_fsdp", "run.steps=3", "run.steps=4", "rollout={replicas: 2}"])
+    assert (config.engine.wrap, config.run.name, config.run.steps) == ("megatron_fsdp", "a", 4)
+    assert config.engine.optimizer.learning_rate == 1.0
+    assert isinstance(config.engine.optimizer.learning_rate, float)
+    assert config.rollout.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.name=12", "12"), ("run.name=1e3", "1e3"), ("run.name=on", "on"), ("run.name='a b'", "a b"),
+        ("run.name=", ""),
+        ("run.name=a=b", "a=b"),
+    ],
+)  # fmt: skip
+def test_override_of_a_text_is_taken_as_typed(empty: Path, override: str, expected: str) -> None:
+    assert load_config(empty, [override]).run.name == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("64MiB", 2**26), ("1GiB", 2**30), ("1.5KiB", 1536), ("8 KiB", 8192), ("4096", 4096), ("5000B", 5000)],
+)
+def test_byte_sizes(empty: Path, text: str, num_bytes: int) -> None:
+    config = load_config(empty, [f"rollout.kv_cache_bytes={text}"])
+    assert config.rollout.kv_cache_bytes == num_bytes
+
+
+def test_optional_keys_take_null(empty: Path) -> None:
+    config = load_config(empty, ["rollout.kv_cache_bytes=1MiB", "rollout.kv_cache_bytes=null"])
+    assert config.rollout.kv_cache_bytes is None
+
+
+def test_engine_overrides_are_free_and_merge(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "engine: {overrides: {bucket_size: 5, overlap_grad_reduce: true}}")
+    overrides = load_config(path, ["engine.overrides.bucket_size=1000", "engine.overrides.x=1e-6"]).engine.overrides
+    assert overrides == {"bucket_size": 1000, "overlap_grad_reduce": True, "x": 1e-6}
+
+
+def test_base_is_refined_from_the_files_own_folder(tmp_path: Path) -> None:
+    write(tmp_path / "deep" / "base.yaml", "run: {name: base, steps: 7}\nengine: {wrap: ddp}")
+    write(tmp_path / "deep" / "middle.yaml", "base: base.yaml\nrun: {seed: 3}")
+    path = write(tmp_path / "top.yaml", "base: deep/middle.yaml\nrun: {name: top}")
+    config = load_config(path)
+    assert (config.run.name, config.run.steps, config.run.seed, config.engine.wrap) == ("top", 7, 3, "ddp")
+
+
+def test_interpolation_of_defaults_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_DIR", "/elsewhere")
+    path = write(tmp_path / "a.yaml", "run: {dir: '${oc.env:SOME_DIR}'}\ndata: {train: '${run.dir}/${run.name}.jsonl'}")
+    assert load_config(path).data.train == "/elsewhere/run.jsonl"
+
+
+@pytest.mark.parametrize(("name", "root"), [("config", Config), ("bench", BenchRoot)])
+def test_editors_get_the_schema_of_what_loads(name: str, root: type[Config]) -> None:
+    path = ROOT / "docs" / f"{name}.schema.json"
+    remedy = f"python -m megasync.config.json_schema --root {root.__module__}:{root.__name__} --to docs/{name}.schema.json"
+    assert path.read_text(encoding="utf-8") == json_schema(root), remedy
+    check = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
+    for config in CONFIGS:
+        said = f"# yaml-language-server: $schema=../docs/{name}.schema.json\n"
+        if config.stem.startswith("bench") == (name == "bench"):
+            assert config.read_text(encoding="utf-8").startswith(said)
+            check.validate(OmegaConf.to_container(OmegaConf.load(config)))
+    for wrong in ({"run": {"stepps": 1}}, {"run": {"steps": 0}}, {"engine": {"wrap": "fsdp2"}}, {"sync": {"bucket_bytes": 1.5}}):
+        assert not check.is_valid(wrong)
+    assert check.is_valid({"base": "other.yaml", "sync": {"bucket_bytes": "1MiB"}})
+
+
+@settings(deadline=None, max_examples=20)
+@example(name="0E0", steps=1, rate=0.0)
+@given(
+    name=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8).filter(lambda t: "$" not in t),
+    steps=st.integers(1, 10**6),
+    rate=st.floats(0, 1, allow_nan=False),
+)
+def test_a_saved_config_loads_equal(tmp_path_factory: pytest.TempPathFactory, name: str, steps: int, rate: float) -> None:
+    engine = EngineConfig(optimizer=OptimizerConfig(learning_rate=rate), overrides={"a": 1, "b": [True, None]})
+    config = Config(run=RunConfig(name=name, steps=steps), engine=engine)
+    path = tmp_path_factory.mktemp("saved") / "config.yaml"
+    save_config(config, path)
+    assert load_config(path) == config
+
+
+def test_a_config_dumps_as_plain_values(empty: Path) -> None:
+    assert json.loads(json.dumps(load_config(empty).model_dump()))["engine"]["parallel"]["tensor"] == 1
+
+
+def test_every_number_has_its_range_and_every_key_says_what_it_is() -> None:
+    for key, field in KEYS.items():  # sections too
+        assert (kind_of(field) in (int, float)) == (key in RANGES), f"{key} is a number without a range"
+    assert set(SHAPE_NAMES) == set(SHAPES)
+
+
+def test_nothing_changes_after_loading(empty: Path) -> None:
+    config = load_config(empty)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 5  # type: ignore[misc]
+
+
+def test_replicas_are_started_with_what_the_config_says() -> None:
+    """All that the YAML's keys and a replica's fields know by one name."""
+    from bridge.config import ReplicaConfig
+    from megasync.run.weights import replica_config
+
+    said = RolloutConfig(
+        tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True,
+        engine_arguments={"max_num_batched_tokens": 64}, on_update="restart", start_timeout_seconds=7, answer_timeout_seconds=8,
+    )  # fmt: skip
+    started = replica_config(Config(rollout=said, run=RunConfig(seed=3)))
+    names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)}
+    assert {name: getattr(started, name) for name in names} == {name: getattr(said, name) for name in names}
+    assert all(getattr(said, name) != getattr(RolloutConfig(), name) for name in names)
+    assert started.seed == 3 and not started.detokenizes
+    assert replica_config(Config(rollout=RolloutConfig(stop=("x",)))).detokenizes

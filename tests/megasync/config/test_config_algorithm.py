@@ -1,0 +1,74 @@
+"""Which keys of `algorithm` go together, and which the config check refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megasync.checks.check import check_config
+from megasync.config.errors import ConfigError
+from megasync.config.load import load_config
+from tests.support.config_files import ROOT, cannot_run, write_runnable
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    return write_runnable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.name=sft", "algorithm.dual_clip=3"], "algorithm.name = sft has no rollouts"),
+        (["algorithm.name=sft", "algorithm.ratio_level=sequence"], "leave algorithm.ratio_level out"),
+        (["algorithm.name=sft", "algorithm.baseline=leave_one_out"], "write algorithm.name=grpo"),
+        (["algorithm.name=sft", "algorithm.truncated=mask"], "algorithm.name = sft has no rollouts"),
+        (["algorithm.name=sft", "algorithm.loss_aggregation=constant_length"], "choices: token_mean, sequence_mean"),
+        (["algorithm.name=sft", "algorithm.router_replay=rollout"], "algorithm.name = sft has no rollouts"),
+        (["algorithm.name=sft", "algorithm.kl_coefficient=0.1"], "leave algorithm.kl_coefficient out"),
+        (["algorithm.name=sft", "algorithm.importance_correction=mask"], "algorithm.name = sft has no rollouts"),
+        (["algorithm.name=sft", "algorithm.importance_cap=3"], "algorithm.name = sft has no rollouts"),
+        (["algorithm.name=sft", "algorithm.old_log_probs=separate"], "write algorithm.name=grpo"),
+        (["algorithm.name=sft", "algorithm.clip_low=0.1"], "algorithm.name = sft has no rollouts"),
+        (["algorithm.load_balancing=0.1"], "qwen3 has no experts"),
+        (["algorithm.router_replay=rollout"], "leave algorithm.router_replay out"),
+        (["algorithm.importance_correction=none", "algorithm.importance_level=sequence"], "needs:  tis, mask"),
+        (["algorithm.importance_correction=none", "algorithm.importance_cap=3"], "needs:  tis, mask"),
+        (["algorithm.filter_factor=2"], "write algorithm.filter_groups=true"),
+        (["algorithm.log_router_gap=true"], "write algorithm.router_replay=rollout"),
+        (["algorithm.importance_floor=0.1"], "algorithm.importance_correction = tis masks nothing"),
+        (["algorithm.importance_correction=mask", "algorithm.importance_cap=0.9"], "allowed: at least 1"),
+        (["algorithm.overlong_buffer=5"], "algorithm.truncated = keep has no use for it"),
+        (["algorithm.truncated=mask", "algorithm.overlong_buffer=5"], "write algorithm.truncated=penalise"),
+        (["algorithm.truncated=penalise", "algorithm.overlong_buffer=0"], "write for example algorithm.overlong_buffer=204"),
+        (["algorithm.truncated=penalise", "algorithm.overlong_buffer=1024"], "below rollout.max_new_tokens = 1024"),
+    ],
+)  # fmt: skip
+def test_objectives_that_make_no_sense_are_refused(runnable: Path, overrides: list[str], words: str) -> None:
+    message = cannot_run(runnable, *overrides)
+    assert words in message
+    assert message.startswith(overrides[-1].partition("=")[0])
+    assert "remedy:" in message
+
+
+def test_values_of_objectives_are_bounded(runnable: Path) -> None:
+    for override, words in {
+        "algorithm.dual_clip=1": "above 1",
+        "algorithm.importance_floor=1": "below 1",
+        "algorithm.importance_level=response": "token, sequence, geometric",
+        "algorithm.overlong_buffer=-1": "at least 0",
+    }.items():
+        with pytest.raises(ConfigError, match=f"{override.partition('=')[0]} = [\\s\\S]*{words}"):
+            load_config(runnable, [override])
+
+
+def test_objectives_of_the_field_can_run(runnable: Path) -> None:
+    """The rows of the README's table."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S[^|]*?) \| `(\{.*?\})` \|", readme, flags=re.MULTILINE)
+    assert {name for name, _ in rows} >= {"GRPO", "DAPO", "Dr. GRPO", "GSPO", "RLOO", "TIS", "IcePop"}
+    for name, keys in rows:
+        print(name)
+        check_config(load_config(runnable, [f"algorithm={keys}"]), 2)

@@ -1,0 +1,133 @@
+"""Prompts through a chat template: turns, system prompts, the template's variables, and what is refused before anything starts.
+
+python -m pytest tests/megasync/data/test_prompts.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megasync.config.load import load_config
+from megasync.data.prompts import RunData, load_data
+from tests.support.config_files import cannot_run, write, write_runnable
+
+TEMPLATE = """{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first -%}{{ raise_exception('a system turn comes first') }}{%- endif -%}
+{%- if message.content == '9' -%}{{ raise_exception('no nines here') }}{%- endif -%}
+<{{ message.role[0] }}>{{ message.content }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<a>{%- if enable_thinking is defined and not enable_thinking -%}={%- endif -%}{%- endif -%}"""
+TEMPLATED = ["data.chat_template=true"]
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    """A config whose model has the template. The tokenizer knows digits, + and =, and nothing of what is in brackets."""
+    path = write_runnable(tmp_path)
+    set_template(path, TEMPLATE)
+    return path
+
+
+def set_template(runnable: Path, template: str) -> None:
+    tokenizer = runnable.parent / "model" / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": template}))
+
+
+def write_turns(path: Path, *prompts: list[tuple[str, str]]) -> Path:
+    rows = [{"question": [{"role": r, "content": c} for r, c in turns], "answer": "2"} for turns in prompts]
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data_of(runnable: Path, *overrides: str) -> RunData:
+    return load_data(load_config(runnable, [*TEMPLATED, *overrides]))
+
+
+def templated(runnable: Path, *overrides: str) -> list[str]:
+    data = data_of(runnable, *overrides)
+    return data.prompts._templated(data.train)
+
+
+def test_a_text_is_one_user_turn(runnable: Path) -> None:
+    assert templated(runnable) == ["<u>1+1=<a>", "<u>1+2=<a>"]
+    assert templated(runnable, "data.system_prompt=7") == ["<s>7<u>1+1=<a>", "<s>7<u>1+2=<a>"]
+    assert templated(runnable, "data.chat_template_arguments={enable_thinking: false}")[0] == "<u>1+1=<a>="
+    assert templated(runnable, "data.chat_template_arguments.enable_thinking=true")[0] == "<u>1+1=<a>"
+
+
+def test_turns_go_as_they_are_and_bring_their_own_system_prompt(runnable: Path, tmp_path: Path) -> None:
+    with_system = [("system", "0"), ("user", "1"), ("assistant", "2"), ("user", "3")]
+    train = write_turns(tmp_path / "turns.jsonl", with_system, [("user", "4")])
+    chosen = (f"data.train={train}", "data.system_prompt=7")
+    assert templated(runnable, *chosen) == ["<s>0<u>1<a>2<u>3<a>", "<s>7<u>4<a>"]
+    data = data_of(runnable, *chosen)
+    assert [example.prompt for example in data.train] == ["3", "4"]
+    assert list(data.prompts.lengths(data.train, with_answers=False)) == [len(data.prompts.prompt_ids(e)) for e in data.train]
+    assert [len(data.prompts.prompt_ids(example)) for example in data.train] == [19, 11]
+
+
+def test_special_tokens_of_a_plain_prompt_are_the_tokenizers(runnable: Path) -> None:
+    data = load_data(load_config(runnable))
+    assert [data.prompts.prompt_text(example) for example in data.train] == ["1+1=", "1+2="]
+
+
+def test_texts_of_many_responses_are_those_of_each(runnable: Path) -> None:
+    prompts = load_data(load_config(runnable)).prompts
+    size = len(prompts.tokenizer)
+    responses = [np.arange(begin, size, dtype=np.int32) for begin in range(3)] + [np.zeros(0, np.int32)]
+    assert prompts.texts(responses) == [prompts.text(ids) for ids in responses]
+    assert "1" in prompts.texts(responses)[0] and prompts.texts([]) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[1]", "holds no JSON object"),
+        (b'{"eos_token_id": "2"}', "eos_token_id = '2': a token's number, or a list of them, is expected"),
+        (b'{"eos_token_id": [2, true]}', "eos_token_id = [2, True]"),
+    ],
+)
+def test_a_broken_generation_config_is_named(runnable: Path, content: bytes, words: str) -> None:
+    path = runnable.parent / "model" / "generation_config.json"
+    path.write_bytes(content)
+    message = cannot_run(runnable)
+    assert message.startswith(f"{path}: ") and words in message and "download the model again" in message
+
+
+def test_messages_need_the_template(runnable: Path, tmp_path: Path) -> None:
+    train = write_turns(tmp_path / "turns.jsonl", [("user", "4")])
+    message = cannot_run(runnable, f"data.train={train}")
+    assert message.startswith(f"data.train: {train}: line 1 holds a list of messages, and data.chat_template = false")
+    assert "write data.chat_template=true" in message
+
+
+def test_what_the_template_refuses_is_named_by_its_line(runnable: Path, tmp_path: Path) -> None:
+    train = write_turns(tmp_path / "turns.jsonl", [("user", "4")], [("user", "5"), ("assistant", "9"), ("user", "6")])
+    message = cannot_run(runnable, *TEMPLATED, f"data.train={train}")
+    assert message.startswith("data.train: line 2: the model's chat template refuses the prompt: no nines here")
+    assert "roles:  user, assistant, user" in message
+    set_template(runnable, "{% for message in messages %}")
+    assert "data.chat_template = true: the model's template is broken" in cannot_run(runnable, *TEMPLATED)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.system_prompt=7"], "data.system_prompt = 7: data.chat_template = false has no use for it"),
+        (["data.chat_template_arguments.a=1"], "data.chat_template_arguments = {'a': 1}: data.chat_template = false"),
+        (
+            [*TEMPLATED, "data.chat_template_arguments.enable_thinkin=false"],
+            "reads no such variable\n  choices: enable_thinking\n  nearest: enable_thinking",
+        ),
+        ([*TEMPLATED, "data.chat_template_arguments.tokenize=true"], "reads no such variable"),
+        ([*TEMPLATED, "data.chat_template_arguments.add_generation_prompt=false"], "reads no such variable"),
+    ],
+)
+def test_keys_of_the_template_without_effect_are_refused(runnable: Path, overrides: list[str], words: str) -> None:
+    message = cannot_run(runnable, *overrides)
+    assert words in message and "remedy:" in message

@@ -1,0 +1,409 @@
+"""The model's folder: which there are, which are refused, files that are cut off. Real files throughout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.attention.windows import layer_windows
+from megasync.assets import build_tokenizer
+from megasync.checks.check import check_config
+from megasync.config.load import load_config
+from megasync.hf.features import QUERY_RANK, ROUTER_DEFAULTS
+from megasync.hf.folder import GEMMA_SIZES, check_model_folder
+from tests.support.config_files import MODEL, cannot_run, model_refused, write_model, write_runnable
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    return write_runnable(tmp_path)
+
+
+def test_model_path(runnable: Path, tmp_path: Path) -> None:
+    assert "model.path is not set" in cannot_run(runnable, "model.path=")
+    message = cannot_run(runnable, "model.path=Qwen/Qwen2.5-3B-Instruct")
+    assert "there is no such folder" in message
+    assert "hf download Qwen/Qwen2.5-3B-Instruct" in message
+    assert "is a file" in cannot_run(runnable, f"model.path={runnable}")
+    (tmp_path / "void").mkdir()
+    assert "holds no config.json" in cannot_run(runnable, f"model.path={tmp_path}/void")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_known_families(tmp_path: Path, family: str) -> None:
+    shape = check_model_folder(write_model(tmp_path, model_type=family))
+    assert (shape.model_type, shape.num_key_value_heads) == (family, 2)
+
+
+def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    fields = {name: value for name, value in MODEL.items() if name != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert check_model_folder(tmp_path).num_key_value_heads == 4
+
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+def test_mixtures_of_experts(tmp_path: Path) -> None:
+    sizes = {**EXPERTS, "num_experts": None, "mlp_only_layers": [], "decoder_sparse_step": 1, "output_router_logits": False}
+    shape = check_model_folder(write_model(tmp_path, **EXPERTS))
+    assert (shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size) == (8, 2, 96)
+    del sizes["num_experts"]
+    assert check_model_folder(write_model(tmp_path, **sizes, num_local_experts=8)) == shape
+    shape = check_model_folder(write_model(tmp_path, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2))
+    assert (shape.num_experts, shape.moe_intermediate_size) == (8, 256)
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}
+    shape = check_model_folder(write_model(tmp_path, **EXPERTS | shared))
+    assert shape.shared_expert_intermediate_size == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_experts": 0}, "num_experts = 0"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size = None"),
+        ({"num_experts_per_tok": 9}, "more than num_experts = 8"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ({"shared_expert_intermediate_size": 64}, "a shared expert on qwen3_moe"),
+        ({"model_type": "qwen2_moe"}, "qwen2_moe without a shared expert"),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "qkv_bias": False}, "qkv_bias = false"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"output_router_logits": True}, "load-balancing loss"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+    ],
+)
+def test_unsupported_mixtures_of_experts(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    message = model_refused(write_model(tmp_path, **{**EXPERTS, **changes}))
+    assert word in message
+    assert "remedy:" in message
+
+
+GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+GLM |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True, "partial_rotary_factor": 0.5}
+
+
+def test_routers_with_a_bias(tmp_path: Path) -> None:
+    shape = check_model_folder(write_model(tmp_path, **GLM, n_group=4, topk_group=2, num_nextn_predict_layers=1))
+    assert (shape.num_experts, shape.first_k_dense_replace) == (8, 1)
+    assert shape.split_sizes == ("moe_intermediate_size", "intermediate_size")
+    shape = check_model_folder(write_model(tmp_path, **GLM | {"first_k_dense_replace": 0}))
+    assert shape.split_sizes == ("moe_intermediate_size",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = true on glm4_moe, which vLLM ignores"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ({"n_group": 4, "topk_group": 4}, "n_group = 4"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0"),
+        ({"first_k_dense_replace": 4}, "first_k_dense_replace = 4"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "'yarn' with partial_rotary_factor"),
+    ],
+)
+def test_unsupported_routers_with_a_bias(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    assert word in model_refused(write_model(tmp_path, **{**GLM, **changes}))
+
+
+DEEPSEEK = {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+DEEPSEEK |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+DEEPSEEK |= {"kv_lora_rank": 512, "qk_nope_head_dim": 24, "qk_rope_head_dim": 64, "v_head_dim": 32, "num_key_value_heads": 4}
+DEEPSEEK |= {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+
+
+def test_multi_latent_attention(tmp_path: Path) -> None:
+    shape = check_model_folder(write_model(tmp_path, **DEEPSEEK, q_lora_rank=None, num_nextn_predict_layers=1))
+    assert (shape.q_lora_rank, shape.kv_lora_rank, shape.v_head_dim, shape.num_experts) == (0, 512, 32, 8)
+    assert shape.cached_numbers(2) == 512 + 64
+    shape = check_model_folder(write_model(tmp_path, **DEEPSEEK, rope_interleave=True, moe_layer_freq=1))
+    assert shape.q_lora_rank == 1536
+    assert check_model_folder(write_model(tmp_path)).cached_numbers(2) == 2 * 1 * 16
+    without_numbers = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    check_model_folder(write_model(tmp_path, **DEEPSEEK | {"rope_parameters": without_numbers}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank = None"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"rope_interleave": False}, "rope_interleave = false"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63"),
+        ({"v_head_dim": 89}, "v_head_dim = 89, more than queries have (24 + 64)"),
+        ({"topk_method": None}, "remedy: if it was trained so, write them into config.json: noaux_tc and sigmoid"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"index_topk": 2048}, "sparse attention"),
+        ({"attention_bias": True}, "attention_bias = true on deepseek_v3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "convert its weights to bfloat16"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "'linear' with multi-latent attention"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "one of mscale and mscale_all_dim"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "'yarn' with truncate"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false"),
+    ],
+)
+def test_unsupported_multi_latent_attention(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    assert word in model_refused(write_model(tmp_path, **{**DEEPSEEK, **changes}))
+
+
+def test_what_multi_latent_attention_needs(runnable: Path, tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "latent")
+    model = f"model.path={write_model(tmp_path / 'latent', **DEEPSEEK)}"
+    check_config(load_config(runnable, [model, "engine.parallel.tensor=2", "engine.parallel.sequence=true"]), 2)
+    check_config(load_config(runnable, [model, "engine.lora.rank=8", "engine.lora.targets=[linear_proj]"]), 2)
+    message = cannot_run(runnable, model, "engine.lora.rank=8", "engine.lora.targets=[linear_qkv,linear_proj]")
+    assert "no adapters beside linear_qkv in deepseek_v3" in message and "linear_kv_up_proj" in message
+    targets = "engine.lora.targets=[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj]"
+    check_config(load_config(runnable, [model, "engine.lora.rank=8", targets, "engine.parallel.context=2"]), 2)
+    write_model(tmp_path / "latent", **DEEPSEEK | {"q_lora_rank": 4})
+    assert "smallest dimension, 4" in cannot_run(runnable, model, "engine.lora.rank=8", targets)
+    write_model(tmp_path / "latent", **DEEPSEEK | {"q_lora_rank": None})
+    message = cannot_run(runnable, model, "engine.lora.rank=8", targets)
+    assert "no adapters beside linear_q_down_proj, linear_q_up_proj" in message
+    message = cannot_run(runnable, "engine.lora.rank=8", targets)
+    assert "linear_kv_up_proj in qwen" in message and "leave linear_q_down_proj" in message
+    write_model(tmp_path / "latent", **DEEPSEEK | {"kv_lora_rank": 32})
+    message = cannot_run(runnable, model)
+    assert "kv_lora_rank = 32" in message and "allowed: 512" in message
+    check_config(load_config(runnable, [model, "algorithm.name=sft"]), 2)
+
+
+def test_what_biases_of_routers_need(runnable: Path, tmp_path: Path) -> None:
+    for name, fields in {"glm": GLM, "experts": EXPERTS}.items():
+        build_tokenizer().save_pretrained(tmp_path / name)
+        write_model(tmp_path / name, **fields)
+    moving = "algorithm.router_bias_update_rate=0.001"
+    check_config(load_config(runnable, [f"model.path={tmp_path / 'glm'}", moving]), 2)
+    message = cannot_run(runnable, f"model.path={tmp_path / 'experts'}", moving)
+    assert "algorithm.router_bias_update_rate = 0.001: the routers of qwen3_moe have no bias" in message
+    lora = ("engine.lora.rank=8", "engine.lora.targets=[linear_qkv,linear_proj]")
+    assert "checkpoints hold adapters alone" in cannot_run(runnable, f"model.path={tmp_path / 'glm'}", moving, *lora)
+    glm = f"model.path={tmp_path / 'glm'}"
+    check_config(load_config(runnable, [glm, lora[0]]), 2)
+    check_config(load_config(runnable, [glm, "engine.parallel.context=2"]), 2)
+    odd = f"model.path={write_model(tmp_path / 'glm', **{**GLM, 'intermediate_size': 97})}"
+    message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
+    assert "intermediate_size = 97" in message
+    assert "intermediate_size = 97" in cannot_run(runnable, odd, "rollout.tensor_parallel=2")
+
+
+def test_what_experts_need(runnable: Path, tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path / "experts")
+    model = f"model.path={write_model(tmp_path / 'experts', **EXPERTS)}"
+    tensor = (model, "engine.parallel.tensor=2")
+    message = cannot_run(runnable, *tensor)
+    assert "engine.parallel.sequence = false" in message
+    assert "write engine.parallel.sequence=true" in message
+    check_config(load_config(runnable, [*tensor, "engine.parallel.sequence=true"]), 2)
+    check_config(load_config(runnable, [model, "engine.parallel.expert=2"]), 2)
+    odd = f"model.path={write_model(tmp_path / 'odd', **{**EXPERTS, 'moe_intermediate_size': 97})}"
+    message = cannot_run(runnable, odd, "engine.parallel.tensor=2", "engine.parallel.sequence=true")
+    assert "moe_intermediate_size = 97" in message
+    assert "moe_intermediate_size = 97" in cannot_run(runnable, odd, "rollout.tensor_parallel=2")
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 97}
+    odd = f"model.path={write_model(tmp_path / 'odd', **{**EXPERTS, **shared})}"
+    for split in (("engine.parallel.tensor=2", "engine.parallel.sequence=true"), ("rollout.tensor_parallel=2",)):
+        assert "shared_expert_intermediate_size = 97" in cannot_run(runnable, odd, *split)
+    lora = (model, "engine.lora.rank=8")
+    check_config(load_config(runnable, lora), 2)
+    assert "write engine.lora.sync=merged" in cannot_run(runnable, *lora, "engine.lora.sync=adapter")
+    attention = "engine.lora.targets=[linear_qkv,linear_proj]"
+    message = cannot_run(runnable, *lora, "engine.lora.dropout=0.1")
+    assert "engine.lora.dropout = 0.1: PEFT has none for experts" in message and f"or {attention}" in message
+    message = cannot_run(runnable, model, "engine.lora.rank=6")
+    assert "allowed: multiples of 8" in message and "write engine.lora.rank=8" in message
+    check_config(load_config(runnable, [model, "engine.lora.rank=6", attention, "engine.lora.dropout=0.1"]), 2)
+    narrow = f"model.path={write_model(tmp_path / 'narrow', **{**EXPERTS, 'moe_intermediate_size': 32})}"
+    assert "smallest dimension, 32" in cannot_run(runnable, narrow, "engine.lora.rank=40")
+
+
+@pytest.mark.parametrize(
+    ("family", "feature"),
+    [
+        ("gemma3", "vision layers"),
+        ("qwen2_5_vl", "vision layers"),
+        ("mimo", "multi-token prediction"),
+    ],
+)
+def test_what_mbridge_knows_and_the_engine_does_not_is_refused_by_its_feature(tmp_path: Path, family: str, feature: str) -> None:
+    message = model_refused(write_model(tmp_path, model_type=family))
+    assert f"model_type = {family!r}: the engine has no {feature}" in message
+    assert "choices: llama, mistral, qwen2" in message
+
+
+@pytest.mark.parametrize("family", ["qwen4_moe", "gpt2", None, 3, ["llama"]])
+def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) -> None:
+    message = model_refused(write_model(tmp_path, model_type=family))
+    assert f"model_type = {family!r}" in message
+    assert "llama, mistral, qwen2, qwen3" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "'llama3' without a number low_freq"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "'yarn' without a number factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "attention_factor": 1.0}}, "'yarn' with attention_factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embedding (partial_rotary_factor = 0.5)"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"intermediate_size": [1, 2]}, "intermediate_size"),
+    ],
+)
+def test_unsupported_models(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    message = model_refused(write_model(tmp_path, **changes))
+    assert word in message
+    assert "config.json" in message
+    assert "remedy:" in message
+
+
+def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
+    check_model_folder(write_model(tmp_path, rope_scaling=None, sliding_window=None, layer_types=["full_attention"] * 4))
+    check_model_folder(write_model(tmp_path, rope_scaling={"rope_type": "default"}, rope_parameters=None))
+    check_model_folder(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_parameters=None))
+
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 64}
+TYPES = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("family", {**ROUTER_DEFAULTS, **GEMMA_SIZES})
+def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
+    """Its own classes would say it, but importing them imports torch."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family)
+    for name, value in {**ROUTER_DEFAULTS.get(family, {}), **GEMMA_SIZES.get(family, {})}.items():
+        assert getattr(config, name) == value, name
+    assert family != "deepseek_v3" or config.q_lora_rank == QUERY_RANK
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (0, 0, 0, 0)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
+        ({"model_type": "qwen2", **SLIDES, "max_window_layers": 0}, (64,) * 4),
+        ({"model_type": "mistral"}, (4096,) * 4),
+        ({"model_type": "mistral", "sliding_window": None}, (0,) * 4),
+        ({"model_type": "mistral", "sliding_window": 64}, (64,) * 4),
+        ({**EXPERTS, **SLIDES, "layer_types": TYPES[:1] * 4}, (64,) * 4),
+        ({"model_type": "llama", "sliding_window": None}, (0,) * 4),
+        ({"model_type": "gemma3_text", "rope_parameters": None}, (4096,) * 4),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window": 8, "layer_types": TYPES * 2}, (8, 0, 8, 0)),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, 0, 8)),
+    ],
+)
+def test_windows_are_those_of_transformers(tmp_path: Path, changes: dict[str, object], windows: tuple[int, ...]) -> None:
+    """Of a folder's fields, and of transformers' config of them."""
+    from transformers import AutoConfig
+
+    check_model_folder(write_model(tmp_path, **changes))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert layer_windows(fields) == layer_windows(AutoConfig.from_pretrained(tmp_path).to_dict()) == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"sliding_window": "64"}, "sliding_window = '64' (a whole number of at least 0 is)"),
+        ({"max_window_layers": None}, "max_window_layers = None (a whole number"),
+        ({"layer_types": TYPES}, "layer_types = ['sliding_attention', 'full_attention'] (full_attention or sliding_attention"),
+        ({"layer_types": ["linear_attention"] * 4}, "(full_attention or sliding_attention for each layer is)"),
+        ({"layer_types": TYPES[:1] * 4}, "sliding_attention in layer_types without a sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": None}, "use_sliding_window = true without a sliding_window"),
+        ({**SLIDES, "max_window_layers": 2}, "some of the layers (max_window_layers, layer_types), which vLLM leaves out"),
+        ({**SLIDES, "max_window_layers": 4}, "none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives"),
+        ({**SLIDES, "model_type": "qwen2", "layer_types": TYPES * 2}, "some of the layers (max_window_layers, layer_types)"),
+        ({"model_type": "mistral", "layer_types": TYPES * 2}, "layer_types on mistral, with which transformers takes it for"),
+        ({"model_type": "llama", "layer_types": TYPES * 2}, "layer_types on llama, which only vLLM heeds"),
+        ({"model_type": "llama", "sliding_window": 64}, "sliding_window = 64 on llama, which only vLLM heeds"),
+    ],
+)
+def test_unsupported_windows(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    assert word in model_refused(write_model(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu' (gelu_pytorch_tanh is)"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ({"sliding_window": None}, "sliding_attention in layer_types without a sliding_window"),
+        ({"attention_bias": True}, "attention_bias = true on gemma3_text"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "rotary embeddings that are not by layer type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling of type 'yarn' in layers of full_attention"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "without a number factor in layers of sliding"),
+    ],
+)
+def test_unsupported_gemma(tmp_path: Path, changes: dict[str, object], word: str) -> None:
+    gemma = {"model_type": "gemma3_text", "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    check_model_folder(write_model(tmp_path, **gemma, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert word in model_refused(write_model(tmp_path, **gemma | changes))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", "\x00"])
+def test_broken_model_config(tmp_path: Path, text: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    assert str(tmp_path / "config.json") in model_refused(tmp_path)
+
+
+def test_safetensors_cut_off_anywhere(tmp_path: Path) -> None:
+    weights = write_model(tmp_path) / "model.safetensors"
+    whole = weights.read_bytes()
+    for length in range(0, len(whole), 7):
+        weights.write_bytes(whole[:length])
+        message = model_refused(tmp_path)
+        assert f"{weights}: cut off, or not a safetensors file: " in message
+        assert f"actual: {length} bytes" in message
+    for content in (whole[:-1], whole + b"x"):
+        weights.write_bytes(content)
+        message = model_refused(tmp_path)
+        assert "file not fully covered" in message
+        assert f"actual: {len(content)} bytes" in message
+
+
+def test_safetensors_that_are_none(tmp_path: Path) -> None:
+    weights = write_model(tmp_path) / "model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    assert "git lfs pull" in model_refused(tmp_path)
+    for content in (
+        b"\xff" * 64,
+        b"\x02" + b"\0" * 7 + b"[]",
+        b"\x02" + b"\0" * 7 + b"{(",
+        (8).to_bytes(8, "little") + b'{"a": 1}',
+    ):
+        weights.write_bytes(content)
+        assert "not a safetensors file" in model_refused(tmp_path)
+    weights.unlink()
+    assert "holds no *.safetensors" in model_refused(tmp_path)
+
+
+def test_index_with_missing_shards(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model.safetensors", "x": "model-00002.safetensors"}}))
+    message = model_refused(tmp_path)
+    assert "missing: model-00002.safetensors" in message
+    for text in ("{", "{}", '{"weight_map": []}', "[]"):
+        index.write_text(text)
+        assert "not an index" in model_refused(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    check_model_folder(tmp_path)

@@ -1,0 +1,36 @@
+"""What is left of a launcher that is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+STARTS_PROCESSES = True  # see ranks.py
+LAUNCHER = """
+import subprocess, tempfile
+from megasync.launch.scope import run_scope
+with run_scope():
+    subprocess.Popen(["sleep", "300"])
+    print(tempfile.gettempdir(), flush=True)
+    print("ends", flush=True)
+"""
+
+
+def test_temporary_files_go_after_a_launcher_that_is_killed_while_it_ends_its_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().strip())
+        assert folder.name.startswith("ms-") and folder.is_dir()
+        (child,) = [each for each in psutil.Process(launcher.pid).children() if each.name() == "sleep"]
+        assert launcher.stdout.readline() == "ends\n"
+        time.sleep(1)  # within the 10 s that its processes have to end
+        launcher.kill()
+    child.kill()
+    deadline = time.monotonic() + 60
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not folder.exists()

@@ -1,0 +1,132 @@
+"""Rewards for test_reward_pool.py and test_train.py, as users would write them: good ones, and all ways of going wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from megasync.rewards.functions import RewardInput
+
+
+def length(sample: RewardInput) -> float:
+    return float(len(sample.response))
+
+
+def level(sample: RewardInput) -> float:
+    """Columns of the data file."""
+    return sample.extra["level"] + sample.line / 100
+
+
+def rank(samples: Sequence[RewardInput]) -> list[float]:
+    """The place of each response among those of its prompt, the shortest first."""
+    order = sorted(range(len(samples)), key=lambda index: len(samples[index].response))
+    return [float(order.index(index)) for index in range(len(samples))]
+
+
+def too_few(samples: list[RewardInput]) -> list[float]:
+    return [0.0] * (len(samples) - 1)
+
+
+async def judge(sample: RewardInput) -> float:
+    await asyncio.sleep(0.2)
+    return length(sample)
+
+
+_meeting = {"calls": 0}
+
+
+async def meets_the_others(sample: RewardInput) -> float:
+    """Does not end before 200 of it run in this process."""
+    _meeting["calls"] += 1
+    while _meeting["calls"] < 200:
+        await asyncio.sleep(0.01)
+    return length(sample)
+
+
+async def judges(samples: list[RewardInput]) -> list[float]:
+    return await asyncio.gather(*map(judge, samples))
+
+
+def with_a_loop_of_its_own(sample: RewardInput) -> float:
+    return asyncio.run(judge(sample))
+
+
+def process_of(sample: RewardInput) -> float:
+    time.sleep(0.05)
+    return float(os.getpid())
+
+
+def naps(sample: RewardInput) -> float:
+    """For as many seconds as the response says."""
+    time.sleep(float(sample.response))
+    return 1.0
+
+
+def gpus(sample: RewardInput) -> float:
+    return float(len(os.environ["CUDA_VISIBLE_DEVICES"]))
+
+
+def raises() -> float:
+    raise KeyError("broken on purpose")
+
+
+def hangs() -> float:
+    time.sleep(600)
+    return 0.0
+
+
+def hangs_in_c() -> float:
+    """Which holds the interpreter's lock, so that no thread nor signal handler in Python comes to run."""
+    return float(re.match(r"(a+)+$", "a" * 60 + "b") is None)
+
+
+def hangs_with_a_child() -> float:
+    subprocess.run(["sleep", "600"], check=True)
+    return 0.0
+
+
+def is_killed() -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+def crashes() -> float:
+    return float(ctypes.string_at(0)[0])
+
+
+def leaves() -> float:
+    os._exit(3)
+
+
+DEEDS = {
+    "raises": raises,
+    "nan": lambda: float("nan"),
+    "none": lambda: None,
+    "text": lambda: "high",
+    "hangs": hangs,
+    "hangs in C": hangs_in_c,
+    "hangs with a child": hangs_with_a_child,
+    "is killed": is_killed,
+    "crashes": crashes,
+    "leaves": leaves,
+    "exits": lambda: sys.exit(5),
+}
+
+
+def deed(sample: RewardInput) -> object:
+    """What the response says, else its length."""
+    return DEEDS[sample.response]() if sample.response in DEEDS else length(sample)
+
+
+async def async_deed(sample: RewardInput) -> object:
+    if sample.response == "waits":
+        await asyncio.sleep(600)
+    await asyncio.sleep(0.3)  # so that others are under way
+    return deed(sample)

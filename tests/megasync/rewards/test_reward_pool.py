@@ -1,0 +1,369 @@
+"""Rewards in processes: results, time limits, deaths, and that nothing is left. Real processes throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given as given_data
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from megasync.config.schema import RolloutConfig
+from megasync.rewards.failure import RewardError, shown
+from megasync.rewards.functions import RewardInput
+from megasync.rewards.pool import RewardPool, Scored, reward_metrics
+from megasync.rewards.wire import Unpacker, pack
+from tests.support.config_files import ROOT
+
+CASES = "tests.megasync.rewards.reward_cases"
+
+
+def given(*responses: str, answer: str = "46", **extra: Any) -> list[RewardInput]:
+    return [RewardInput("12+34=", response, answer, 2, 8, extra, line) for line, response in enumerate(responses, start=1)]
+
+
+def score(reward: str | dict[str, float], *groups: list[RewardInput], **keys: Any) -> list[list[Scored]]:
+    """All groups at once, through a pool of its own, of which nothing is left."""
+
+    async def main() -> list[list[Scored]]:
+        with RewardPool(RolloutConfig(reward=reward, **keys)) as pool:
+            return await asyncio.gather(*map(pool.score_group, groups))
+
+    scored = asyncio.run(main())
+    assert children() == []
+    return scored
+
+
+def totals(*arguments: Any, **keys: Any) -> list[float]:
+    return [one.total for group in score(*arguments, **keys) for one in group]
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Reward processes and what they have started."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            is_ours = "megasync.rewards.program" in command or command == "sleep 600"
+            found += [process.pid] if is_ours and process.status() != psutil.STATUS_ZOMBIE else []
+    return found
+
+
+def failure(reward: str, *samples: RewardInput, **keys: Any) -> str:
+    with pytest.raises(RewardError) as caught:
+        score(reward, list(samples), **keys)
+    assert children() == []
+    return str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------------- results
+
+
+def test_rewards_by_name_and_of_your_own() -> None:
+    assert totals("exact_match", given("46", "47"), given("46 ")) == [1, 0, 1]
+    assert totals(f"{CASES}:length", given("abc", "a")) == [3, 1]
+    assert totals(f"{CASES}:level", given("x", "y", level=5)) == [5.01, 5.02]
+    assert totals(f"{CASES}:with_a_loop_of_its_own", given("abc")) == [3]
+    assert totals(f"{CASES}:gpus", given("x")) == [0]
+
+
+def test_a_function_of_a_list_gets_the_samples_of_one_prompt() -> None:
+    assert totals(f"{CASES}:rank", given("ccc", "a", "bb"), given("x", "")) == [2, 0, 1, 1, 0]
+    assert totals(f"{CASES}:judges", given("ccc", "a", "bb")) == [3, 1, 2]
+    assert [RewardPool(RolloutConfig(reward=f"{CASES}:{name}")).takes_groups for name in ("rank", "length")] == [True, False]
+    assert "returned 2 values, a list of 3 numbers is expected" in failure(f"{CASES}:too_few", *given("a", "b", "c"))
+
+
+def test_several_rewards_with_weights() -> None:
+    reward = {"exact_match": 1.0, f"{CASES}:length": -0.5, f"{CASES}:rank": 0.0, f"{CASES}:judge": 2.0}
+    (group,) = score(reward, given("46", "475"))
+    assert [one.total for one in group] == [1 - 0.5 * 2 + 2 * 2, -0.5 * 3 + 2 * 3]
+    assert group[1].parts == {"exact_match": 0, f"{CASES}:length": 3, f"{CASES}:rank": 1, f"{CASES}:judge": 3}
+    metrics = reward_metrics(group)
+    assert metrics == {
+        "reward/exact_match": 0.5, f"reward/{CASES}:length": 2.5, f"reward/{CASES}:rank": 0.5, f"reward/{CASES}:judge": 2.5,
+        "reward/failures": 0,
+    }  # fmt: skip
+    assert reward_metrics(score("exact_match", given("46"))[0]) == {"reward/failures": 0}
+
+
+def test_async_functions_wait_side_by_side() -> None:
+    assert totals(f"{CASES}:meets_the_others", given(*["abc"] * 200), reward_processes=1, reward_concurrency=200) == [3] * 200
+
+
+def test_plain_functions_run_in_several_processes() -> None:
+    assert len(set(totals(f"{CASES}:process_of", given(*["x"] * 80)))) == 4
+    assert len(set(totals(f"{CASES}:process_of", given(*["x"] * 8), reward_processes=1))) == 1
+
+
+def test_the_loop_is_not_blocked_by_the_math_reward() -> None:
+    """Nor is its own time limit lost, which works in a main thread only."""
+    turns = []
+
+    async def main() -> float:
+        with RewardPool(RolloutConfig(reward="math_verify")) as pool:
+            hard = asyncio.ensure_future(pool.score(given("$9^{9^{9^9}}$")[0]))
+            easy = [one.total for one in await pool.score_group(given(r"\boxed{\frac{92}{2}}", "47"))]
+            assert easy == [1, 0]
+            while not hard.done():
+                await asyncio.sleep(0.01)
+                turns.append(1)
+            return hard.result().total
+
+    assert asyncio.run(main()) == 0
+    assert len(turns) > 50
+
+
+def test_two_thousand_short_rewards() -> None:
+    groups = [given(*["46", "47"] * 4) for _ in range(250)]
+    assert totals("exact_match", *groups, reward_processes=2) == [1, 0] * 1000
+
+
+def test_long_responses() -> None:
+    assert totals(f"{CASES}:length", given("x" * 3_000_000, "y"), given("z" * 100_000)) == [3_000_000, 1, 100_000]
+
+
+def test_a_process_is_ready_soon_and_without_torch() -> None:
+    """In less than half a second of its own time."""
+    heavy = "{'torch', 'ray', 'vllm', 'pydantic', 'numpy'} & set(sys.modules)"
+    code = f"import sys; import megasync.rewards.program; print({heavy})"
+    begin = os.times()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    end = os.times()
+    assert done.stdout.strip() == "set()"
+    assert end.children_user + end.children_system - begin.children_user - begin.children_system < 0.5
+
+
+# -------------------------------------------------------------------------------------------------------- failures
+
+DEAD = "had its process killed by SIG"
+FAILURES = {
+    "raises": ["raised KeyError: 'broken on purpose'", "reward_cases.py", "in raises", "mend the function"],
+    "exits": ["raised SystemExit: 5"],
+    "nan": ["returned nan, a finite number is expected"],
+    "none": ["returned None, a finite number is expected"],
+    "text": ["returned 'high', a finite number is expected"],
+    "hangs": ["took longer than rollout.reward_timeout_seconds = 0.5", "in hangs", "raise rollout.reward_timeout_seconds"],
+    "hangs in C": ["took longer than rollout.reward_timeout_seconds = 0.5", "in hangs_in_c"],
+    "hangs with a child": ["took longer than rollout.reward_timeout_seconds = 0.5", "in hangs_with_a_child"],
+    "is killed": [f"{DEAD}KILL, as the system does when memory runs out"],
+    "crashes": [f"{DEAD}SEGV", "in crashes"],
+    "leaves": ["ended its process with exit code 3"],
+}
+
+
+@pytest.mark.parametrize("deed", FAILURES)
+def test_a_reward_that_fails_stops_with_its_sample(deed: str) -> None:
+    text = failure(f"{CASES}:deed", *given("good", deed, level=2), reward_timeout_seconds=0.5)
+    assert text.startswith(f"the reward {CASES}:deed {FAILURES[deed][0]}"), text
+    for words in (*FAILURES[deed], "data line: 2", "prompt:    '12+34='", f"response:  {deed!r}", "reward_on_failure=zero"):
+        assert words in text, text
+    assert "rewards/program.py" not in text
+
+
+@pytest.mark.parametrize("name", ["deed", "async_deed"])
+def test_or_is_worth_zero_and_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are scored all the same, once more where they were in a process that died."""
+    deeds = [deed for deed in FAILURES if deed != "hangs in C"]
+    deeds += ["nan"] * 2
+    responses = [*deeds, *["good"] * 20] if name == "deed" else ["is killed", "raises", "nan", *["good"] * 20, "waits"]
+    with caplog.at_level(logging.WARNING, logger="megasync.rewards"):
+        (group,) = score(f"{CASES}:{name}", given(*responses), reward_timeout_seconds=1, reward_on_failure="zero")
+    assert [one.total for one in group] == [4 if response == "good" else 0 for response in responses]
+    failed = [one.failures == (f"{CASES}:{name}",) for one in group]
+    assert failed == [response != "good" for response in responses]
+    assert reward_metrics(group) == {"reward/failures": sum(failed)}
+    assert caplog.text.count("worth 0") == sum(failed) - (2 if name == "deed" else 0), "of the five that are no number three"
+    assert ("others of this kind are only counted" in caplog.text) == (name == "deed")
+
+
+@pytest.mark.parametrize(("deed", "words"), {"is killed": f"{DEAD}KILL", "hangs": "took longer than", "waits": "took"}.items())
+def test_of_those_that_share_a_process_the_right_one_is_named(deed: str, words: str) -> None:
+    """`hangs` keeps the event loop of all of them from running."""
+    samples = given(*["good"] * 10, deed, *["fine"] * 10)
+    text = failure(f"{CASES}:async_deed", *samples, reward_timeout_seconds=1, reward_processes=1)
+    assert text.startswith(f"the reward {CASES}:async_deed {words}"), text
+    assert "data line: 11" in text and f"response:  {deed!r}" in text
+
+
+@pytest.mark.parametrize("deed", ["is killed", "hangs"])
+def test_those_behind_a_sample_that_ends_their_process_are_scored_by_another(deed: str) -> None:
+    """Short calls are sent ahead; the limit of each begins when it does."""
+    samples = given(*["good"] * 300, deed, *["fine"] * 300)
+    keys = {"reward_timeout_seconds": 0.5, "reward_processes": 1}
+    assert "data line: 301" in failure(f"{CASES}:deed", *samples, **keys)
+    assert totals(f"{CASES}:deed", samples, reward_on_failure="zero", **keys) == [4] * 300 + [0] + [4] * 300
+
+
+def test_a_sample_is_not_blamed_for_the_time_of_the_one_before_it() -> None:
+    """The second is late, and answers while its process is being ended, which works on the third by then."""
+    keys = {"reward_timeout_seconds": 1, "reward_processes": 1, "reward_on_failure": "zero"}
+    (group,) = score(f"{CASES}:naps", given("0", "1.1", "0.5"), **keys)
+    assert (group[2].total, group[2].failures) == (1, ())
+
+
+def test_a_process_that_dies_between_two_samples_fails_neither() -> None:
+    """It is dead already when it gets the second."""
+
+    async def main() -> float:
+        with RewardPool(RolloutConfig(reward=f"{CASES}:length", reward_processes=1)) as pool:
+            assert (await pool.score(given("abc")[0])).total == 3
+            (pid,) = children()
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not children())
+            return (await pool.score(given("abcd")[0])).total
+
+    assert asyncio.run(main()) == 4
+
+
+def test_what_the_math_reward_cannot_work_out_is_worth_0() -> None:
+    """Even where its process has to be killed, and whatever reward_on_failure says."""
+    (group,) = score("math_verify", given("$9^{9^{9^9}}$", "46"), reward_timeout_seconds=1)
+    assert [(one.total, one.failures) for one in group] == [(0, ("math_verify",)), (1, ())]
+
+
+def test_a_module_that_processes_cannot_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "only_here.py").write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    raise ValueError('not in here')\ndef one(sample):\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = failure("only_here:one", *given("x"), reward_on_failure="zero")
+    assert text.startswith("rollout.reward: a process for rewards") and "not in here" in text
+
+
+def test_where_one_process_starts_it_scores_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "first_only.py").write_text(
+        f"import os, time\nif os.getpid() != {os.getpid()}:\n    os.mkdir({str(tmp_path / 'begun')!r})\n"
+        "def one(sample):\n    time.sleep(0.05)\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="megasync.rewards"):
+        assert totals("first_only:one", given(*["x"] * 80), reward_processes=3) == [1] * 80
+    assert caplog.text.count("FileExistsError") == 2 and "it goes on with 1" in caplog.text
+
+
+@settings(deadline=None, max_examples=50)
+@given_data(st.lists(st.text(max_size=50)), st.lists(st.integers(1, 40), min_size=1))
+def test_messages_come_whole_however_their_bytes_are_cut(texts: list[str], cuts: list[int]) -> None:
+    data, unpacker, found = b"".join(pack((text,)) for text in texts), Unpacker(), []
+    for size in itertools.cycle(cuts):
+        found += unpacker.feed(data[:size])
+        data = data[size:]
+        if not data:
+            break
+    assert found == [(text,) for text in texts]
+
+
+def test_long_texts_are_cut() -> None:
+    text = shown("a" * 5000 + "b" * 5000)
+    assert len(text) < 400 and text.startswith("'aaa") and "bbb'" in text and "10000 characters" in text
+    assert shown("a\nb") == r"'a\nb'"
+
+
+# -------------------------------------------------------------------------------------------------------- the end
+
+
+def test_a_cancelled_sample_makes_room() -> None:
+    async def main() -> float:
+        with RewardPool(RolloutConfig(reward=f"{CASES}:deed", reward_processes=1, reward_timeout_seconds=1)) as pool:
+            waiting = [asyncio.ensure_future(pool.score(one)) for one in given(*["hangs"] * 20)]
+            await asyncio.sleep(0.5)
+            for task in waiting:
+                task.cancel()
+            return (await pool.score(given("good")[0])).total
+
+    assert asyncio.run(main()) == 4
+
+
+def test_close_from_another_thread_ends_what_waits() -> None:
+    caught: list[BaseException] = []
+
+    async def main(pool: RewardPool) -> None:
+        try:
+            await pool.score_group(given(*["hangs"] * 20))
+        except RewardError as error:
+            caught.append(error)
+
+    pool = RewardPool(RolloutConfig(reward=f"{CASES}:deed"))
+    thread = threading.Thread(target=lambda: asyncio.run(main(pool)))
+    thread.start()
+    until(lambda: len(children()) == 4)
+    pool.close()
+    assert children() == []
+    thread.join(10)
+    assert "have been closed" in str(caught[0])
+    pool.close()
+
+
+def test_close_ends_what_no_process_has_yet() -> None:
+    async def main() -> None:
+        with RewardPool(RolloutConfig(reward=f"{CASES}:deed")) as pool:
+            waiting = asyncio.ensure_future(pool.score(given("good")[0]))
+            await asyncio.sleep(0)
+            assert pool.serial.waiting and not pool.serial.processes
+            pool.close()
+            with pytest.raises(RewardError, match="have been closed"):
+                await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys, threading
+from megasync.config.schema import RolloutConfig
+from megasync.rewards.pool import RewardPool
+from tests.megasync.rewards.test_reward_pool import given
+async def main():
+    pool = RewardPool(RolloutConfig(reward="tests.megasync.rewards.reward_cases:deed", reward_processes=3))
+    await pool.score_group(given("good", "good", "good", *sys.argv[1:]))
+thread = threading.Thread(target=asyncio.run, args=(main(),))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started = []
+
+    def start(*deeds: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", PARENT, *deeds], cwd=ROOT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_the_trainer_however_it_dies(kind: signal.Signals, parent: Callable[..., Any]) -> None:
+    process = parent("hangs", "hangs in C", "hangs")
+    until(lambda: len(children(process.pid)) == 3)
+    time.sleep(0.5)
+    ours = children(process.pid)
+    process.send_signal(kind)
+    process.wait()
+    until(lambda: not any(map(psutil.pid_exists, ours)))
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

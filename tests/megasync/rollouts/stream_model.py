@@ -1,0 +1,169 @@
+"""A stream of rollouts in virtual time: the real stream, dispatcher and scheduler beside replicas that are a formula.
+
+A decode step of a replica takes `step_seconds + sample_seconds * samples that run`, and gives each of them a token. Nothing waits
+for real: the event loop's clock goes on to the next timer at once, so that a long run takes a moment and is the same each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from bridge.generation import Collected, Completion, Finished, GroupRequest
+from bridge.messages import NotServingError
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its clock stands still while something runs, and goes on to the next timer when nothing does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        own = cast(Any, self)
+        if not own._ready and own._scheduled:
+            self.now = max(self.now, own._scheduled[0]._when)
+        cast(Any, super())._run_once()
+
+
+@dataclass(order=True)
+class Running:
+    """A sample; `end` is the number of decode steps after which it ends."""
+
+    end: float
+    key: int
+    sample: int
+    length: int = field(compare=False)
+    version: int = field(compare=False)
+    token: int = field(compare=False)  # the first of its prompt, which it repeats
+
+
+@dataclass
+class ModelReplica:
+    """One of them; the steps that it has done are a real number, so that others may come in between."""
+
+    pool: ModelPool
+    steps: float = 0.0
+    last_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    waiting: deque[tuple[GroupRequest, int]] = field(default_factory=deque)
+    running: list[Running] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    asked: Future[Collected] | None = None
+    timer: asyncio.TimerHandle | None = None
+    is_open: bool = True
+
+    @property
+    def seconds_of_a_step(self) -> float:
+        return self.pool.step_seconds + self.pool.sample_seconds * len(self.running)
+
+    def advance(self) -> None:
+        """To the present: who has ended is finished, who waits begins."""
+        now, pool = self.pool.loop.time(), self.pool
+        if self.running:
+            self.steps += (now - self.last_seconds) / self.seconds_of_a_step
+        else:
+            self.idle_seconds += now - self.last_seconds
+        self.last_seconds = now
+        while self.running and self.running[0].end <= self.steps + 1e-6:
+            one = heapq.heappop(self.running)
+            versions = np.full(one.length, one.version, np.int32)
+            versions[-1] = pool.version  # it is held at a sync and goes on
+            empty = np.zeros(one.length, np.float32)
+            tokens = np.full(one.length, one.token, np.int32)
+            self.finished.append(Finished(one.key, one.sample, Completion(tokens, empty, versions, "stop")))
+        while self.waiting and len(self.running) < pool.max_num_seqs:
+            group, sample = self.waiting.popleft()
+            length = pool.length(group, sample)
+            token = group.request.prompt_ids[0]
+            heapq.heappush(self.running, Running(self.steps + length, group.key, sample, length, pool.version, token))
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.running:
+            seconds = max(0.0, self.running[0].end - self.steps) * self.seconds_of_a_step
+            self.timer = pool.loop.call_later(seconds, self.advance)
+        if self.finished:
+            self.answer()
+
+    def answer(self, asked: Future[Collected] | None = None) -> None:
+        """To whoever asked; `asked`: unless that was answered."""
+        if self.asked is not None and not self.asked.done() and asked in (None, self.asked):
+            finished, self.finished = tuple(self.finished), []
+            self.asked.set_result(Collected(finished, 0.0))
+
+
+class ModelPool:
+    """What a stream asks of a ReplicaPool."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        length: Callable[[GroupRequest, int], int],
+        *,
+        max_num_seqs: int = 10**9,
+        step_seconds: float = 1.0,
+        sample_seconds: float = 0.0,
+    ) -> None:
+        self.loop, self.length, self.max_num_seqs = VirtualLoop(), length, max_num_seqs
+        self.step_seconds, self.sample_seconds = step_seconds, sample_seconds
+        self.version = 0
+        self.replicas = {number: ModelReplica(self) for number in range(num_replicas)}
+        self.lost: set[int] = set()
+
+    @property
+    def members(self) -> list[int]:
+        return sorted(self.replicas.keys() - self.lost)
+
+    async def hand_in(self, replica: int, groups: Sequence[GroupRequest]) -> None:
+        chosen = self.replicas[replica]
+        await asyncio.sleep(0)
+        if replica in self.lost:
+            raise RuntimeError("it died")
+        if not chosen.is_open:
+            raise NotServingError("its sync broke off")
+        chosen.waiting.extend((group, sample) for group in groups for sample in group.samples)
+        chosen.advance()
+
+    def collect(self, replica: int, seconds: float) -> Any:
+        chosen, asked = self.replicas[replica], Future[Collected]()
+        chosen.asked = asked
+        if replica in self.lost:
+            asked.set_exception(RuntimeError("it died"))
+        elif chosen.finished:
+            chosen.answer()
+        else:
+            self.loop.call_later(seconds, chosen.answer, asked)
+        return type("Reference", (), {"future": lambda self: asked})()
+
+    def replace(self, replica: int) -> None:
+        """It is there again after the next `sync`."""
+        self.lost.add(replica)
+
+    def kill(self, replica: int) -> None:
+        chosen = self.replicas[replica]
+        self.lost.add(replica)
+        if chosen.timer is not None:
+            chosen.timer.cancel()
+        if chosen.asked is not None and not chosen.asked.done():
+            chosen.asked.set_exception(RuntimeError("it died"))
+
+    def sync(self, version: int) -> None:
+        """All serve `version`, those that were lost too; samples that run go on."""
+        for replica in self.lost:
+            self.replicas[replica] = ModelReplica(self, last_seconds=self.loop.time())
+        self.lost = set()
+        for each in self.replicas.values():
+            each.advance()
+            each.is_open = True
+        self.version = version

@@ -1,0 +1,129 @@
+"""What a resumed run makes of the groups of its checkpoint where data, reward or limits are others than they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.generation import Completion, GenerationRequest
+from megasync.config.schema import RolloutConfig
+from megasync.data.data import Example
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.progress import Progress, SavedGroup, SavedSample
+from megasync.rollouts.requests import request_digest, reward_digest
+from megasync.rollouts.restore import Restored, restore_groups
+from megasync.rewards.pool import RewardPool
+
+STEP = 5
+REQUEST = GenerationRequest((1, 2, 3), 2, 8, seed=4)
+
+
+def sample(index: int, version: int) -> SavedSample:
+    ids, log_probs, versions = np.zeros(3, np.int32), np.zeros(3, np.float32), np.full(3, version, np.int32)
+    return SavedSample(index, Completion(ids, log_probs, versions, "stop"), 1.0)
+
+
+def saved(*versions: int) -> Progress:
+    """Groups of two samples whose tokens are of these versions; their digests are their ordinals."""
+    groups = [SavedGroup(key, (sample(0, version), sample(1, version)), key, key) for key, version in enumerate(versions)]
+    return Progress(40, len(versions), None, tuple(groups))
+
+
+def restored(
+    progress: Progress, staleness: int, batch_size: int, digests: Callable[[int], tuple[int, int]] | None = None
+) -> Restored:
+    settings = StreamSettings(staleness, batch_size, 20, None, 1.0, 1.0)
+    return restore_groups(progress, STEP, settings, lambda key: Group(key, REQUEST, *(digests(key) if digests else (key, key))))
+
+
+def keys(found: Restored) -> list[int]:
+    return [group.key for group in found.groups]
+
+
+def test_under_the_same_config_all_go_on_and_nothing_is_said() -> None:
+    found = restored(saved(4, 4, 5, 5), 1, 2)
+    assert (keys(found), found.anew, found.notes) == ([0, 1, 2, 3], [], [])
+    assert all(group.is_done for group in found.groups)
+
+
+def test_what_is_asked_otherwise_begins_anew_and_what_is_scored_otherwise_is_scored_anew() -> None:
+    found = restored(saved(4, 4, 5, 5), 1, 2, lambda key: (key + (key == 1), key + (key >= 2)))
+    assert (keys(found), found.anew) == ([0, 2, 3], [1])
+    assert [group.rewards for group in found.groups] == [[1.0, 1.0], [None, None], [None, None]]
+    told = (
+        "of 4 prompts that had begun and were not trained 1 begin anew, since their prompt or how it is sampled has changed; "
+        "2 are scored anew, since their answer or rollout.reward has changed"
+    )
+    assert found.notes == [told]
+
+
+@pytest.mark.parametrize(
+    ("versions", "staleness", "batch_size", "kept"),
+    [
+        ([4, 4, 5, 5], 1, 1, [0, 2]),  # with smaller batches no step has room for the others
+        ([3, 4, 5, 5], 1, 2, [1, 2, 3]),  # with less staleness the first is too old
+        ([3, 4, 5, 5], 0, 1, [2]),
+        ([4, 4, 4, 5], 1, 2, [0, 1, 3]),
+        ([4, 4, 5, 5], 8, 8, [0, 1, 2, 3]),
+    ],
+)
+def test_what_no_step_could_train_in_time_begins_anew(
+    versions: list[int], staleness: int, batch_size: int, kept: list[int]
+) -> None:
+    found = restored(saved(*versions), staleness, batch_size)
+    assert keys(found) == kept and sorted([*kept, *found.anew]) == list(range(4))
+    late = len(found.anew)
+    limits = f"rollout.max_staleness={staleness}, data.batch_size={batch_size} and run.steps=20"
+    told = f"of 4 prompts that had begun and were not trained {late} begin anew, since with {limits} no step"
+    told += " could train them in time"
+    assert found.notes == ([told] if late else [])
+
+
+def test_a_group_without_samples_begins_anew_without_a_word() -> None:
+    found = restored(Progress(0, 1, None, (SavedGroup(0),)), 1, 1, lambda key: (7, 7))
+    assert (found.groups, found.anew, found.notes) == ([], [0], [])
+
+
+def test_a_sample_without_a_reward_has_none_afterwards() -> None:
+    group = SavedGroup(0, (replace(sample(0, 5), reward=math.nan),))
+    (found,) = restored(Progress(0, 1, None, (group,)), 1, 1).groups
+    assert found.rewards == [None, None] and found.missing == (1,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_ids": (1, 2, 4)}, {"max_new_tokens": 9}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 1}, {"min_p": 0.1},
+        {"stop": ("x",)}, {"stop_token_ids": (2,)},
+    ],
+)  # fmt: skip
+def test_a_response_depends_on_its_prompt_and_on_how_it_is_sampled(change: dict[str, Any]) -> None:
+    own = request_digest(REQUEST, returns_experts=False)
+    assert request_digest(replace(REQUEST, **change), returns_experts=False) != own
+    assert request_digest(REQUEST, returns_experts=True) != own
+    assert request_digest(replace(REQUEST, seed=5, num_samples=3), returns_experts=False) == own, "other samples of the same"
+
+
+def test_a_reward_depends_on_names_weights_source_and_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "reward_of_a_test.py"
+    source.write_text("def one(sample):\n    return 1.0\n\n\ndef together(samples: list):\n    return [1.0] * len(samples)\n")
+    example = Example("1+1=", "2", 1, extra={"kind": "sum"})
+
+    def digest(reward: str | dict[str, float], of: Example = example, num_samples: int = 2) -> int:
+        with RewardPool(RolloutConfig(reward=reward)) as pool:
+            return reward_digest(of, pool, num_samples)
+
+    one, together = "reward_of_a_test:one", "reward_of_a_test:together"
+    others = [replace(example, answer="3"), replace(example, extra={}), replace(example, line=2), replace(example, prompt="x")]
+    found = [digest(one), digest(together), digest("exact_match"), digest({one: 2.0}), *(digest(one, other) for other in others)]
+    assert digest(one) == found[0] and digest(one, num_samples=3) == found[0]
+    assert digest(together, num_samples=3) != found[1]
+    source.write_text(source.read_text().replace("1.0", "2.0"))
+    assert len({*found, digest(one)}) == len(found) + 1

@@ -1,0 +1,63 @@
+"""The stream of rollouts beside a pool whose answers come when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from bridge.generation import Collected
+from megasync.rollouts.group import StreamSettings
+from megasync.rollouts.stream import RolloutStream
+
+SETTINGS = StreamSettings(max_staleness=0, batch_size=1, num_steps=1, slots=1, expected_tokens=1.0, answer_seconds=300.0)
+
+
+class AskedPool:
+    """Of one replica, which owes an answer."""
+
+    members = (0,)
+
+    def __init__(self) -> None:
+        self.asked: list[Future[Collected]] = []
+        self.is_asked = threading.Event()
+
+    def collect(self, replica: int, seconds: float) -> Any:
+        self.asked.append(Future())
+        self.is_asked.set()
+        return SimpleNamespace(future=lambda answer=self.asked[-1]: answer)
+
+
+def test_a_stream_ends_although_an_answer_comes_at_that_moment() -> None:
+    """The answer is there when the task that waits for it is cancelled, and has not gone on yet."""
+    pool = AskedPool()
+    stream = RolloutStream(cast(Any, pool), SETTINGS, cast(Any, None), cast(Any, None), print)
+    stream.serve(0)
+    assert pool.is_asked.wait(10)
+    cancel = stream._cancel
+
+    async def answer_and_cancel() -> None:
+        pool.asked[0].set_result(Collected((), 0.0))
+        await asyncio.sleep(0)  # the task's future has the result now
+        await cancel()
+        assert not stream._tasks
+
+    stream._cancel = answer_and_cancel  # type: ignore[method-assign]
+    stream.close()
+    assert len(pool.asked) == 1
+
+
+def test_a_step_for_which_nothing_runs_is_told_with_its_numbers() -> None:
+    """No group was ever admitted."""
+    stream = RolloutStream(cast(Any, AskedPool()), SETTINGS, cast(Any, None), cast(Any, None), print)
+    try:
+        stream.serve(0)
+        told = "step 0 waits for a batch, and nothing runs.*not trained: none; discarded: 0; .*data.batch_size=1, rollout.max_st"
+        with pytest.raises(RuntimeError, match=told):
+            stream.take(0)
+    finally:
+        stream.close()

@@ -1,0 +1,45 @@
+"""What the canary scores, and what it says. That it finds a damaged weight is in tests/runs/test_sync_trainer.py.
+
+python -m pytest tests/megasync/run/test_canary.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.run.canary import mean_gap, probe_sequences, read_back_difference
+
+PROMPTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
+
+
+@given(PROMPTS, st.integers(1, 5), st.integers(2, 20))
+def test_sequences_are_cut_from_the_prompts_in_their_order(prompts: list[list[int]], number: int, length: int) -> None:
+    tokens = [token for ids in prompts for token in ids]
+    found = probe_sequences(prompts, number, length)
+    assert [len(ids) for ids in found] == [length] * number
+    assert [token for ids in found for token in ids] == [tokens[place % len(tokens)] for place in range(number * length)]
+
+
+def test_one_token_has_nothing_to_score() -> None:
+    assert probe_sequences([[5]], 4, 1) == []
+
+
+def test_the_gap_is_over_tokens_and_is_no_number_where_a_score_is_none() -> None:
+    own = [np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)]
+    others = [np.array([-1.5, -2.0], np.float32), np.array([-4.0], np.float32)]
+    assert mean_gap(own, others) == 0.5
+    assert math.isnan(mean_gap(own, [others[0], np.array([np.nan], np.float32)]))
+
+
+def test_the_first_layer_is_named() -> None:
+    names = ["model.layers.11.mlp.experts.3.up_proj.weight", "model.layers.12.mlp.gate.weight"]
+    assert "is model.layers.11, in model.layers.11.mlp.experts.3" in read_back_difference(names, "")
+    adapter = "base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"
+    assert "is base_model.model.model.layers.2, in" in read_back_difference([adapter], "")
+    assert "is model.embed_tokens, in" in read_back_difference(["model.embed_tokens.weight"], "")
+    assert "it holds what was sent" in read_back_difference([], "")
+    assert "could not be read back: dead" in read_back_difference([], "dead")

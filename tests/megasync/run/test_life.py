@@ -1,0 +1,169 @@
+"""The life of a run: alone in its folder, ended with its launcher in any way, with last words that say how to go on.
+
+    python -m pytest tests/megasync/run/test_life.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasync.config.errors import ConfigError
+from megasync.config.files import lock
+from megasync.launch.processes import run_and_leave
+from megasync.quickstart import MARKER, prepare_folder
+from tests.runs.train_cases import TORCHRUN, endless_run, environment, launch, left_running, metrics, train, write_config
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def sft_config(folder: Path, **checkpoint: Any) -> Path:
+    """Of a run without replicas."""
+    algorithm, every_step = {"name": "sft", "num_minibatches": 1}, {"every_steps": 1, "keep": 2, **checkpoint}
+    return write_config(folder, engine={"wrap": "ddp"}, algorithm=algorithm, checkpoint=every_step)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Alone in its folder.
+
+
+def test_a_second_start_is_refused_and_a_rank_that_is_killed_is_told_last(tmp_path: Path) -> None:
+    config = sft_config(tmp_path)
+    with endless_run(TORCHRUN, config, "--nproc", "1") as run:
+        run.wait_for(2)
+        (rank,) = run.ranks()
+        done = launch(config, "run.steps=100000", "checkpoint.resume=never", ranks=1)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.stderr.splitlines()[0] == f"{run.folder}: a run is going on in this folder"
+        assert f"process {rank.pid} on {socket.gethostname()}" in done.stderr and "run.name=NAME" in done.stderr
+        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 6, done.stderr
+        assert not run.folder.with_name("run.1").exists(), "nothing was moved aside"
+        run.wait_for(len(metrics(run.folder)) + 1)
+        rank.kill()
+    steps = [line["step"] for line in metrics(run.folder)]
+    assert steps == list(range(len(steps)))
+    cause, newest, command = run.said.read_text().splitlines()[-3:]
+    assert cause == "rank 0 was ended by SIGKILL"
+    checkpoint = max((run.folder / "checkpoints").glob("step_*"))
+    assert newest == f"newest checkpoint: {checkpoint}"
+    assert command == f"go on from it: {TORCHRUN[0]} {config} run.steps=100000 --nproc 1"
+
+
+HOLD = """
+import os, subprocess, sys, time
+from pathlib import Path
+from megasync.config.files import lock
+lock(Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(600)
+child = subprocess.Popen(["sleep", "600"], close_fds=False)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_children_that_live_on_do_not_hold_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        with pytest.raises(ConfigError, match=f"held by: +process {holder.pid} on {socket.gethostname()}"):
+            lock(folder)
+        holder.kill()
+        holder.wait()
+        descriptor = lock(folder)
+        assert descriptor is not None
+        os.close(descriptor)
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_a_quickstart_deletes_nothing_of_a_run_that_is_going_on(tmp_path: Path) -> None:
+    folder = tmp_path / "quickstart"
+    (folder / "rl").mkdir(parents=True)
+    (folder / MARKER).touch()
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder / "rl")], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        with pytest.raises(ConfigError, match="rl: a run is going on in this folder"):
+            prepare_folder(folder, ["sft", "rl"])
+        assert (folder / "rl").is_dir()
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+    prepare_folder(folder, ["sft", "rl"])
+    assert not (folder / "rl").exists()
+
+
+# Done.
+
+
+def test_a_run_that_is_done_says_so_and_starts_nothing(tmp_path: Path) -> None:
+    config = sft_config(tmp_path)
+    assert train(config, "run.steps=2", ranks=1)[0] == 0
+    folder = tmp_path / "runs" / "run"
+    before = content(folder)
+    code, said = train(config, "run.steps=2", ranks=1)
+    assert (code, said) == (0, f"{folder}: all 2 steps are done; for more of them write run.steps=NUMBER\n")
+    assert content(folder) == before
+    (folder / "summary.json").unlink()
+    assert train(config, "run.steps=2", ranks=1)[0] == 0
+    assert (folder / "summary.json").exists(), "a run that was killed while it ended comes to its end"
+    assert train(config, "run.steps=3", ranks=1)[0] == 0 and len(metrics(folder)) == 3
+
+
+# Failed.
+
+
+def test_the_last_words_are_the_error_the_checkpoint_and_the_command(tmp_path: Path) -> None:
+    config = sft_config(tmp_path, resume="never")
+    overrides = ["engine.optimizer.learning_rate=1e30", "engine.optimizer.clip_grad_norm=0.0", "run.steps=20"]
+    done = launch(config, *overrides, ranks=1)
+    assert done.returncode == 1, done.stderr
+    cause, newest, command = done.stderr.splitlines()[-3:]
+    assert cause.startswith("rank 0 failed: NonFiniteError: ") and "is not finite" in cause
+    assert newest.startswith(f"newest checkpoint: {tmp_path}/runs/run/checkpoints/step_0000000")
+    assert command == f"go on from it: {TORCHRUN[0]} {config} {' '.join(overrides)} --nproc 1 checkpoint.resume=auto"
+    assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr
+
+
+# Ended with its launcher.
+
+
+def deaf(_: Sequence[str]) -> int:
+    """A rank: rank 1 waits for rank 0 in a collective, where no handler of a signal runs; rank 0 never comes."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    print("there", flush=True)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    dist.barrier()
+    return 0
+
+
+def test_ranks_that_hear_nothing_end_with_their_launcher(tmp_path: Path) -> None:
+    own = environment(write_config(tmp_path), MEGASYNC_TEST_MARKER=tmp_path.name)
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", "tests.megasync.run.test_life"]
+    with subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["there\n"] * 2
+        launcher.kill()
+        assert left_running(tmp_path.name) == []
+
+
+if __name__ == "__main__":
+    run_and_leave(deaf)

@@ -1,0 +1,126 @@
+"""A run's checkpoint becomes a Hugging Face folder: which one, whole or not at all, and what errors say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megasync import export as exporting
+from megasync.config.errors import ConfigError
+from megasync.export import export, main
+from tests.support.tiny_models import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 10 and 20 with different weights, one that was cut off, one that is no checkpoint."""
+    folder = tmp_path_factory.mktemp("my runs") / "rl"
+    for step in (10, 20):
+        checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+        write_tiny_model(checkpoint / "hf", "qwen3", tied=True, seed=step)
+        torch.save({}, checkpoint / "rank_00000.pt")
+    write_tiny_model(folder / "checkpoints" / ".partial_step_00000030" / "hf", "qwen3", seed=30)
+    (folder / "checkpoints" / "step_by_step").mkdir()
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(left: Path, right: Path) -> bool:
+    a, b = weights(left), weights(right)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_newest_checkpoint_becomes_a_folder_that_transformers_loads(run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "er" / "model"
+    assert main([str(run), "--to", str(target)]) == 0
+    source = run / "checkpoints" / "step_00000020" / "hf"
+    assert {p.name for p in target.iterdir()} == {p.name for p in source.iterdir()}
+    assert [p.name for p in target.parent.iterdir()] == ["model"]
+    expected = AutoModelForCausalLM.from_pretrained(source)(torch.tensor([[5, 6, 7]])).logits
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(target)(torch.tensor([[5, 6, 7]])).logits, expected)
+    assert AutoTokenizer.from_pretrained(target).decode([5, 6, 7]) == '"#$'
+
+
+def test_a_step_can_be_chosen(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(run, tmp_path / "old", step=10) == run / "checkpoints" / "step_00000010" / "hf"
+    assert same(tmp_path / "old", run / "checkpoints" / "step_00000010" / "hf")
+    text = complaint(capsys, run, "--to", tmp_path / "new", "--step", "30")
+    assert "no checkpoint of step 30" in text
+    assert "10, 20" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_checkpoints_the_exported_folder_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "sft"
+    (run / "checkpoints").mkdir(parents=True)
+    assert "run.export_hf=true" in complaint(capsys, run, "--to", tmp_path / "model")
+    write_tiny_model(run / "hf", "llama")
+    assert "steps:  none" in complaint(capsys, run, "--to", tmp_path / "model", "--step", "1")
+    assert export(run, tmp_path / "model") == run / "hf"
+    assert same(run / "hf", tmp_path / "model")
+
+
+def test_an_unknown_run_is_named_with_the_nearest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = complaint(capsys, run.parent / "rl2", "--to", "anywhere")
+    assert "no such run folder" in text
+    assert str(run) in text
+
+
+def test_only_an_empty_target_is_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, full, file = tmp_path / "empty", tmp_path / "full", tmp_path / "file"
+    empty.mkdir()
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    file.write_text("mine")
+    export(run, empty)
+    assert same(empty, run / "checkpoints" / "step_00000020" / "hf")
+    assert "is not empty" in complaint(capsys, run, "--to", full)
+    assert "is a file" in complaint(capsys, run, "--to", file)
+    assert [p.name for p in full.iterdir()] == ["mine.txt"]
+
+
+def test_a_cut_off_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_model(tmp_path / "run" / "checkpoints" / "step_00000001" / "hf")
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 4)
+    text = complaint(capsys, tmp_path / "run", "--to", tmp_path / "model")
+    assert "cut off, or not a safetensors file" in text
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting.shutil, "copyfile", full_disk)
+    with pytest.raises(ConfigError, match="No space left"):
+        export(run, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    script = "import sys; from megasync.export import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", script, str(run), "--to", str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "MiB" in done.stdout

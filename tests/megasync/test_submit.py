@@ -1,0 +1,234 @@
+"""Real Ray clusters of this machine, real jobs, real actors: exit codes, errors and what is left behind.
+
+The trainer's place is taken by tests/megasync/rank_program.py, so that only submission is tested here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from megasync.config.schema import Config, RolloutConfig
+from megasync.config.errors import ConfigError
+from megasync.launch.num_ranks import default_num_ranks
+from megasync.launch.ray_cluster import local_cluster
+from megasync.submit import absolute_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ["--program", "tests.megasync.rank_program:main"]
+# A cluster starts `python` for a job: here the one with the packages. The tests can be imported in every process.
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def submit(*arguments: str, cwd: Path = ROOT, environment: dict[str, str] = ENVIRONMENT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megasync.submit", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    token: dict[str, str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "a config.yaml"
+    path.write_text("run: {steps: 1}\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Somebody's cluster, and what its owner lets us in with."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            patch.setenv(name, "")  # so that leaving the context takes out what the cluster sets
+        with local_cluster(num_cpus=4) as address:
+            yield Cluster(address, {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")})
+
+
+def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus(config: str, tmp_path: Path) -> None:
+    """Ray is told of GPUs that are not there: it deals them out all the same."""
+    gpus = {"CUDA_VISIBLE_DEVICES": "4,6", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
+    overrides = ["run.name=devices", "rollout.placement=colocated", "rollout.replicas=2"]
+    done = submit(config, *overrides, "--num-ranks", "2", *PROGRAM, environment=ENVIRONMENT | gpus, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} counts 2 ranks, local {rank}" in done.stdout
+    told = re.findall(r"(rank|replica) (\d) is on (\S+)", done.stdout)
+    ranks, replicas = ({number: gpu for who, number, gpu in told if who == kind} for kind in ("rank", "replica"))
+    assert sorted(ranks.values()) == ["4", "6"], done.stdout
+    assert replicas == ranks, done.stdout
+    assert "0 GPUs of 2 are for replicas of their own" in done.stdout
+
+
+def test_interrupted_leaves_no_process(config: str) -> None:
+    """Two at once, each with a cluster of its own: nearly all of it is waiting."""
+    command = [sys.executable, "-m", "megasync.submit", config, "run.name=hang", *PROGRAM]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = {kind: subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **options) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for kind, process in running.items():
+            lines = list(itertools.takewhile(lambda line: "counts 2 ranks" not in line, process.stdout))
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) > 5, "".join(lines)
+            process.send_signal(kind)
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 130, output
+            _, alive = psutil.wait_procs(family, timeout=10)
+            assert not alive
+    finally:
+        for process in running.values():
+            process.kill()  # its cluster ends with it
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["engine.wrap=fsdp2"], ["engine.wrap", "fsdp2", "ddp"]),
+        (["--num-ranks", "0"], ["--num-ranks 0"]),
+        (["--no-wait"], ["--no-wait needs --address"]),
+        (["--address", "http://127.0.0.1:1"], ["--num-ranks"]),
+        (["--address", "http://127.0.0.1:1", "--num-ranks", "2"], ["the cluster would not see this config"]),
+    ],
+)
+def test_wrong_commands_start_nothing(config: str, arguments: list[str], words: list[str]) -> None:
+    done = submit(config, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_cluster_at_the_address() -> None:
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    done = submit(str(path), "--address", "http://127.0.0.1:1", "--num-ranks", "2", *PROGRAM)
+    assert done.returncode == 1
+    assert "--address http://127.0.0.1:1: no job server answers there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "adapter", "a.jsonl", "held_out"):
+        (tmp_path / name).mkdir()
+    data = {"train": "a.jsonl", "eval": {"math": {"path": "held_out"}}}
+    adapter = {"lora": {"rank": 8, "adapter_path": "adapter"}}
+    config = Config.model_validate({"model": {"path": "model"}, "engine": adapter, "data": data})
+    found = absolute_paths(config)
+    keys = {"run.dir": "runs", "model.path": "model", "engine.lora.adapter_path": "adapter", "data.train": "a.jsonl"}
+    assert found == [f'{key}="{tmp_path / name}"' for key, name in {**keys, "data.eval.math.path": "held_out"}.items()]
+
+
+def test_default_num_ranks_leaves_the_trainer_a_gpu() -> None:
+    config = Config(rollout=RolloutConfig(replicas=2, tensor_parallel=2))
+    with pytest.raises(ConfigError, match=r"rollout\.replicas"):
+        default_num_ranks(config, gpus=4)
+    sharing = Config(rollout=RolloutConfig(placement="colocated", replicas=2, tensor_parallel=2))
+    assert default_num_ranks(sharing, gpus=4) == 4
+
+
+# Somebody's cluster, started here, where nothing else runs beside it.
+
+
+@pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
+def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str) -> None:
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    arguments = [str(path), f"run.name={what}", "--num-ranks", "2", "--address", cluster.address, *PROGRAM]
+    done = submit(*arguments, environment=ENVIRONMENT | cluster.token)
+    expected = {
+        "succeed": (0, "rank 1 counts 2 ranks"),
+        "raise": (1, "ValueError: broken on purpose"),
+        "die": (1, "trainer rank 1 failed:\nThe actor "),
+        "code": (7, "rank 1 says why"),
+    }
+    code, message = expected[what]
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stdout
+
+
+def test_cluster_that_refuses_the_token(cluster: Cluster) -> None:
+    stranger = ENVIRONMENT | cluster.token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    done = submit(str(path), "--address", cluster.address, "--num-ranks", "2", *PROGRAM, environment=stranger)
+    assert done.returncode == 1
+    assert f"{cluster.address}: the cluster refuses this user" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def cut(address: str) -> Iterator[tuple[str, Any]]:
+    """Another address of a server, and what cuts all connections through it."""
+    target = ("127.0.0.1", int(address.rpartition(":")[2]))
+    ends: list[socket.socket] = []
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                pair = [listener.accept()[0], socket.create_connection(target)]
+                ends.extend(pair)
+                for source, sink in (pair, pair[::-1]):
+                    threading.Thread(target=pump, args=(source, sink), daemon=True).start()
+
+    def cut_all() -> None:
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends.append(listener)
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", cut_all
+
+
+def test_a_lost_connection_is_no_end_of_the_job_and_a_killed_driver_is_one_of_its_ranks(cluster: Cluster) -> None:
+    path = ROOT / "tests" / "data" / "submit.yaml"
+    with cut(cluster.address) as (address, cut_all):
+        command = [sys.executable, "-m", "megasync.submit", str(path), "run.name=hang", "--num-ranks", "2", "--address", address]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+        with subprocess.Popen([*command, *PROGRAM], env=ENVIRONMENT | cluster.token, **options) as process:
+            assert process.stdout is not None
+            lines = list(itertools.takewhile(lambda line: "counts 2 ranks" not in line, process.stdout))
+            cut_all()
+            output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    (job,) = {word for line in lines if "submitted" in line for word in line.split() if word.startswith("raysubmit_")}
+    assert "the connection is lost" in output and f"{job} may go on; follow it with: ray job logs" in output, output
+    assert "no job server" not in output and "go on from it" not in output
+    family = psutil.Process().children(recursive=True)
+    ranks = [each for each in family if each.name().startswith("ray::TrainerRan")]
+    (driver,) = (each for each in family if "megasync.launch.driver" in each.cmdline())
+    assert len(ranks) == 2
+    driver.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert alive == []
