@@ -1,0 +1,328 @@
+"""Faults: the cases, what is found wrong, and runs of them; who is silent; what becomes of a rank that is stopped.
+
+All 41 runs of the table take an hour on two cores; MEGASYNC_FAULTS chooses cases by names or parts of names:
+
+    python -m pytest tests/runs/test_faults.py
+    MEGASYNC_FAULTS=all python -m pytest tests/runs/test_faults.py -k survives -s
+    MEGASYNC_FAULTS=pausing,rank0 python -m pytest tests/runs/test_faults.py -k survives -s
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.config import ReplicaConfig
+from bridge.replicas.actors import ReplicaActor, ReplicaActors, TooFewReplicasError
+from bridge.replicas.answers import no_answer
+from bridge.transport.channel import open_store
+from megasync.config.load import load_config
+from megasync.run.heartbeat import Heartbeat, LastSeen, watched_ranks
+from megasync.rollouts.progress import load_progress
+from tests.faults import judge
+from tests.faults.cases import PHASES, SIGNALS, UNDISTURBED, Case, all_cases, chosen_cases
+from tests.faults.run import prepare, problems, run_one
+from tests.faults.watch import Watched
+from tests.support.ranks import ROOT, run_ranks
+from tests.runs.train_cases import write_config
+
+TABLE = all_cases(num_points=20, num_steps=24, num_ranks=2, seed=0)
+CHOSEN = [name for name in os.environ.get("MEGASYNC_FAULTS", "").split(",") if name]
+EXPECTED = judge.Expected(num_steps=2, batch_size=2, max_staleness=1, num_replicas=2)
+
+
+# Cases.
+
+
+def test_the_table_has_each_phase_each_signal_and_ranks_in_turns() -> None:
+    cases = all_cases(20, 6, 3, seed=0)
+    replicas = [case for case in cases if case.kind == "replica"]
+    assert {(case.phase, case.signal) for case in replicas} == {(phase, kind) for phase in PHASES for kind in SIGNALS}
+    ranks = [case for case in cases if case.kind == "rank"]
+    assert [case.number == 0 for case in ranks] == [True, False] * 10
+    assert {(case.number > 0, case.signal) for case in ranks} == {(other, kind) for other in (True, False) for kind in SIGNALS}
+    assert all(-1 <= case.step < 6 and 0 <= case.offset < 1 for case in ranks)
+    assert len({case.name for case in cases}) == len(cases)
+    assert [case.name for case in chosen_cases(cases, ["rank0-00", "pausing-core-SIGSTOP"])] == [
+        "replica-pausing-core-SIGSTOP", "rank0-00-SIGKILL"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="pausng is no case"):
+        chosen_cases(cases, ["pausng"])
+    assert chosen_cases(cases, ["all"]) == cases
+    assert Case.from_json(cases[-1].to_json()) == cases[-1]
+
+
+# What is found wrong.
+
+
+def line(step: int, ordinal: int, *versions: int) -> dict[str, object]:
+    samples = [{"tokens": [5] * len(versions), "log_probs": [-1.0] * len(versions), "versions": list(versions)}]
+    return {"step": step, "ordinal": ordinal, "prompt": [1, 2], "samples": samples}
+
+
+WHOLE = [line(0, 0, 0, 0), line(0, 2, 0), line(1, 1, 0, 1, 1), line(1, 3, 1)]
+
+
+def test_a_run_that_is_right_has_no_problem() -> None:
+    assert judge.find_untrained(WHOLE, EXPECTED) == []
+    assert judge.find_wrong_versions(WHOLE, 1) == []
+    assert judge.largest_gap(WHOLE, lambda version, text: [-1.0] * (len(text) - 1)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problems"),
+    [
+        (WHOLE[:3], ["prompt 3 was never trained", "step 1 has 1 prompts"]),
+        ([*WHOLE[:3], line(1, 2, 1)], ["prompt 3 was never trained", "prompt 2 was trained 2 times"]),
+        ([*WHOLE, line(1, 4, 1)], ["prompt 4 is beyond the run", "step 1 has 3 prompts"]),
+    ],
+)
+def test_prompts_that_are_lost_or_trained_twice_are_found(lines, problems) -> None:
+    assert judge.find_untrained(lines, EXPECTED) == problems
+
+
+def test_a_start_takes_back_the_steps_that_it_does_again() -> None:
+    notes = [{"begin": 0}, line(0, 0), line(0, 2), line(1, 1), {"begin": 2}, line(1, 3), line(1, 1)]
+    assert [each["ordinal"] for each in judge.trained_lines(notes, batch_size=2)] == [0, 2, 3, 1]
+
+
+def test_versions_that_go_back_or_do_not_fit_are_found() -> None:
+    found = judge.find_wrong_versions([line(1, 0, 1, 0), line(2, 1, 0), line(2, 2, 3)], max_staleness=1)
+    assert [text.partition(": ")[2] for text in found] == [
+        "versions go back within a sample: [1, 0]", "versions 0 to 0", "versions 3 to 3"
+    ]  # fmt: skip
+    commits = [{"replica": 0, "pid": 7, "version": version} for version in (0, 1, 1, 0)]
+    commits.append({"replica": 0, "pid": 8, "version": 1})
+    assert judge.find_steps_back(commits) == ["replica 0 went from version 1 to 0"]
+
+
+def test_a_token_of_other_weights_and_a_restart_of_a_healthy_replica_are_found() -> None:
+    own, other = judge.largest_gap(WHOLE, lambda version, text: [-1.0 - version] * (len(text) - 1))
+    assert (own, other) == (1.0, 0.0)
+    starts = [{"replica": replica} for replica in (0, 1, 0, 1)]
+    case = Case("a", "replica", number=1)
+    assert judge.count_starts(starts, case, EXPECTED)[1] == ["replica 0, which was not signalled, was started 2 times"]
+    assert judge.count_starts(starts, Case("b", "rank"), EXPECTED) == ({0: 2, 1: 2}, [])
+
+
+# Who is silent.
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.1, 4.9), st.sets(st.integers(0, 3))), max_size=40))
+def test_silent_is_who_has_not_counted_up_for_the_limit(looks) -> None:
+    """The looker comes by at least every 4.9 of 10 seconds, and each time some of four have counted up."""
+    seen, now = LastSeen(range(4), 10.0, 0.0), 0.0
+    counts, last = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0.0)
+    for place, (seconds, active) in enumerate(looks):
+        now += seconds
+        for rank in active | (set(range(4)) if place == 0 else set()):
+            counts[rank], last[rank] = counts[rank] + 1, now
+        assert seen.look(dict(counts), now) == [rank for rank in range(4) if now - last[rank] > 10]
+
+
+def test_who_was_held_up_itself_blames_nobody() -> None:
+    seen = LastSeen([1, 2], 10.0, 0.0)
+    assert seen.look({}, 4.0) == seen.look({}, 8.0) == seen.look({}, 12.0) == [], "they were never there"
+    assert seen.look({1: 5, 2: 5}, 13.0) == []
+    assert seen.look({1: 5, 2: 5}, 60.0) == []
+    assert seen.look({1: 6, 2: 5}, 64.0) == []
+    assert seen.look({1: 7, 2: 5}, 68.0) == []
+    seen.forget(1)
+    assert seen.look({2: 5}, 71.0) == [2]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 9, 200])
+def test_each_rank_is_watched_by_others(world_size) -> None:
+    watched = [watched_ranks(rank, world_size) for rank in range(world_size)]
+    assert all(rank not in own and len(own) <= 9 for rank, own in enumerate(watched))
+    watchers = [sum(rank in own for own in watched) for rank in range(world_size)]
+    assert min(watchers) >= min(7, world_size - 1)
+
+
+def test_messages_name_who_is_waited_for() -> None:
+    assert no_answer([1], "pause", 6.0) == "replica 1 gave no answer for 6 s to pause"
+    assert no_answer([0, 2], "commit of version 3", 0.5) == "replicas 0, 2 gave no answer for 0.5 s to commit of version 3"
+
+
+# Replicas that do not come back.
+
+
+class Unstartable(ReplicaActors):
+    """Of which no start works before the one of that number."""
+
+    def __init__(self, works_at: int) -> None:
+        super().__init__(ReplicaConfig("nowhere"), 2)
+        self.works_at, self.num_launches = works_at, 0
+        self._actors = {0: ReplicaActor(None), 1: ReplicaActor(None)}
+
+    def _launch(self, replicas, *, serves_folder: bool) -> dict[int, ReplicaActor]:
+        self.num_launches += 1
+        if self.num_launches < self.works_at:
+            raise RuntimeError(f"no memory at start {self.num_launches}")
+        return {replica: ReplicaActor(None) for replica in replicas}
+
+    def _end(self, actors, seconds: float = 0.0) -> None:
+        """There is no Ray."""
+
+
+def test_a_start_that_fails_is_tried_again_and_told() -> None:
+    actors = Unstartable(works_at=3)
+    actors.replace(1)
+    assert actors.rejoin(2, 30.0) and actors.members == [0, 1]
+    told = actors.take_start_problems()
+    assert [text.partition(";")[0] for text in told] == [f"replica 1 did not start, attempt {n} of 3" for n in (1, 2)]
+    assert told[0].endswith("it is tried again: no memory at start 1") and actors.take_start_problems() == []
+
+
+def test_a_replica_that_never_starts_is_given_up() -> None:
+    actors = Unstartable(works_at=99)
+    actors.replace(1)
+    with pytest.raises(TooFewReplicasError, match="1 of 2 replicas run, 2 are needed; replica 1: no memory at start 3"):
+        actors.rejoin(2, 30.0)
+    assert actors.num_launches == 3 and "the run goes on without it" in actors.take_start_problems()[-1]
+    assert actors.rejoin(1, 0.0) and actors.members == [0]
+
+
+def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
+    """A session whose replicas are all gone after its first step: what it raises, its last checkpoint, the lines of its log."""
+    from bridge.replicas.pool import ReplicaPool
+    from megasync.run import weights
+    from megasync.config.files import METRICS_FILE
+    from megasync.run.rank_zero import TooFewReplicasError
+    from megasync.run.session import Session
+
+    config = load_config(path)
+    session = Session(config, None)
+    try:
+        pool = session.weights.pool = ReplicaPool(weights.replica_config(config), 1)
+        session.weights.publisher = weights.build_publisher(session.weights.sync_exporter, pool, config)
+        next(iter(session.steps()))
+        try:
+            session.publish(version=1, trained={"reward/mean": 0.5})
+        except TooFewReplicasError as error:
+            lines = (config.run.folder / METRICS_FILE).read_text().splitlines()
+            return str(error), str(session.last_checkpoint), lines
+        return "", "", []
+    finally:
+        session.close()
+
+
+def test_without_replicas_a_run_writes_what_it_has_and_stops(tmp_path: Path) -> None:
+    path = write_config(tmp_path, engine={"wrap": "ddp"}, rollout={"restart_timeout_seconds": 0.1}, checkpoint={"every_steps": 0})
+    ((problem, checkpoint, lines),) = run_ranks(1, "tests.runs.test_faults:publish_to_nobody", {"path": str(path)}, alone=True)
+    assert problem.startswith("0 of 1 replicas run, 1 are needed") and Path(checkpoint).name == "step_00000001"
+    saved = load_progress(Path(checkpoint))
+    assert saved is not None and saved.num_trained == 8
+    assert [json.loads(line)["reward/mean"] for line in lines] == [0.5]
+
+
+# A rank that is stopped.
+
+
+def stop_rank_one() -> None:
+    """Rank 1 stops in the midst of a step; rank 0 waits for it in a collective."""
+    from engine.runtime import parallel
+    from engine.config import ParallelConfig
+    from megasync.run.heartbeat import Heartbeat
+    from megasync.run.rank_zero import on_rank_zero
+
+    rank = parallel.initialize(ParallelConfig(), seed=0).rank
+    heartbeat = Heartbeat(rank, 2, limit_seconds=3.0)
+    heartbeat.phase = "train, step 3" if rank else "rollout, step 3"
+    heartbeat.start()
+    on_rank_zero(lambda: None)
+    time.sleep(1.5)  # until each has been seen
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()
+
+
+def test_a_stopped_rank_is_named_and_ends_all() -> None:
+    said = r"rank 1 \(train, step 3\): no sign of life for 3 s .* seen from rank 0 \(rollout, step 3\); the run ends"
+    with pytest.raises(AssertionError, match=f"failed:[\\s\\S]*{said}"):
+        run_ranks(2, "tests.runs.test_faults:stop_rank_one", {}, alone=True)
+
+
+def test_whoever_has_come_to_its_end_watches_the_others_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("127.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    first, second = (Heartbeat(rank, 2, limit_seconds=300.0) for rank in range(2))
+    first.start()
+    second.start()
+    leaving = threading.Thread(target=first.leave)
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    second.leave()
+    leaving.join(60.0)
+    assert not leaving.is_alive()
+
+
+LONELY = """
+import time
+from megasync.run.heartbeat import Heartbeat
+Heartbeat(1, 2, limit_seconds=3.0).start()
+time.sleep(600)
+"""
+
+
+def test_a_rank_ends_when_the_process_that_has_the_store_is_gone() -> None:
+    store = open_store("127.0.0.1")
+    own = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    with subprocess.Popen([sys.executable, "-c", LONELY], env=own, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not store.check(["megasync/heartbeat/0/1"]):
+                assert process.poll() is None
+                time.sleep(0.1)
+            del store
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGTERM and "is gone, seen from rank 1 (start); the run ends" in said, said
+
+
+# Runs.
+
+
+def test_a_replica_that_is_stopped_in_a_pause_costs_no_prompt(tmp_path: Path) -> None:
+    """One case, with one rank, and limits for a busy machine."""
+    overrides = [
+        "run.steps=4",
+        "rollout.answer_timeout_seconds=10",
+        "sync.timeout_seconds=60",
+        "rollout.start_timeout_seconds=600",
+    ]
+    (case,) = chosen_cases(TABLE, ["replica-pausing-core-SIGSTOP"])
+    seen, verdict = run_one(case, prepare(tmp_path, overrides), tmp_path, None, num_ranks=1, limit_seconds=600.0)
+    assert problems(case, seen, verdict) == []
+    assert verdict.num_starts[0] == 1 and verdict.other_gap > judge.MAX_GAP
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    case = TABLE[0]
+    assert case.name == UNDISTURBED
+    seen, verdict = run_one(case, prepare(folder), folder, None)
+    assert problems(case, seen, verdict) == []
+    return seen
+
+
+@pytest.mark.parametrize("case", chosen_cases(TABLE[1:], CHOSEN), ids=lambda case: case.name)
+def test_a_run_survives(case: Case, undisturbed: Watched, tmp_path: Path) -> None:
+    seen, verdict = run_one(case, prepare(tmp_path), tmp_path, undisturbed)
+    lost = seen.seconds - undisturbed.seconds
+    print(f"{case.name}: exit codes {seen.exit_codes}, {lost:.0f} s lost, largest gap {verdict.gap:.1e}")
+    assert problems(case, seen, verdict) == []

@@ -1,0 +1,186 @@
+"""The stream of groups over two real replicas: what an update does to running samples, and what a lost replica does to a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from bridge.config import ReplicaConfig, SyncConfig
+from bridge.generation import Completion, GenerationRequest, GroupRequest
+from bridge.send.publish import Publisher
+from megasync.launch.ray_cluster import start_ray
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rewards.pool import Scored
+from megasync.rollouts.stream import RolloutStream
+from tests.support.replicas import StampedPool
+from tests.runs.test_sync_vllm import DictSource, load
+from tests.support.tiny_models import write_tiny_model
+
+NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 4, 3
+LONG = GenerationRequest((5, 6, 7), GROUP_SIZE, 200, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [write_tiny_model(root / str(seed), "qwen3", True, seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def pool(folders) -> Iterator[StampedPool]:
+    stop_ray = start_ray("local")
+    assert stop_ray is not None
+    config = ReplicaConfig(str(folders[0]), "float32", max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**26)
+    pool = StampedPool.start(config, 2)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        stop_ray()
+
+
+@pytest.fixture(scope="module")
+def source(folders) -> DictSource:
+    return DictSource(load(folders[1]))
+
+
+@pytest.fixture(scope="module")
+def publisher(pool, source) -> Iterator[Publisher]:
+    publisher = Publisher(source, pool, SyncConfig(bucket_bytes=2**20, timeout_seconds=20))
+    publisher.publish(0)
+    yield publisher
+    publisher.close()
+
+
+def collected(pool: StampedPool, replica: int, number: int) -> list[tuple[int, Completion]]:
+    """Samples by their place in the group, as they end."""
+    import ray
+
+    found: list[tuple[int, Completion]] = []
+    deadline = time.monotonic() + 60
+    while len(found) < number and time.monotonic() < deadline:
+        finished = ray.get(pool.collect(replica, 1.0)).finished
+        found += [(each.sample, each.completion) for each in finished]
+    return found
+
+
+@pytest.mark.parametrize(("mode", "recompute"), [("continue", False), ("continue", True), ("restart", False), ("drain", False)])
+def test_every_token_has_the_version_that_made_it(pool, publisher, mode, recompute) -> None:
+    """Two syncs while three samples of 200 tokens run; versions are compared with those that vLLM stamps by itself on the first.
+
+    All three begin together, so that each of their tokens is of the same step.
+    """
+    import ray
+
+    pool.set_on_update(mode, recompute)
+    first = ray.get(pool._actors[0].handle.serves.remote())
+    pool._call(lambda actor: actor.take_stamps.remote(), 60.0)
+    ray.get(pool.hand_in(0, [GroupRequest(1, LONG, (0, 1, 2))]))
+    for version in (first + 1, first + 2):
+        time.sleep(0.05)
+        publisher.publish(version)
+    done = collected(pool, 0, GROUP_SIZE)
+    assert [len(completion.token_ids) for _, completion in done] == [200] * GROUP_SIZE
+    stamps = [own for own in pool._call(lambda actor: actor.take_stamps.remote(), 60.0, [0])[0] if len(own) == 200]
+    (stamped,) = [own for (sample, _), own in zip(done, stamps, strict=True) if sample == 0]
+    for _, completion in done:
+        versions = completion.weight_versions
+        assert versions.tolist() == stamped
+        assert (np.diff(versions) >= 0).all() and np.isfinite(completion.log_probs).all()
+    versions = {int(version) for _, completion in done for version in completion.weight_versions}
+    assert versions <= {first, first + 1, first + 2}
+    if mode != "continue":  # a sample is of one version
+        assert all(len(set(completion.weight_versions.tolist())) == 1 for _, completion in done)
+    if mode == "restart":
+        assert first not in versions
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_samples_that_waited_through_an_update_are_of_the_new_weights_alone(pool, publisher, source, folders, recompute) -> None:
+    """More samples of one prompt than run at once: what those that ran left in the prefix cache is of the former weights."""
+    import ray
+
+    pool.set_on_update("continue", recompute)
+    first = max(pool.versions) + 1
+    source.tensors = load(folders[0])
+    publisher.publish(first)
+    source.tensors = load(folders[1])
+    request = GenerationRequest(tuple(range(3, 93)) * 2, 24, 40, seed=3)  # 180 tokens, more than a block of the cache
+    ray.get(pool.hand_in(0, [GroupRequest(1, request, tuple(range(24)))]))
+    publisher.publish(first + 1)
+    done = [completion for _, completion in collected(pool, 0, 24)]
+    after = [completion for completion in done if min(completion.weight_versions) == first + 1]
+    assert len(done) == 24 and 8 <= len(after) < 24, "16 run at once"
+    scores = pool.score(0, [[*request.prompt_ids, *completion.token_ids.tolist()] for completion in after], 60.0)
+    gaps = [np.abs(all_of[-40:] - completion.log_probs).mean() for all_of, completion in zip(scores, after, strict=True)]
+    assert max(gaps) < 1e-3
+
+
+def make_stream(pool: StampedPool, notes: list[str], staleness: int) -> RolloutStream:
+    def make_group(ordinal: int) -> Group:
+        lengths = (4, 8, 40, 120)
+        return Group(ordinal, GenerationRequest((5, 6, 7 + ordinal % 5), GROUP_SIZE, lengths[ordinal % 4], seed=ordinal))
+
+    async def score(group: Group, samples: list[int]) -> list[Scored]:
+        return [Scored(float(sample), {}) for sample in samples]
+
+    settings = StreamSettings(staleness, BATCH_SIZE, NUM_STEPS, 12, 40.0, answer_seconds=4.0)
+    return RolloutStream(pool, settings, make_group, score, notes.append)
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_replica_loses_no_prompt(pool, publisher, kind) -> None:
+    """While it generates, in the second step: its groups go to the other, which goes on; a new one takes part later."""
+    pool.set_on_update("continue")
+    notes: list[str] = []
+    first = max(pool.versions)
+    stream = make_stream(pool, notes, staleness=2)
+    trained: list[int] = []
+    (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    other = pool._actors[0].pid
+    try:
+        for step in range(NUM_STEPS):
+            pool.rejoin(1, 0.0) and publisher.close()
+            version = first + 1 + step
+            publish_until_it_works(pool, publisher, version)
+            stream.serve(step)
+            stream.admit(step)
+            if step == 1:
+                threading.Timer(0.02, lambda: os.kill(engine.pid, getattr(signal, kind))).start()
+            groups = stream.take(step)
+            trained += [group.key for group in groups]
+            for group in groups:
+                assert all(len(c.token_ids) == group.request.max_new_tokens for c in group.completions)
+    finally:
+        stream.close()
+    assert sorted(trained) == list(range(NUM_STEPS * BATCH_SIZE))
+    assert pool._actors[0].pid == other, "the healthy one is not restarted"
+    pool.rejoin(2, 120.0)
+    publisher.close()
+    publisher.publish(first + NUM_STEPS + 1)
+    assert pool.versions == [first + NUM_STEPS + 1] * 2
+    assert not psutil.pid_exists(engine.pid)
+
+
+def publish_until_it_works(pool: StampedPool, publisher: Publisher, version: int) -> None:
+    """As Weights.publish does."""
+    from bridge.messages import SyncError
+
+    for _ in range(3):
+        try:
+            publisher.publish(version)
+        except SyncError as error:
+            pool.replace(*error.failed_replicas)
+            pool.rejoin(1, 0.0)
+            publisher.close()
+        else:
+            return
+    raise AssertionError("no sync worked")

@@ -1,0 +1,169 @@
+"""Real trainer ranks, real Ray, real vLLM: after every sync the replica holds exactly what the trainer exports.
+
+The first three tests share a replica, in the order of the file: the last of them leaves it broken.
+
+    python -m pytest tests/runs/test_sync_trainer.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.config import LATENT_TARGETS
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import LLAMA3, SERVED, YARN, write_tiny_model
+
+CASES: list[dict[str, Any]] = [{"wrap": wrap, "tensor": tensor} for wrap in ("ddp", "megatron_fsdp") for tensor in (1, 2)]
+NUM_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("sync")
+    run_ranks(2, "tests.runs.sync_cases:close_replicas", {})
+
+
+@pytest.fixture(scope="module")
+def tied(root: Path) -> str:
+    sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 131, "rope_parameters": YARN}
+    return str(write_tiny_model(root / "tied", "qwen3", tied=True, **sizes))
+
+
+@pytest.fixture(scope="module")
+def untied(root: Path) -> str:
+    sizes = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 131, "rope_parameters": LLAMA3}
+    return str(write_tiny_model(root / "untied", "llama", tied=False, **sizes))
+
+
+def follow(path: str, cases: list[dict[str, Any]], transport: str, *, num_steps: int) -> None:
+    arguments = {"path": path, "cases": cases, "num_steps": num_steps, "transport": transport}
+    results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments, timeout_seconds=600)[0]
+    for number, (case, result) in enumerate(zip(cases, results, strict=True)):
+        print(case, result["gap"])
+        assert result["differing"] == []
+        assert result["moved"] == num_steps - 1
+        assert result["gap"] < 1e-4
+        assert result["num_pickled"] == 0
+        assert set(result["fallback"].values()) == {"oneDNN packs its weight after loading"}
+        kinds = {name.rpartition(".")[2] for name in result["fallback"]}
+        assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
+        assert result["versions"] == [(v, [v], True) for v in range(number * 100, number * 100 + num_steps)]
+
+
+def test_replica_follows_the_trainer_bit_for_bit(untied: str) -> None:
+    follow(untied, CASES, "shm", num_steps=10)
+    follow(untied, CASES[1:3], "nccl", num_steps=5)
+
+
+def test_a_canary_agrees_until_a_replica_holds_other_weights(root: Path, untied: str) -> None:
+    """Of trainers that are cut up in any way; where it does not, the run ends with the name of the first layer that differs."""
+    cases: list[dict[str, Any]] = [{"wrap": "ddp", "tensor": 2}, {"wrap": "ddp", "pipeline": 2}, {"wrap": "megatron_fsdp"}]
+    cases = [{"name": "sft", **case} for case in [*cases, {"wrap": "ddp", "lora": {"rank": 4, "alpha": 8.0}}, cases[0]]]
+    damaged = "model.layers.1.post_attention_layernorm.weight"
+    arguments = {"path": untied, "folder": str(root), "cases": cases, "damaged": damaged}
+    (found, said), (_, heard) = run_ranks(2, "tests.runs.sync_cases:publish_with_canary", arguments)
+    assert len(found) == 2 * len(cases) and all(metrics["sync/canary_gap"] < 1e-4 for metrics in found)
+    assert f"the first layer whose read-back differs is model.layers.1, in {damaged}; tensors that differ: 1" in said
+    assert said == heard
+
+
+def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(untied: str) -> None:
+    zero, one = run_ranks(2, "tests.runs.sync_cases:refused_syncs", {"path": untied}, timeout_seconds=300)
+    for change in ("missing", "renamed"):
+        assert "model.layers.1.mlp.up_proj.weight" in zero[change]
+        assert zero[change] == one[change], "the same error on every rank"
+        assert zero[f"{change} serves"] == [1]
+    assert zero["serves"] == [3]
+    assert zero["damaged"] == one["damaged"]
+    assert re.search(r"out of service.*bucket 3 of \d+ of stage 0 \(model\.layers\..*\) arrived damaged", zero["damaged"])
+    assert zero["failed"] == [None], "nothing is served of what arrived in part"
+
+
+def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Path, tied: str) -> None:
+    """fp32: after each of 10 steps both replicas' greedy tokens are PEFT's; neither takes what the other is sent."""
+    case = {"name": "sft", "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}, "wrap": "megatron_fsdp"}
+    arguments = {"path": tied, "folder": str(root / "published"), "case": case, "num_steps": 10}
+    result = run_ranks(2, "tests.runs.lora_vllm_cases:publish_both_ways", arguments)[0]
+    assert len({str(step["peft"]) for step in result["tokens"]}) > 1, "training changes the tokens"
+    for tokens, gaps in zip(result["tokens"], result["gaps"], strict=True):
+        assert tokens["merged"] == tokens["adapter"] == tokens["peft"]
+        assert max(gaps.values()) < 1e-4
+    adapter_elements = NUM_LAYERS * 4 * (128 + 256 + 128 + 128 + 128 + 512 + 256 + 128)  # q, k, v and gate, up share an A
+    assert result["bytes"]["adapter"] == 4 * adapter_elements
+    assert result["bytes"]["merged"] == sum(t.nbytes for t in load_file(Path(tied) / "model.safetensors").values())
+    assert result["canary"] < 1e-4 and result["differing"] == ([], "")
+    adapter_to_merged, merged_to_adapter = result["refused"]
+    assert "True" in adapter_to_merged and "started without adapters" in adapter_to_merged
+    assert "True" in merged_to_adapter and "takes no others" in merged_to_adapter
+    assert result["serves_on"]
+    assert len(result["held"]) == NUM_LAYERS * (7 + 4), "a B for each of PEFT's linears, an A for each of megatron-core's"
+    assert all(result["held"].values())
+
+
+def test_ranks_send_to_the_workers_on_their_devices(root: Path) -> None:
+    """Through memory that is shared on a device, a rank for each of two workers; sequences are longer than the window."""
+    path = str(write_tiny_model(root / "shared", "gemma3_text", tied=True, num_hidden_layers=NUM_LAYERS, vocab_size=131))
+    cases = [{"wrap": "ddp", "tensor": 2}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "lora": {"rank": 4, "alpha": 8.0}}]
+    arguments = {"path": path, "cases": cases, "num_steps": 2, "transport": "ipc", "tensor_parallel": 2}
+    first, second = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)
+    for number, case in enumerate(cases):
+        result = first[number]
+        assert result["differing"] == [] and result["moved"] == 1 and result["num_pickled"] == 0, case
+        assert result["gap"] < 1e-4
+        assert result["versions"] == [(v, [v], True) for v in range(number * 100, number * 100 + 2)]
+        assert (result["readers"], second[number]["readers"]) == ([0], [1])
+
+
+def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
+    """CPUs pack experts after loading: they take vLLM's own loader, which has to pack them again at each sync.
+
+    The folder has a layer that predicts further tokens, which neither side takes; biases of routers move in the first case.
+    """
+    folder = write_tiny_model(root / "experts", "glm4_moe", vocab_size=131, num_hidden_layers=2, num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    last = {name.replace("layers.1", "layers.2"): tensor.clone() for name, tensor in tensors.items() if "layers.1." in name}
+    save_file({**tensors, **last}, folder / "model.safetensors", metadata={"format": "pt"})
+    path, moving = str(folder), {"router_bias_update_rate": 0.05}
+    cases = [{"wrap": "ddp", "tensor": 2, "sequence": True, **moving}, {"wrap": "megatron_fsdp"}]
+    cases += [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
+    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": ("linear_qkv", "linear_proj")}})
+    arguments = {"path": path, "cases": cases, "num_steps": 3, "verify": "readback"}
+    results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, result["gap"])
+        assert result["differing"] == []
+        assert result["moved"] == 2
+        assert result["gap"] < 1e-4
+        reasons = {name.rpartition(".")[2]: reason for name, reason in result["fallback"].items()}
+        assert reasons.pop("routed_experts") == "the CPU backend packs its experts after loading"
+        assert reasons.keys() == {"qkv_proj", "o_proj", "gate", "lm_head", "gate_up_proj", "down_proj"}
+        assert all(verified for _, _, verified in result["versions"])
+
+
+def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
+    """Also what it generates token by token, by weights that vLLM makes of those that were sent; and with adapters beside all
+    linears merged, those of experts and of shared ones, too.
+    """
+    sizes: dict[str, Any] = {**SERVED, "vocab_size": 131, "num_hidden_layers": 2}
+    yarn = {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}
+    paths = [write_tiny_model(root / "latent", "deepseek_v3", **sizes, **yarn)]
+    paths.append(write_tiny_model(root / "latent_unscaled", "deepseek_v3", **sizes))
+    cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "expert": 2}]
+    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": (*LATENT_TARGETS, "linear_fc1", "linear_fc2")}})
+    results = []
+    for path, own in zip(paths, (cases[:1], cases[1:]), strict=True):
+        arguments = {"path": str(path), "cases": own, "num_steps": 2, "verify": "readback", "generates": True}
+        results += run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, result["gap"])
+        assert result["differing"] == []
+        assert result["moved"] == 1
+        assert result["gap"] < 1e-4
+        assert not any("kv_b_proj" in name or "mla_attn" in name for name in result["fallback"]), "planned on CPUs, too"
+        assert all(verified for _, _, verified in result["versions"])

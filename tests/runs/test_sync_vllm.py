@@ -1,0 +1,455 @@
+"""Syncs into real vLLM replicas in real Ray actors; tensors from a dict stand for the trainer.
+
+Tests of one pool run in the order of the file: the later ones leave it broken.
+
+    python -m pytest tests/runs/test_sync_vllm.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bridge.send import sender
+from bridge.config import ReplicaConfig, SyncConfig
+from bridge.generation import GenerationRequest
+from bridge.messages import SyncError
+from bridge.replicas.pool import Generation
+from bridge.processes import shared_memory_below, socket_folder
+from bridge.send.publish import Publisher
+from bridge.transport import segment
+from bridge.layout.digest import digest_value
+from megasync.launch.ray_cluster import start_ray
+from tests.support.replicas import OpenPool, numbers
+from tests.support.sources import DictSource
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(400)
+STORE_TIMEOUT = timedelta(seconds=120)  # no signal reaches a rank that waits for another there
+GREEDY = [GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0), GenerationRequest((40,), 1, 12, 0.0)]
+SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, seed=i) for i in range(5)]
+
+
+def in_layer_order(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def rank(name: str) -> tuple[int, str]:
+        parts = name.split(".")
+        return (0 if "embed" in name else 1 + int(parts[2]) if parts[1] == "layers" else 100, name)
+
+    return {name: tensors[name] for name in sorted(tensors, key=rank)}
+
+
+def write_seeds(folder: Path, family: str, *, tied: bool, **config) -> list[Path]:
+    return [write_tiny_model(folder / f"{family}-{seed}", family, tied, seed, **config) for seed in range(3)]
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return in_layer_order(load_file(folder / "model.safetensors"))
+
+
+def start(folder: Path, replicas: int = 1, **config) -> OpenPool:
+    fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 32, "kv_cache_bytes": 2**26} | config
+    return OpenPool.start(ReplicaConfig(str(folder), **fields), replicas)
+
+
+def differing(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in sent if not torch.equal(held[name], sent[name])]
+
+
+def tokens(pool: OpenPool, requests=GREEDY) -> list[tuple[int, ...]]:
+    return [numbers(c)[0] for completions in pool.generate(requests).result() for c in completions]
+
+
+def reference_scores(folder: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    log_probs = logits.log_softmax(-1)[:-1]
+    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].detach()
+
+
+def is_done(generation: Generation) -> bool:
+    return not ray.wait(generation._refs, num_returns=len(generation._refs), timeout=0)[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    stop_ray = start_ray("local")
+    assert stop_ray is not None
+    yield
+    idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
+    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.NO_IDLE_WORKERS"
+    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
+    assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"
+    stop_ray()
+    left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
+    assert left == []
+    assert not list(segment.FOLDER.glob(f"{segment.PREFIX}{os.getpid()}-*"))
+
+
+# Two replicas of one worker, tied embeddings.
+
+
+@pytest.fixture(scope="module")
+def tied_folders(tmp_path_factory):
+    return write_seeds(tmp_path_factory.mktemp("tied"), "qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def tied_pool(tied_folders, cluster):
+    pool = start(tied_folders[0], replicas=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def tied_source(tied_folders):
+    return DictSource(load(tied_folders[1]))
+
+
+@pytest.fixture(scope="module")
+def tied_publisher(tied_pool, tied_source):
+    publisher = Publisher(tied_source, tied_pool, SyncConfig(bucket_bytes=10_000, verify="readback"))
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(tied_pool):
+    """Tokens of replicas that have loaded their folder themselves, before any sync: greedy ones, and samples."""
+    assert tied_pool.versions == [-1, -1]
+    return tokens(tied_pool), tied_pool.generate(SAMPLED[:1]).result()
+
+
+def test_a_replica_starts_with_its_folder(tied_pool, tied_folders, loaded) -> None:
+    assert differing(tied_pool.read_back(replica=1), load(tied_folders[0])) == []
+    assert {v for c in loaded[1][0] for v in c.weight_versions.tolist()} == {-1}
+
+
+def test_each_sync_arrives_bit_for_bit(tied_pool, tied_folders, tied_source, tied_publisher) -> None:
+    before = tokens(tied_pool)
+    for version, folder in enumerate([*tied_folders[1:], *tied_folders]):
+        tied_source.tensors = load(folder)
+        report = tied_publisher.publish(version)
+        assert report.verified
+        assert tied_pool.versions == [version, version]
+        for replica in range(2):
+            held = tied_pool.read_back(replica=replica)
+            assert differing(held, tied_source.tensors) == []
+            assert torch.equal(held["lm_head.weight"], tied_source.tensors["model.embed_tokens.weight"])
+    assert before != tokens(tied_pool)
+    assert report.num_bytes == sum(t.nbytes for t in tied_source.tensors.values())
+    assert report.num_buckets > report.num_bytes / 10_000
+    stages = {"pause", "gather", "pack", "wait", "load", "commit", "readback", "resume"}
+    assert stages == {span.name for span in report.stages}, "begin goes with load, after the first sync"
+    assert all(a.end >= a.start for a in report.stages)
+    assert 0 < report.seconds < report.pause_seconds
+
+
+def test_tokens_equal_those_of_a_load(tied_pool, tied_folders, tied_source, tied_publisher, loaded) -> None:
+    tied_source.tensors = load(tied_folders[0])
+    tied_publisher.publish(9)
+    assert tokens(tied_pool) == loaded[0]
+    sampled = tied_pool.generate(SAMPLED[:1]).result()
+    assert [numbers(c)[:2] for c in sampled[0]] == [numbers(c)[:2] for c in loaded[1][0]]
+
+
+def test_log_probs_are_those_of_the_weights(tied_pool, tied_folders, tied_source, tied_publisher) -> None:
+    tied_source.tensors = load(tied_folders[1])
+    tied_publisher.publish(10)
+    lists = [(5, 6, 7, 8, 9, 100, 3), (9, 8), (1, 2, 3)]
+    for ids, scores in zip(lists, tied_pool.score_all(lists), strict=True):
+        torch.testing.assert_close(torch.tensor(scores), reference_scores(tied_folders[1], ids), atol=1e-4, rtol=0)
+    (completion,) = tied_pool.generate([GenerationRequest((5, 6), max_new_tokens=6, seed=3)]).result()[0]
+    expected = reference_scores(tied_folders[1], (5, 6, *completion.token_ids.tolist()))[1:]
+    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_generation_repeats_bit_for_bit(tied_pool) -> None:
+    first = tied_pool.generate(SAMPLED).result()
+    again = tied_pool.generate(SAMPLED).result()
+    assert [[numbers(c) for c in samples] for samples in again] == [[numbers(c) for c in samples] for samples in first]
+    assert [len(samples) for samples in first] == [3] * 5
+    assert len({numbers(c)[0] for samples in first for c in samples}) == 15
+    stop = int(first[0][0].token_ids[2])
+    stopped = tied_pool.generate([GenerationRequest((5, 6, 7), 3, 9, seed=0, stop_token_ids=(stop,))]).result()[0][0]
+    assert stopped.token_ids[-1] == stop
+    assert stopped.finish_reason == "stop"
+    assert first[0][0].finish_reason == "length"
+
+
+def test_a_sync_waits_for_running_requests(tied_pool, tied_publisher) -> None:
+    long = [GenerationRequest((7, i), 4, 50, seed=i) for i in range(8)]
+    running = tied_pool.generate(long)
+    assert not is_done(running)
+    tied_publisher.publish(11)
+    deadline = time.monotonic() + 5  # for the answers' way, once the engine has them all
+    while not is_done(running) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_done(running)
+    assert {v for s in running.result() for c in s for v in c.weight_versions.tolist()} == {10}
+    after = tied_pool.generate(SAMPLED).result()
+    assert {v for s in after for c in s for v in c.weight_versions.tolist()} == {11}
+
+
+REFUSALS = {
+    "missing": (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing model.layers.1.mlp.up_proj.weight"),
+    "renamed": (
+        lambda t: t.update({"model.layers.1.mlp.upp_proj.weight": t.pop("model.layers.1.mlp.up_proj.weight")}),
+        r"unknown model.layers.1.mlp.upp_proj.weight \(renamed from model.layers.1.mlp.up_proj.weight\?\)",
+    ),
+    "shape": (
+        lambda t: t.update({"model.norm.weight": torch.ones(127)}),
+        r"shape of model.norm.weight is \[127\], expected \[128\]",
+    ),
+    "dtype": (
+        lambda t: t.update({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}),
+        "dtype of model.norm.weight is bfloat16, expected float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refused_manifest_leaves_the_former_version(tied_pool, tied_folders, case) -> None:
+    change, message = REFUSALS[case]
+    tensors = load(tied_folders[2])
+    change(tensors)
+    before = tokens(tied_pool)
+    publisher = Publisher(DictSource(tensors), tied_pool, SyncConfig(bucket_bytes=10_000))
+    with pytest.raises(SyncError, match=message) as caught:
+        publisher.publish(12)
+    assert caught.value.refused
+    assert caught.value.failed_replicas == ()
+    assert tied_pool.versions == [11, 11]
+    assert tokens(tied_pool) == before
+
+
+def test_too_small_a_shared_memory_stops_before_any_change(tied_pool, tied_source, monkeypatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(SyncError, match=r"no room .* lower sync.bucket_bytes"):
+        Publisher(tied_source, tied_pool, SyncConfig()).publish(12)
+    assert tied_pool.versions == [11, 11]
+
+
+def corrupt(monkeypatch, bucket: int) -> None:
+    """Flip one bit of a bucket after its digest was taken, before the readers hear of it."""
+    announce = segment.Segment.announce
+
+    def announce_damaged(self: segment.Segment, sequence: int, num_bytes: int, digest: int) -> None:
+        if sequence == bucket:
+            self.buffers[sequence % segment.NUM_BUFFERS][num_bytes // 2] ^= 1
+        announce(self, sequence, num_bytes, digest)
+
+    monkeypatch.setattr(segment.Segment, "announce", announce_damaged)
+
+
+def test_a_damaged_bucket_takes_the_replicas_out_of_service_until_the_next_sync(tied_pool, tied_source, monkeypatch) -> None:
+    publisher = Publisher(tied_source, tied_pool, SyncConfig(bucket_bytes=10_000, timeout_seconds=30, verify="readback"))
+    pids = [actor.pid for actor in tied_pool._actors.values()]
+    with monkeypatch.context() as patch:
+        corrupt(patch, bucket=30)
+        with pytest.raises(SyncError, match=r"bucket 30 of \d+ of stage 0 \(model\.layers\..*\) arrived damaged") as caught:
+            publisher.publish(13)
+    assert (caught.value.failed_replicas, caught.value.stale_replicas) == ((), (0, 1))
+    assert tied_pool.versions == [None, None]
+    with pytest.raises(RuntimeError, match=r"replica 0 has no weights and waits for a publish"):
+        tied_pool.generate(GREEDY).result()
+    publisher.publish(14)
+    assert tied_pool.versions == [14, 14] and [actor.pid for actor in tied_pool._actors.values()] == pids
+    assert all(differing(tied_pool.read_back(replica=r), tied_source.tensors) == [] for r in range(2))
+    assert tokens(tied_pool)
+
+
+def test_a_restarted_replica_serves_after_the_next_publish(tied_pool, tied_folders, tied_source) -> None:
+    tied_pool.restart(1)
+    assert tied_pool.versions == [14, None]
+    with pytest.raises(RuntimeError, match="waits for a publish"):
+        tied_pool.generate(GREEDY).result()
+    tied_source.tensors = load(tied_folders[2])
+    report = Publisher(tied_source, tied_pool, SyncConfig(transport="nccl", verify="readback")).publish(15)
+    assert set(report.loader_fallback.values()) == {"oneDNN packs its weight after loading"}
+    assert not [name for name in report.loader_fallback if "norm" in name or "embed" in name or name == "lm_head"]
+    assert tied_pool.versions == [15, 15]
+    assert all(differing(tied_pool.read_back(replica=r), tied_source.tensors) == [] for r in range(2))
+    assert tokens(tied_pool)
+
+
+def test_what_a_replica_holds_is_compared_with_what_was_sent(tied_pool, tied_source, monkeypatch) -> None:
+    monkeypatch.setattr(sender, "digest_value", lambda t: 5 if t.shape == (256, 128) else digest_value(t))
+    publisher = Publisher(tied_source, tied_pool, SyncConfig(verify="readback"))
+    with pytest.raises(SyncError, match=r"replica 1 holds other values than were sent in model\.layers\.0\.mlp\.gate_proj"):
+        publisher.publish(16)
+    with pytest.raises(RuntimeError, match="waits for a publish"):
+        tied_pool.generate(GREEDY).result()
+
+
+# One replica of two workers, untied embeddings, biases, a vocabulary that vLLM pads.
+
+
+@pytest.fixture(scope="module")
+def split_folders(tmp_path_factory):
+    return write_seeds(tmp_path_factory.mktemp("split"), "qwen2", tied=False, vocab_size=130)
+
+
+@pytest.fixture(scope="module")
+def split_pool(split_folders, cluster):
+    pool = start(split_folders[0], tensor_parallel=2, max_num_seqs=64, engine_arguments={"enable_prefix_caching": False})
+    yield pool
+    pool.close()
+
+
+def test_two_workers_without_a_prefix_cache_hold_what_was_sent(split_pool, split_folders) -> None:
+    assert not split_pool.settings()["enable_prefix_caching"]
+    source = DictSource(load(split_folders[0]))
+    for transport in ("shm", "nccl"):
+        publisher = Publisher(source, split_pool, SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback"))
+        for version, folder in enumerate([split_folders[2], split_folders[1]]):
+            source.tensors = load(folder)
+            publisher.publish(version)
+            assert differing(split_pool.read_back(), source.tensors) == []
+        publisher.close()
+    ids = (5, 6, 7, 8, 9, 100, 3)
+    (scores,) = split_pool.score_all([ids])
+    torch.testing.assert_close(torch.tensor(scores), reference_scores(split_folders[1], ids), atol=1e-4, rtol=0)
+    assert split_pool.read_back(["model.norm.weight"]).keys() == {"model.norm.weight"}
+
+
+def test_a_worker_that_does_not_reach_the_sender_fails_its_first_sync(split_pool, split_folders, monkeypatch) -> None:
+    """The other worker's answer is not taken for that of a later call."""
+    source = DictSource(load(split_folders[1]))
+    publisher = Publisher(source, split_pool, SyncConfig(bucket_bytes=100_000, timeout_seconds=60, verify="readback"))
+    whole = Publisher._message
+
+    def misdirected(*arguments):
+        message = whole(*arguments)
+        (first,), (second,) = message.endpoints
+        return dataclasses.replace(message, endpoints=((first,), (second.replace("#", ".not-there#"),)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "_message", misdirected)
+        begin = time.monotonic()
+        with pytest.raises(SyncError) as caught:
+            publisher.publish(7)
+    print(caught.value, f"{time.monotonic() - begin:.1f} s")
+    assert not caught.value.refused and "replica 0 worker" not in str(caught.value)
+    publisher.publish(8)
+    assert split_pool.versions == [8]
+    assert differing(split_pool.read_back(), source.tensors) == []
+    publisher.close()
+
+
+def halves(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    tensors = list(load(folder).items())
+    return dict(tensors[:20]), dict(tensors[20:])
+
+
+def publish_second_stage(store: str, folders: list[Path], results: multiprocessing.Queue) -> None:
+    """Rank 1 of the trainer, in a process of its own: sends stage 1; its last sync fails in the source."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2, timeout=STORE_TIMEOUT)
+    source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
+    publisher = Publisher(source, None, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
+    for version, folder in enumerate([folders[0], folders[2], folders[1]]):
+        source.tensors = halves(folder)[1]
+        source.fail_at = "model.layers.2.mlp.up_proj.weight" if version == 2 else ""
+        try:
+            report = publisher.publish(version)
+            results.put((report.num_bytes, report.num_buckets, {span.name for span in report.stages}))
+        except SyncError as error:
+            results.put(str(error))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders, tmp_path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = str(tmp_path / "store")
+    other = context.Process(target=publish_second_stage, args=(store, split_folders, results))
+    other.start()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2, timeout=STORE_TIMEOUT)
+    try:
+        source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
+        publisher = Publisher(source, split_pool, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
+        for version, folder in enumerate([split_folders[0], split_folders[2]]):
+            source.tensors = halves(folder)[0]
+            report = publisher.publish(version)
+            assert differing(split_pool.read_back(), load(folder)) == []
+            num_bytes, num_buckets, spans = results.get(timeout=60)
+            assert (num_bytes, num_buckets) == (report.num_bytes, report.num_buckets)
+            assert {"gather", "pack", "wait"} <= spans
+        with pytest.raises(SyncError, match="stage 1: the weight source failed: RuntimeError: out of trainer") as caught:
+            publisher.publish(2)
+        assert results.get(timeout=60) == str(caught.value)
+        assert (caught.value.failed_replicas, caught.value.stale_replicas) == ((), (0,))
+    finally:
+        dist.destroy_process_group()
+        other.join(30)
+        other.kill()
+
+
+def test_seeded_prompts_of_more_tokens_than_a_step_takes(split_pool, split_folders) -> None:
+    """64 prompts of 60 tokens, where a step takes 2048: a prompt that is cut in two with a seed of its own ends vLLM on CPUs."""
+    publisher = Publisher(DictSource(load(split_folders[0])), split_pool, SyncConfig())
+    publisher.publish(3)
+    publisher.close()
+    requests = [GenerationRequest(tuple(range(3 + i, 63 + i)), max_new_tokens=2, seed=i) for i in range(64)]
+    assert [len(c.token_ids) for completions in split_pool.generate(requests).result() for c in completions] == [2] * 64
+
+
+# Starts and ends.
+
+
+def test_a_failing_start_says_what_vllm_said(tied_folders) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"vLLM did not start for replica 0[\s\S]*ValueError: (No available|To serve at least).* cache"
+    ):
+        start(tied_folders[0], kv_cache_bytes=1024)
+    with pytest.raises(RuntimeError, match=r"max_model_len \(100000\) is greater"):
+        start(tied_folders[0], max_model_len=100_000)
+
+
+def test_a_killed_engine_is_noticed_and_leaves_no_process(tied_pool, tied_folders) -> None:
+    family = [process for actor in tied_pool._actors.values() for process in psutil.Process(actor.pid).children(recursive=True)]
+    own = psutil.Process(tied_pool._actors[0].pid).children(recursive=True)
+    (engine,) = [process for process in own if "VLLM::EngineCore" in " ".join(process.cmdline())]
+    publisher = Publisher(DictSource(load(tied_folders[1])), tied_pool, SyncConfig(timeout_seconds=20))
+    publisher.publish(17)
+    engine.send_signal(signal.SIGKILL)
+    with pytest.raises(SyncError) as caught:
+        publisher.publish(18)
+    assert caught.value.failed_replicas == (0,)
+    with pytest.raises(RuntimeError, match="replica 0"):
+        tied_pool.generate(GREEDY).result()
+    tied_pool.close()
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+def test_a_killed_actor_leaves_neither_process_nor_shared_memory(split_pool) -> None:
+    """Its two workers talk through vLLM's own shared memory, which nobody else would remove.
+
+    Which kinds there are depends on the CPU: with AVX-512 they sum there, too. Whatever they map by name is found.
+    """
+    family = psutil.Process(split_pool._actors[0].pid).children(recursive=True)
+    memory = shared_memory_below(split_pool._actors[0].pid)
+    assert all([path for path in memory if kind in path] for kind in ("psm_", "sem.mp-")), memory
+    mapped = {mapping.path for process in family for mapping in process.memory_maps()}
+    assert {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()} <= memory
+    sockets = [path for path in Path(socket_folder()).glob(f"megasync-vllm-{split_pool._actors[0].pid}-*/*") if path.is_socket()]
+    assert sockets
+    os.kill(split_pool._actors[0].pid, signal.SIGKILL)
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    split_pool.close()
+    assert not [path for path in [*memory, *sockets] if Path(path).exists()]

@@ -1,0 +1,276 @@
+"""Whole runs through the commands that users type: the same twice, resumed, one-step-off, through Ray, and cut off.
+
+The first is on tables of messages, with sampling keys and several evaluation sets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasync.reporting.log import read_evaluations, read_samples, read_summary
+from tests.runs.table_cases import BUFFER, STOPS, table_config
+from tests.runs.train_cases import (
+    ROOT,
+    SUBMIT,
+    TORCHRUN,
+    Run,
+    break_rewards,
+    cut_off_copy,
+    endless_run,
+    environment,
+    exact,
+    far_listeners,
+    launch,
+    left_running,
+    metrics,
+    processes_with,
+    train,
+    write_config,
+)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of six steps under Megatron-FSDP on two ranks; its run folder."""
+    folder = tmp_path_factory.mktemp("first")
+    done = launch(table_config(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "runs" / "run"
+
+
+def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
+    lines = metrics(first_run)
+    assert [line["step"] for line in lines] == list(range(6))
+    assert all(abs(line["ratio/first_minibatch_mean"] - 1) < 1e-6 for line in lines)
+    assert all(line["logprob_gap/max"] > 1e-3 for line in lines), "vLLM's are above ours by what top_k and min_p left out"
+    assert all(line["staleness/max"] == 0 and line["sync/verified"] == 1 for line in lines)
+    assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
+    for key in ("sync/seconds", "sync/bytes", "sync/gb_per_second", "sync/pause_seconds", "step/seconds"):
+        assert all(line[key] > 0 for line in lines), key
+    for name in ("config.yaml", "timeline.json", "report.html", "summary.json"):
+        assert (first_run / name).stat().st_size > 0
+    assert list(first_run.glob("events.out.tfevents.*"))
+    assert sorted(p.name for p in (first_run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+    assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
+
+
+def test_sets_are_evaluated_when_due_and_not_at_the_start(first_run: Path) -> None:
+    lines = read_evaluations(first_run)
+    assert [line["step"] for line in lines] == [3, 6]
+    keys = {"step", "eval/sums/truncated", "eval/small/truncated", "eval/small/avg@1", "eval/small/pass@1"}
+    assert set(lines[0]) == keys | {f"eval/sums/{name}" for name in ("avg@3", "pass@1", "pass@2", "pass@3")}
+    assert all(0 <= value <= 1 for line in lines for key, value in line.items() if key != "step")
+    summary = read_summary(first_run)
+    assert summary["eval/sums/pass@3"] == lines[-1]["eval/sums/pass@3"] and summary["accuracy_after"] is None
+
+
+def test_samples_show_what_the_model_got_and_gave(first_run: Path) -> None:
+    lines = read_samples(first_run)
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_set.setdefault(line["set"], []).append(line)
+    assert {name: len(found) for name, found in by_set.items()} == {"train": 6 * 8, "sums": 2 * 8, "small": 2 * 2}
+    assert [line["step"] for line in by_set["train"]] == [step for step in range(6) for _ in range(8)]
+    for line in by_set["train"]:
+        assert line["prompt"].startswith("xyz ") and line["prompt"].endswith("=") and "+" in line["prompt"]
+        assert line["versions"] == [line["step"]] * 2 and line["reward"] == line["tokens"] / 8
+        left, right = line["prompt"].removeprefix("xyz ").removesuffix("=").split("+")
+        assert int(left) + int(right) == int(line["answer"])
+        ends = [line["response"].index(stop) + len(stop) for stop in STOPS if stop in line["response"]]
+        if ends:
+            assert min(ends) == len(line["response"]) and line["finish_reason"] == "stop"
+        else:
+            assert line["tokens"] == 8 or line["finish_reason"] == "stop"
+    assert any(stop in line["response"] for stop in STOPS for line in by_set["train"])
+    assert all(line["tokens"] <= 5 for line in by_set["sums"])
+
+
+def test_rewards_are_shown_as_given_and_beside_them_what_the_penalty_for_length_takes(first_run: Path) -> None:
+    lines = [line for line in read_samples(first_run) if line["set"] == "train"]
+    assert all(line["penalty"] == -max(0, line["tokens"] - (8 - BUFFER)) / BUFFER for line in lines)
+    for step in metrics(first_run):
+        assert step["reward/mean"] == pytest.approx(step["response/tokens_mean"] / 8)
+        assert -1 <= step["reward/penalty_mean"] <= -max(0, step["response/tokens_mean"] - (8 - BUFFER)) / BUFFER + 1e-9
+
+
+def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
+    """Whoever has the devices. It goes on for ever, so that it is cut off in the midst of its work."""
+    colocated = ("rollout.placement=colocated", "sync.transport=ipc")
+    copy = cut_off_copy(first_run, tmp_path)
+    with endless_run(TORCHRUN, table_config(tmp_path), *colocated, "--nproc", "2") as run:
+        run.wait_for(7)
+        assert far_listeners(run.marker) == []
+        run.ranks()[0].kill()
+    assert run.process.returncode == 1, run.said.read_text()
+    assert exact(copy)[:6] == exact(first_run)
+    checkpoints = {p.name for p in (copy / "checkpoints").iterdir()}
+    assert {"step_00000003", "step_00000006"} <= checkpoints and ".partial_step_00000006" not in checkpoints
+
+
+def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_run: Path, tmp_path: Path) -> None:
+    copy = cut_off_copy(first_run, tmp_path)
+    with endless_run(TORCHRUN, table_config(tmp_path), "--nproc", "2") as run:
+        run.wait_for(7)
+        os.killpg(run.process.pid, signal.SIGINT)
+    assert run.process.returncode == 130
+    cause, newest, again = run.said.read_text().splitlines()[-3:]
+    assert cause.endswith("ended by SIGINT")  # a library of a rank's may have left a line without an end
+    assert (newest[:19], again[:15]) == ("newest checkpoint: ", "go on from it: ")
+    assert exact(copy)[:6] == exact(first_run)
+    assert [line["step"] for line in read_evaluations(copy)][:2] == [3, 6]
+
+    def places(folder: Path) -> list[tuple[int, str, str]]:
+        ends = {"train": 6}  # the steps of the first run
+        lines = [line for line in read_samples(folder) if line["step"] < ends.get(line["set"], 7)]
+        return sorted((line["step"], line["set"], line["prompt"]) for line in lines)
+
+    assert places(copy) == places(first_run)
+
+
+def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path, tmp_path: Path) -> None:
+    with endless_run(SUBMIT, table_config(tmp_path), "rollout.reward=tests.runs.train_cases:breaking_reward") as run:
+        run.wait_for(6)
+        assert far_listeners(run.marker) == []
+        break_rewards(tmp_path)
+    said = run.said.read_text()
+    assert run.process.returncode == 1, said
+    assert exact(tmp_path / "runs" / "run")[:6] == exact(first_run)
+    told = ("the reward tests.runs.train_cases:breaking_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
+    assert all(words in said for words in told) and "in breaking_reward" in said, said
+
+
+@pytest.mark.parametrize("command", [TORCHRUN, SUBMIT], ids=["torchrun", "submit"])
+def test_all_processes_end_with_a_launcher_that_is_killed(command: list[str], tmp_path: Path) -> None:
+    """Ranks, Ray, vLLM and rewards, within 30 seconds."""
+    config = write_config(tmp_path, rollout={"reward": "tests.runs.train_cases:breaking_reward"})
+    own = environment(config, MEGASYNC_TEST_MARKER=tmp_path.name)
+    with (tmp_path / "said").open("wb") as output:
+        launcher = subprocess.Popen([*command, str(config), "run.steps=100000"], cwd=ROOT, env=own, stdout=output, stderr=output)
+        run = Run(launcher, tmp_path / "runs" / "run", tmp_path.name, tmp_path / "said")
+        try:
+            run.wait_for(2)
+            names = {process.name() for process in processes_with(run.marker)}
+            assert any("raylet" in name for name in names) and any("EngineCor" in name for name in names), names
+        finally:
+            launcher.kill()
+            launcher.wait()
+    assert left_running(run.marker) == []
+
+
+TROUBLED = "tests.runs.train_cases:troubled_reward"
+
+
+@pytest.fixture(scope="module")
+def unsteady_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run one step off, and what it said. For each batch a reward returns NaN, has its process killed, hangs or raises.
+
+    With weights for its staler tokens, by sequence, and without the responses that are cut off.
+    """
+    folder = tmp_path_factory.mktemp("unsteady")
+    rewards = {"reward": {"token_count": 1.0, TROUBLED: 0.5}, "reward_on_failure": "zero", "reward_timeout_seconds": 1}
+    config = write_config(
+        folder,
+        engine={"wrap": "ddp", "optimizer": {"learning_rate": 1e-5}},  # or no response would end by itself in the end
+        rollout={"max_staleness": 1, **rewards},
+        algorithm={"importance_level": "sequence", "truncated": "mask", "loss_aggregation": "constant_length"},
+        data={"shuffle": False},
+        checkpoint={"every_steps": 0},
+    )
+    code, said = train(config, ranks=1)
+    assert code == 0, said
+    return folder / "runs" / "run", said
+
+
+def test_rewards_that_fail_are_worth_0_and_counted(unsteady_run: tuple[Path, str]) -> None:
+    folder, said = unsteady_run
+    lines = metrics(folder)
+    assert sum(line["reward/failures"] for line in lines) == 4 * 6, "a group that is late is in the next batch"
+    for line in lines:
+        assert line[f"reward/{TROUBLED}"] == 1 - line["reward/failures"] / 32
+        assert abs(line["reward/mean"] - line["reward/token_count"] - line[f"reward/{TROUBLED}"] / 2) < 1e-9
+    kinds = {8: "returned nan", 16: "had its process killed by SIGKILL", 24: "took longer", 32: "raised KeyError"}
+    for line, words in kinds.items():
+        assert re.search(rf"the reward {TROUBLED} {words}.*\n  data line: {line}\n", said), said
+
+
+def test_one_step_off_generates_under_training(unsteady_run: tuple[Path, str]) -> None:
+    folder, _ = unsteady_run
+    lines = metrics(folder)
+    assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert lines[0]["logprob_gap/max"] < 1e-4
+    for line in lines:
+        assert 0 < line["response/truncated_fraction"] < 1
+        cut_off = 32 * 8 * line["response/truncated_fraction"]
+        assert line["train/response_tokens"] == pytest.approx(32 * line["response/tokens_mean"] - cut_off)
+        assert 0.9 < line["importance/ess"] <= 1 and line["entropy/mean"] > 0
+    events = json.loads((folder / "timeline.json").read_text())
+    spans = [event for event in events["traceEvents"] if event["ph"] == "X"]
+    rollouts = {e["args"]["step"]: e for e in spans if e["name"] == "rollout"}
+    trains = {e["args"]["step"]: e for e in spans if e["name"] in ("log-probs", "train")}
+    under = [s for s in range(5) if rollouts[s + 1]["ts"] < trains[s]["ts"] + trains[s]["dur"]]
+    assert under == list(range(5)), "batch s + 1 begins before step s has trained"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        engine={"optimizer": {"learning_rate": 1e30, "clip_grad_norm": 0.0}},
+        algorithm={"name": "sft", "num_minibatches": 1},
+        checkpoint={"every_steps": 1},
+    )
+    code, said = train(config)
+    assert code == 1, said
+    assert "is not finite" in said and "step " in said and "rank(s)" in said
+    assert "last checkpoint: " in said
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("engine.warp=ddp", "engine.wrap"),
+        ("engine.wrap=fsdp2", "megatron_fsdp"),
+        ("run.steps=many", "run.steps"),
+        ("sync.bucket_bytes=0", "sync.bucket_bytes"),
+        ("engine.parallel.tensor=3", "engine.parallel.tensor"),
+        ("model.path=/nowhere", "/nowhere"),
+    ],
+)
+def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, override: str, told: str) -> None:
+    done = launch(write_config(tmp_path), override)
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 25
+
+
+def test_an_unknown_override_of_the_wrap_is_named(tmp_path: Path) -> None:
+    done = launch(write_config(tmp_path), "engine.overrides.bucket_sizes=1000", ranks=1)
+    assert done.returncode != 0
+    assert "engine.overrides.bucket_sizes" in done.stderr and "bucket_size" in done.stderr
+
+
+def test_a_run_that_stops_at_its_accuracy_writes_its_last_checkpoint(tmp_path: Path) -> None:
+    """Which is no multiple of `checkpoint.every_steps`."""
+    data = tmp_path / "one.jsonl"
+    data.write_text('{"question": "1+1=", "answer": "2"}\n')
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"steps": 60, "stop_at_accuracy": 1.0},
+        "engine": {"wrap": "ddp", "optimizer": {"learning_rate": 3e-3}},
+        "rollout": {"evaluate_every_steps": 5},
+        "algorithm": {"name": "sft", "num_minibatches": 1},
+        "data": {"train": str(data), "eval": str(data), "batch_size": 1},
+        "checkpoint": {"every_steps": 1000},
+    }
+    config, run = write_config(tmp_path, **sections), tmp_path / "runs" / "run"
+    code, said = train(config, ranks=1)
+    assert code == 0, said
+    num_steps = len(metrics(run))
+    assert num_steps < 60
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{num_steps:08d}"]
