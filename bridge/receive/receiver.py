@@ -74,12 +74,13 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         Raises:
             RuntimeError: this worker cannot reach a sender, or cannot plan.
         """
+        rank, former = self.parallel_config.rank, self._reader
+        reached = former.endpoints if former is not None else ()  # those of the message may be out of reach
         try:
             return self._begin(message)
         except Exception as error:
             self._sync = None
-            endpoints, rank = message.endpoints[self.parallel_config.rank], self.parallel_config.rank
-            abort_endpoints(endpoints, f"replica {message.replica} worker {rank}: {error}")
+            abort_endpoints({*message.endpoints[rank], *reached}, f"replica {message.replica} worker {rank}: {error}")
             raise
 
     def _begin(self, message: BeginSync) -> list[str]:

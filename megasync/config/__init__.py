@@ -6,5 +6,6 @@ load.py         reads YAML files and `key=value` overrides
 invalid.py      what pydantic refuses, in words
 errors.py       errors that name key, value, choices and remedy
 json_schema.py  writes the JSON schema that editors use
+reference.py    writes docs/reference.md, a table of all keys
 files.py        files that are written whole or not at all
 """

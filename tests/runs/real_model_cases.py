@@ -1,4 +1,4 @@
-"""What tests/runs/test_real_model.py runs on its ranks: engines and vLLM on a real model, on texts that transformers has answered."""
+"""Ranks of tests/runs/test_real_model.py: engines and vLLM on a real model, on texts that transformers has answered."""
 
 from __future__ import annotations
 

@@ -143,7 +143,8 @@ def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path,
     said = run.said.read_text()
     assert run.process.returncode == 1, said
     assert exact(tmp_path / "runs" / "run")[:6] == exact(first_run)
-    told = ("the reward tests.runs.train_cases:breaking_reward raised RuntimeError: broken on purpose", "data line: ", "response: ")
+    reward = "tests.runs.train_cases:breaking_reward"
+    told = (f"the reward {reward} raised RuntimeError: broken on purpose", "data line: ", "response: ")
     assert all(words in said for words in told) and "in breaking_reward" in said, said
 
 

@@ -1,0 +1,75 @@
+"""The documents: links lead somewhere, pages and pictures made from code are up to date, commands and messages exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megasync.config.reference import reference
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+SPANS = re.compile(r"`[^`\n]*`")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", FENCES.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = SPANS.sub("", FENCES.sub("", (ROOT / page).read_text(encoding="utf-8")))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("https:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    site = yaml.safe_load((ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8"))
+    named = {page for entry in site["nav"] for value in entry.values() for page in pages_in(value)}
+    assert named == {page.name for page in PAGES if page.parent.name == "docs"}
+
+
+def pages_in(entry: str | list[dict[str, str]]) -> list[str]:
+    return [entry] if isinstance(entry, str) else [page for inner in entry for page in inner.values()]
+
+
+def test_reference_is_that_of_the_schema() -> None:
+    """After a change of keys: python -m megasync.config.reference --to docs/reference.md"""
+    assert (ROOT / "docs/reference.md").read_text(encoding="utf-8") == reference()
+
+
+def test_pictures_are_those_of_their_code() -> None:
+    for name, draw in runpy.run_path(str(ROOT / "docs/draw.py"))["PICTURES"].items():
+        assert (ROOT / "docs/images" / name).read_text(encoding="utf-8") == draw()
+
+
+def test_commands_in_documents_exist() -> None:
+    blocks = "\n".join(block for page in PAGES for block in FENCES.findall((ROOT / page).read_text(encoding="utf-8")))
+    modules = set(re.findall(r"python -m (megasync[\w.]*)", blocks))
+    files = set(re.findall(r"(?:\./)?((?:launch|configs|docs)/[\w./-]+\.(?:sh|yaml|yml|py))", blocks))
+    assert modules and files
+    for module in modules:
+        assert importlib.util.find_spec(module) is not None, module
+    for file in files:
+        assert (ROOT / file).is_file(), file
+
+
+def test_messages_in_troubleshooting_are_the_programs() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page.partition("## It runs")[0], flags=re.MULTILINE)
+    files = [path for room in ("engine", "bridge", "megasync") for path in (ROOT / room).rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert len(messages) > 12
+    assert [message for message in messages if message not in code] == []
