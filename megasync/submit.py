@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -40,6 +41,7 @@ TRAINER = "megasync.train:main"
 UPLOADED = ("bridge", "configs", "engine", "megasync", "tests")  # folders of the repository that travel to a cluster
 STOP_SECONDS = 20.0
 AGENT_SECONDS = 60.0
+RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -157,17 +159,36 @@ def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
 
 
 def submit_when_ready(client: Any, job_arguments: dict[str, Any]) -> str:
-    """Submit the job; on a cluster that has just started, wait until a node's agent takes jobs."""
+    """Submit the job, once; on a cluster that has just started, wait until a node's agent takes jobs."""
     deadline = time.monotonic() + AGENT_SECONDS
+    job_id = f"raysubmit_{secrets.token_hex(8)}"
     while True:
         try:
-            job_id: str = client.submit_job(**job_arguments)
+            patiently(partial(client.submit_job, submission_id=job_id, **job_arguments))
         except RuntimeError as error:
+            if "already exists" in str(error):  # the server took it, and its answer was lost
+                return job_id
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
         else:
             return job_id
+
+
+def patiently(ask: Callable[[], Any]) -> Any:
+    """The job server's answer; asked again where the connection breaks, for RETRY_SECONDS.
+
+    Raises:
+        OSError: the last failure.
+    """
+    deadline = time.monotonic() + RETRY_SECONDS
+    while True:
+        try:
+            return ask()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def follow_in_thread(client: Any, job_id: str) -> None:
@@ -194,18 +215,23 @@ def follow_in_thread(client: Any, job_id: str) -> None:
 
 async def follow(client: Any, job_id: str) -> None:
     """Print the job's log as it comes, until the job ends."""
-    while not client.get_job_status(job_id).is_terminal():
+    while not has_ended(client, job_id):
         try:
             async for lines in client.tail_job_logs(job_id):
                 print(lines, end="", flush=True)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             print(f"the log stream broke off ({error}); the job goes on", file=sys.stderr)
         await asyncio.sleep(0.2)
 
 
+def has_ended(client: Any, job_id: str) -> bool:
+    ended: bool = patiently(partial(client.get_job_status, job_id)).is_terminal()
+    return ended
+
+
 def exit_code(client: Any, job_id: str) -> int:
     """The driver's exit code of a job that has ended."""
-    info = client.get_job_info(job_id)
+    info = patiently(partial(client.get_job_info, job_id))
     if info.status == "SUCCEEDED":
         return 0
     if info.driver_exit_code is None:  # the driver never started, or was killed: only Ray knows why
@@ -217,7 +243,7 @@ def stop(client: Any, job_id: str) -> None:
     """Ask Ray to stop the job and wait until it has."""
     client.stop_job(job_id)
     deadline = time.monotonic() + STOP_SECONDS
-    while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
+    while not has_ended(client, job_id) and time.monotonic() < deadline:
         time.sleep(0.2)
 
 

@@ -14,6 +14,8 @@ fake_cuda.install()
 # megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 warnings.filterwarnings("ignore", module=r"mbridge\..*")
+# megatron-fsdp 0.6.1 tells at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
+warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 from megatron.core import parallel_state, tensor_parallel
