@@ -102,7 +102,7 @@ def test_looking_while_threads_and_processes_come_and_go_misses_none_that_stay(f
     tick(family)
     until(lambda: len(lasting(family.pid)) == 2)
     stay, over = lasting(family.pid), threading.Event()
-    names = processes.shared_memory_below(os.getpid())
+    names = processes.shared_memory_below(family.pid)
     assert [name for name in names if "psm_test" in name] and [name for name in names if "-cpushm_0" in name]
     assert [name for name in names if "sem.mp-" in name]  # the lock, which its maker maps under another name
 
