@@ -14,24 +14,30 @@ import numpy.typing as npt
 NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How responses to a prompt are drawn. `top_k` 0 and `min_p` 0 leave no token out.
 
-    `top_k` 0 and `min_p` 0 leave no token out. `stop`: texts, for replicas that detokenise (ReplicaConfig). `max_new_tokens` 0
-    is for log-probs of the prompt (Generator.score).
+    `stop`: texts, for replicas that detokenise (ReplicaConfig). `max_new_tokens` of each response; 0 is for log-probs of the
+    prompt (Generator.score).
     """
 
-    prompt_ids: tuple[int, ...]
     num_samples: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_p: float = 1.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest(Sampling):
+    """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bridge.generation import Sampling
 from megasync.data.data import Example
 from megasync.rollouts import requests
-from megasync.rollouts.requests import SEED_STRIDE, Sampling
+from megasync.rollouts.requests import SEED_STRIDE
 
 if TYPE_CHECKING:
     from bridge.generation import Completion, GenerationRequest

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from bridge.generation import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest, Sampling
 from megasync.data.data import Example
 from megasync.rewards.functions import RewardInput
 
@@ -23,31 +23,22 @@ TRAIN = "train"  # in samples.jsonl what an evaluation set's name is for its sam
 SEED_STRIDE = 1_000_003
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses to a prompt are drawn; `max_new_tokens` each."""
-
-    num_samples: int
-    max_new_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-
-
 def training_sampling(rollout: RolloutConfig) -> Sampling:
-    own = (rollout.group_size, rollout.max_new_tokens, rollout.temperature)
-    return Sampling(*own, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop)
+    own = {"num_samples": rollout.group_size, "max_new_tokens": rollout.max_new_tokens}
+    return Sampling(**own, temperature=rollout.temperature, **_filters(rollout), stop=rollout.stop)
 
 
 def greedy_sampling(rollout: RolloutConfig) -> Sampling:
-    return Sampling(1, rollout.max_new_tokens, 0.0, stop=rollout.stop)
+    return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop=rollout.stop)
 
 
 def set_sampling(rollout: RolloutConfig, given: EvalSet) -> Sampling:
-    own = (given.samples, given.max_new_tokens or rollout.max_new_tokens, given.temperature)
-    return Sampling(*own, given.top_p, given.top_k, given.min_p, rollout.stop)
+    own = {"num_samples": given.samples, "max_new_tokens": given.max_new_tokens or rollout.max_new_tokens}
+    return Sampling(**own, temperature=given.temperature, **_filters(given), stop=rollout.stop)
+
+
+def _filters(given: RolloutConfig | EvalSet) -> dict[str, Any]:
+    return {"top_p": given.top_p, "top_k": given.top_k, "min_p": given.min_p}
 
 
 def training_request(config: Config, prompts: Prompts, example: Example, ordinal: int) -> GenerationRequest:
@@ -57,18 +48,7 @@ def training_request(config: Config, prompts: Prompts, example: Example, ordinal
 
 
 def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: int) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompts.prompt_ids(example),
-        num_samples=sampling.num_samples,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=seed,
-        stop_token_ids=prompts.stop_token_ids,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=sampling.stop,
-    )
+    return GenerationRequest(prompts.prompt_ids(example), seed, prompts.stop_token_ids, **asdict(sampling))
 
 
 def request_digest(request: GenerationRequest, *, returns_experts: bool) -> int:

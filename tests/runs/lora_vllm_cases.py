@@ -89,7 +89,9 @@ def refused(publisher: Publisher) -> str:
 
 
 def greedy(pool: OpenPool, samples: list[Sample]) -> list[tuple[int, ...]]:
-    requests = [GenerationRequest(tuple(s.prompt_ids.tolist()), 1, 8, temperature=0.0, stop_token_ids=()) for s in samples]
+    requests = [
+        GenerationRequest(tuple(s.prompt_ids.tolist()), max_new_tokens=8, temperature=0.0, stop_token_ids=()) for s in samples
+    ]
     return [tuple(completions[0].token_ids.tolist()) for completions in pool.generate(requests).result()]
 
 

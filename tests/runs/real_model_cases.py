@@ -33,7 +33,9 @@ def step(built: Engine, samples: list[Sample]) -> tuple[float, float]:
 
 def greedy(pool: OpenPool, samples: list[Sample]) -> list[list[int]]:
     """vLLM's answers, as long as those of the samples."""
-    requests = [GenerationRequest(tuple(s.prompt_ids.tolist()), 1, len(s.response_ids), temperature=0.0) for s in samples]
+    requests = [
+        GenerationRequest(tuple(s.prompt_ids.tolist()), max_new_tokens=len(s.response_ids), temperature=0.0) for s in samples
+    ]
     return [completions[0].token_ids.tolist() for completions in pool.generate(requests).result()]
 
 

@@ -131,7 +131,10 @@ def follow(
 
 def generated_gap(built: Engine, pool: OpenPool | None, seed: int) -> float:
     """Collective; of rank 0's answer."""
-    requests = [GenerationRequest(tuple(s.prompt_ids.tolist()), 2, 12, seed=seed) for s in random_samples(4, seed=seed)]
+    requests = [
+        GenerationRequest(tuple(s.prompt_ids.tolist()), num_samples=2, max_new_tokens=12, seed=seed)
+        for s in random_samples(4, seed=seed)
+    ]
     told: list[Any] = [pool.generate(requests).result() if pool is not None else None]
     dist.broadcast_object_list(told, src=0)
     pairs = [(r.prompt_ids, completion) for r, group in zip(requests, told[0], strict=True) for completion in group]

@@ -25,7 +25,7 @@ from tests.runs.test_sync_vllm import DictSource, load
 from tests.support.tiny_models import write_tiny_model
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 4, 3
-LONG = GenerationRequest((5, 6, 7), GROUP_SIZE, 200, seed=3)
+LONG = GenerationRequest((5, 6, 7), num_samples=GROUP_SIZE, max_new_tokens=200, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,8 @@ def test_samples_that_waited_through_an_update_are_of_the_new_weights_alone(pool
     source.tensors = load(folders[0])
     publisher.publish(first)
     source.tensors = load(folders[1])
-    request = GenerationRequest(tuple(range(3, 93)) * 2, 24, 40, seed=3)  # 180 tokens, more than a block of the cache
+    prompt = tuple(range(3, 93)) * 2  # 180 tokens, more than a block of the cache
+    request = GenerationRequest(prompt, num_samples=24, max_new_tokens=40, seed=3)
     ray.get(pool.hand_in(0, [GroupRequest(1, request, tuple(range(24)))]))
     publisher.publish(first + 1)
     done = [completion for _, completion in collected(pool, 0, 24)]
@@ -127,7 +128,10 @@ def test_samples_that_waited_through_an_update_are_of_the_new_weights_alone(pool
 def make_stream(pool: StampedPool, notes: list[str], staleness: int) -> RolloutStream:
     def make_group(ordinal: int) -> Group:
         lengths = (4, 8, 40, 120)
-        return Group(ordinal, GenerationRequest((5, 6, 7 + ordinal % 5), GROUP_SIZE, lengths[ordinal % 4], seed=ordinal))
+        return Group(
+            ordinal,
+            GenerationRequest((5, 6, 7 + ordinal % 5), num_samples=GROUP_SIZE, max_new_tokens=lengths[ordinal % 4], seed=ordinal),
+        )
 
     async def score(group: Group, samples: list[int]) -> list[Scored]:
         return [Scored(float(sample), {}) for sample in samples]

@@ -39,7 +39,10 @@ from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(400)
 STORE_TIMEOUT = timedelta(seconds=120)  # no signal reaches a rank that waits for another there
-GREEDY = [GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0), GenerationRequest((40,), 1, 12, 0.0)]
+GREEDY = [
+    GenerationRequest((5, 6, 7, 8, 9), max_new_tokens=12, temperature=0.0),
+    GenerationRequest((40,), max_new_tokens=12, temperature=0.0),
+]
 SAMPLED = [GenerationRequest((5 + i, 6, 7), num_samples=3, max_new_tokens=9, seed=i) for i in range(5)]
 
 
@@ -183,14 +186,16 @@ def test_generation_repeats_bit_for_bit(tied_pool) -> None:
     assert [len(samples) for samples in first] == [3] * 5
     assert len({numbers(c)[0] for samples in first for c in samples}) == 15
     stop = int(first[0][0].token_ids[2])
-    stopped = tied_pool.generate([GenerationRequest((5, 6, 7), 3, 9, seed=0, stop_token_ids=(stop,))]).result()[0][0]
+    stopped = tied_pool.generate(
+        [GenerationRequest((5, 6, 7), num_samples=3, max_new_tokens=9, seed=0, stop_token_ids=(stop,))]
+    ).result()[0][0]
     assert stopped.token_ids[-1] == stop
     assert stopped.finish_reason == "stop"
     assert first[0][0].finish_reason == "length"
 
 
 def test_a_sync_waits_for_running_requests(tied_pool, tied_publisher) -> None:
-    long = [GenerationRequest((7, i), 4, 50, seed=i) for i in range(8)]
+    long = [GenerationRequest((7, i), num_samples=4, max_new_tokens=50, seed=i) for i in range(8)]
     running = tied_pool.generate(long)
     assert not is_done(running)
     tied_publisher.publish(11)

@@ -110,7 +110,8 @@ class StalenessBench(BenchRank):
         sizes, generator = self.config.bench, random.Random(f"{self.config.run.seed} {ordinal}")
         vocabulary: int = self.engine.mbridge.hf_config.vocab_size
         prompt = tuple(generator.randrange(vocabulary) for _ in range(sizes.prompt_tokens))
-        return Group(ordinal, GenerationRequest(prompt, self.config.rollout.group_size, self.lengths[ordinal], seed=ordinal))
+        size, length = self.config.rollout.group_size, self.lengths[ordinal]
+        return Group(ordinal, GenerationRequest(prompt, num_samples=size, max_new_tokens=length, seed=ordinal))
 
 
 async def score(group: Group, samples: Sequence[int]) -> list[Scored]:

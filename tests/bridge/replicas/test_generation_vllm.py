@@ -106,7 +106,10 @@ def test_a_stop_text_ends_a_response_that_keeps_it(pool) -> None:
 
 def ending(pool: OpenPool, max_new_tokens: int) -> list[tuple[tuple[int, ...], Completion]]:
     ends = tuple(range(25, 32))  # some samples end before others, whose rows in vLLM's batch then move
-    requests = [GenerationRequest(prompt, NUM_SAMPLES, max_new_tokens, seed=3, stop_token_ids=ends) for prompt in PROMPTS]
+    requests = [
+        GenerationRequest(prompt, num_samples=NUM_SAMPLES, max_new_tokens=max_new_tokens, seed=3, stop_token_ids=ends)
+        for prompt in PROMPTS
+    ]
     answers = pool.generate(requests).result()
     return [(request.prompt_ids, each) for request, of_prompt in zip(requests, answers, strict=True) for each in of_prompt]
 

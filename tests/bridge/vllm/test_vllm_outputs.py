@@ -21,7 +21,7 @@ LIMIT = 64  # max_model_len
 def request(**fields: Any) -> Any:
     from vllm.v1.request import Request
 
-    wanted = GenerationRequest((5,), 1, 9, **fields)
+    wanted = GenerationRequest((5,), max_new_tokens=9, **fields)
     return Request("0", [5], api.sampling_parameters(wanted, 0), None)
 
 

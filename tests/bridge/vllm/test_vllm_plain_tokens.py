@@ -68,7 +68,7 @@ class Core:
     def add(self, name: str, prompt: list[int], **fields: Any) -> None:
         from vllm.v1.request import Request
 
-        wanted = api.sampling_parameters(GenerationRequest(tuple(prompt), 1, **fields), 0)
+        wanted = api.sampling_parameters(GenerationRequest(tuple(prompt), **fields), 0)
         self.scheduler.add_request(Request(name, prompt, wanted, None, arrival_time=0.0, block_hasher=self.hasher))
 
     def change(self, index: int, requests: list[dict[str, Any]]) -> None:

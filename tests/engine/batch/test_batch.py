@@ -308,7 +308,7 @@ def test_a_batch_is_prepared_without_copies_of_its_tokens() -> None:
     length, num_samples = 4096, 4
     groups = []
     for key in range(8):
-        group = Group(key, GenerationRequest((1, 2, 3), num_samples))
+        group = Group(key, GenerationRequest((1, 2, 3), num_samples=num_samples))
         for sample in range(num_samples):
             arrays = np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), np.zeros(length, np.int32)
             group.completions[sample], group.rewards[sample] = Completion(*arrays, "stop"), float(sample)

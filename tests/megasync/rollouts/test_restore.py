@@ -21,7 +21,7 @@ from megasync.rollouts.restore import Restored, restore_groups
 from megasync.rewards.pool import RewardPool
 
 STEP = 5
-REQUEST = GenerationRequest((1, 2, 3), 2, 8, seed=4)
+REQUEST = GenerationRequest((1, 2, 3), num_samples=2, max_new_tokens=8, seed=4)
 
 
 def sample(index: int, version: int) -> SavedSample:

@@ -43,7 +43,7 @@ def run(staleness: int, training_seconds: float, num_replicas: int = 1) -> list[
     pool = ModelPool(
         num_replicas, length, max_num_seqs=SLOTS // num_replicas, step_seconds=0.004, sample_seconds=0.0002 * num_replicas
     )
-    request = GenerationRequest((1,), GROUP_SIZE, MAX_TOKENS)
+    request = GenerationRequest((1,), num_samples=GROUP_SIZE, max_new_tokens=MAX_TOKENS)
 
     async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
         return [Scored(float(sample % 2), {}) for sample in samples]

@@ -59,7 +59,7 @@ class Walk:
         """Train from `step` to `last_step`; a checkpoint somewhere on the way, from which the next one resumes."""
         source, own = self.source, ways.settings
         pool = ModelPool(source.randint(1, 3), self._length, max_num_seqs=source.choice((2, 8, 1000)), step_seconds=0.1)
-        request = GenerationRequest((0,), ways.group_size)
+        request = GenerationRequest((0,), num_samples=ways.group_size)
 
         def make_group(ordinal: int) -> Group:
             prompt = ways.prompt(ordinal)
@@ -117,7 +117,7 @@ class Walk:
             pool.loop.call_later(self.source.choice((0.0, 0.05, 1.0)), pool.kill, self.source.choice(list(pool.replicas)))
 
     async def _evaluate(self, stream: RolloutStream) -> object:
-        requests = [GenerationRequest((7,), 2)] * self.source.randint(1, 5)
+        requests = [GenerationRequest((7,), num_samples=2)] * self.source.randint(1, 5)
         answered = await stream._generate(requests)
         assert answered is None or [len(samples) for samples in answered] == [2] * len(requests)
         return answered
