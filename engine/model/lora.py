@@ -25,6 +25,7 @@ from engine import rules
 from engine.config import LoraConfig
 from engine.moe.experts import ExpertLinear, grouped_linear
 from engine.attention.latent import ReplicatedLinear
+from engine.runtime import workarounds
 from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, tensor_parallel
 from engine.runtime.megatron import parallel_state as mpu
 from engine.model.build import global_name, gpt_model
@@ -129,6 +130,7 @@ def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -
     Raises:
         ValueError: no linear is called so, the rank is larger than a linear's dimension, or does not go with experts.
     """
+    workarounds.fold_gradients_of_frozen_linears()
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.requires_grad = False

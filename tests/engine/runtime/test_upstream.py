@@ -11,9 +11,11 @@ import inspect
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from tests.support.ranks import run_ranks
@@ -245,3 +247,33 @@ def test_linears_still_know_one_product_for_weight_gradients_and_the_optimizer_o
     assert "_grad_accum_fusion_available" in vars(layers)
     assert {"Adam", "USING_PYTORCH_OPTIMIZER"} <= vars(optimizer).keys()
     assert {"Adam", "HAVE_APEX_OR_TE"} <= vars(distrib_optimizer).keys()
+
+
+def test_a_frozen_output_layer_still_takes_a_product_for_each_token() -> None:
+    """engine/runtime/workarounds.py:fold_gradients_of_frozen_linears"""
+    from megatron.core.tensor_parallel import layers
+
+    from engine.runtime import workarounds
+
+    class Products(TorchDispatchMode):
+        names: list[str]
+
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            self.names.append(function.overloadpacket.__name__)
+            return function(*arguments, **(options or {}))
+
+    def backward(linear: Any) -> tuple[list[str], torch.Tensor]:
+        hidden, weight = torch.ones(8, 1, 4, requires_grad=True), torch.arange(24.0).view(6, 4)
+        logits = linear.apply(hidden, weight, None, False, None).transpose(0, 1).contiguous()
+        mode = Products()
+        mode.names = []
+        with mode:
+            logits.backward(torch.arange(48.0).view(1, 8, 6))
+        return [name for name in mode.names if name in ("mm", "bmm")], hidden.grad
+
+    plain = layers.LinearWithFrozenWeight
+    names, expected = backward(plain.__base__ if hasattr(plain, "folds") else plain)
+    assert names == ["bmm"]
+    workarounds.fold_gradients_of_frozen_linears()
+    names, gradient = backward(layers.LinearWithFrozenWeight)
+    assert names == ["mm"] and torch.equal(gradient, expected)
