@@ -10,8 +10,7 @@ them (vllm/weights/adapter.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -30,9 +29,6 @@ class AdapterSpec:
 
     rank: int
     scale: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class AdapterSource:

@@ -90,8 +90,8 @@ class WeightSource(Protocol):
 class Part(NamedTuple):
     """Some of a source's tensors, in order: for each the copies out of `memory` that make it up.
 
-    Valid until the next part is asked for. `copies` is the same object in every pass; `memory`, flat tensors, is the same
-    object as long as their addresses are the same.
+    Valid until the next part is asked for. Every pass has the same parts, with the same `copies`; `memory`, flat tensors, is the
+    same object as long as their addresses are the same.
     """
 
     copies: Sequence[tuple[Copy, ...]]

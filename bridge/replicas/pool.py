@@ -79,10 +79,6 @@ class ReplicaPool(ReplicaActors):
     # The steps of a sync (messages.py), driven by Publisher.
 
     @property
-    def num_readers(self) -> int:
-        return len(self.members) * self.config.tensor_parallel
-
-    @property
     def reader_names(self) -> list[str]:
         width = self.config.tensor_parallel
         return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
@@ -142,7 +138,6 @@ class ReplicaPool(ReplicaActors):
                     replica=replica,
                     endpoints=message.endpoints[first : first + width],
                     first_reader=first,
-                    num_readers=self.num_readers,
                     manifest_json=None if known else message.manifest_json,
                 ),
             )

@@ -62,7 +62,7 @@ class Publisher:
     ) -> None:
         self._source, self._pool = source, pool
         self._config = config.model_copy(update={"transport": resolve_transport(config.transport)})
-        self._adapter = adapter.to_dict() if adapter is not None else None
+        self._adapter = dataclasses.asdict(adapter) if adapter is not None else None
         self._ranks = Ranks(group)
         if (pool is not None) != (self._ranks.rank == 0):
             raise ValueError("Publisher takes the pool on rank 0 and None on the others")
