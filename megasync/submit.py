@@ -32,9 +32,8 @@ from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.launch.processes import INTERRUPTED, REFUSED
-from megasync.launch.ray_cluster import local_cluster
-from megasync.launch.scope import run_scope
+from megasync.launch.processes import INTERRUPTED, REFUSED, run_to_end
+from megasync.launch.scope import environment, listen_on_loopback, run_scope
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"
@@ -47,9 +46,7 @@ RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Flags may stand before, between and after the overrides."""
     parser = argparse.ArgumentParser(
-        prog="python -m megasync.submit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m megasync.submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
@@ -81,6 +78,14 @@ def absolute_paths(config: Config) -> list[str]:
     return [f"{key}={json.dumps(str(Path(path).resolve()))}" for key, path in paths.items()]
 
 
+def driver(options: argparse.Namespace, config: Config, num_ranks: int, path: Path) -> list[str]:
+    """Arguments of a Python that starts the ranks and waits for them; `path`: where it finds the config file."""
+    command = ["-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
+    if not options.address:
+        command += ["--num-cpus", str(num_cpus(config, num_ranks))]
+    return [*command, "--", str(path), *options.overrides, *absolute_paths(config)]
+
+
 def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str, Any]:
     """Keyword arguments of `submit_job`.
 
@@ -88,44 +93,43 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
         ConfigError: the config file is not part of what is uploaded to the cluster.
     """
     path = Path(options.config).resolve()
-    environment = {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    runtime_env: dict[str, Any] = {"env_vars": environment}
-    interpreter, config_path = sys.executable, str(path)
-    if options.address:
-        if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):
-            remedy = f"move it below {ROOT / 'configs'}, which travels to the cluster"
-            raise ConfigError(f"{path}: the cluster would not see this config", remedy=remedy)
-        excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
-        runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
-        interpreter, config_path = "python", str(path.relative_to(ROOT))
-    driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
-    arguments = [config_path, *options.overrides, *absolute_paths(config)]
-    return {"entrypoint": shlex.join([*driver, "--", *arguments]), "runtime_env": runtime_env}
+    if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):
+        remedy = f"move it below {ROOT / 'configs'}, which travels to the cluster"
+        raise ConfigError(f"{path}: the cluster would not see this config", remedy=remedy)
+    excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
+    uploaded = {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
+    entrypoint = shlex.join(["python", *driver(options, config, num_ranks, path.relative_to(ROOT))])
+    return {"entrypoint": entrypoint, "runtime_env": {"env_vars": environment_of_driver(), **uploaded}}
+
+
+def environment_of_driver() -> dict[str, str]:
+    return {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def run_here(command: list[str]) -> int:
+    """The exit code of a driver with a Ray of its own, of which nothing is left."""
+    if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
+        print(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one", file=sys.stderr)
+        return 1
+    with run_scope(), environment(environment_of_driver()):
+        listen_on_loopback()
+        return run_to_end([sys.executable, *command])
 
 
 def num_cpus(config: Config, num_ranks: int) -> int:
-    """CPUs that a local cluster claims to have: all processes fit, and share the cores that there are."""
-    replicas = config.rollout.replicas * config.rollout.tensor_parallel
-    return max(os.cpu_count() or 1, num_ranks + replicas + 1)
-
-
-def submit(address: str, job_arguments: dict[str, Any]) -> tuple[Any, str]:
-    """A client of the job server, and the id of the job that it has now."""
-    from ray.job_submission import JobSubmissionClient
-
-    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # says when its socket closes
-    client = JobSubmissionClient(address)
-    job_id = submit_when_ready(client, job_arguments)
-    print(f"submitted {job_id} to {address}", flush=True)
-    return client, job_id
+    """CPUs that a Ray of the run's own claims to have at least: all processes fit, and share the cores that there are."""
+    return num_ranks + config.rollout.replicas * config.rollout.tensor_parallel + 1
 
 
 def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[], str], *, wait: bool) -> int:
     """Submit and, unless told otherwise, follow; with a word of advice where the cluster does not answer or let us in."""
     from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
 
+    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # says when its socket closes
     try:
-        client, job_id = submit(address, job_arguments)
+        client = JobSubmissionClient(address)
+        job_id = submit_when_ready(client, job_arguments)
     except OSError as error:
         print(f"--address {address}: no job server answers there: {error}", file=sys.stderr)
         return 1
@@ -133,6 +137,7 @@ def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callab
         remedy = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to what its owner gave you"
         print(f"--address {address}: the cluster refuses this user; {remedy}", file=sys.stderr)
         return 1
+    print(f"submitted {job_id} to {address}", flush=True)
     by_hand = f"follow it with: ray job logs --follow --address {address} {job_id}"
     if not wait:
         print(by_hand)
@@ -225,8 +230,7 @@ async def follow(client: Any, job_id: str) -> None:
 
 
 def has_ended(client: Any, job_id: str) -> bool:
-    ended: bool = patiently(partial(client.get_job_status, job_id)).is_terminal()
-    return ended
+    return patiently(partial(client.get_job_status, job_id)).is_terminal()  # type: ignore[no-any-return]
 
 
 def exit_code(client: Any, job_id: str) -> int:
@@ -253,22 +257,24 @@ def main(argv: Sequence[str]) -> int:
     with main_errors():
         config = load_config(options.config, options.overrides)
         num_ranks = options.num_ranks or default_num_ranks(config, len(visible_devices()))
-        job_arguments = job(options, config, num_ranks)
+        job_arguments = job(options, config, num_ranks) if options.address else {}
     if code := check(options, num_ranks):
         return code
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run ends with this process
     words = partial(last_words, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))
     try:
         if options.address:
             return submit_to_cluster(options.address, job_arguments, words, wait=not options.no_wait)
-        with run_scope(), local_cluster(num_cpus(config, num_ranks)) as address:
-            return follow_to_end(*submit(address, job_arguments), words)
+        code = run_here(driver(options, config, num_ranks, Path(options.config).resolve()))
     except (RuntimeError, OSError) as error:
         print(f"the Ray cluster failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    if code not in (0, REFUSED):
+        print(words(), file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

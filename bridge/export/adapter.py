@@ -98,9 +98,7 @@ class AdapterSource:
 
     def _each_once(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(PEFT name, factor, whether it is a B)."""
-        last_a: torch.Tensor | None = None
         for each in self._factors():
-            if each.a is not last_a:
-                last_a = each.a
+            if not each.shares_a:
                 yield f"{each.name}.lora_A.weight", each.a, False
             yield f"{each.name}.lora_B.weight", each.b, True

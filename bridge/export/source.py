@@ -58,12 +58,14 @@ class WeightItem(Protocol):
 class AdapterFactors(Factors, Protocol):
     """The whole adapter of one linear, in PEFT's names and coordinates.
 
-    `name` is the linear's. `a`: [rank, in]; linears that share an A have the same object, one after the other. `b`: [*, rank];
-    flattening * gives its rows.
+    `name` is the linear's. `a`: [rank, in]. `b`: [*, rank]; flattening * gives its rows. `shares_a`: with the linear before it.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def shares_a(self) -> bool: ...
 
 
 class WeightSource(Protocol):

@@ -102,11 +102,11 @@ class ReplicaPool(ReplicaActors):
         members = list(self.members)
         actors = dict(zip(members, self._chosen(members), strict=True))
         calls = {replica: getattr(actor.handle, method).remote(actor.num_sent, **options) for replica, actor in actors.items()}
-        wait_while_alive(calls, self._silent_seconds, self.config.answer_timeout_seconds, method)
 
-    def _silent_seconds(self, replica: int) -> Any:
-        (actor,) = self._chosen([replica])
-        return actor.handle.silent_seconds.remote()
+        def ask(replica: int) -> Any:
+            return actors[replica].handle.silent_seconds.remote()
+
+        wait_while_alive(calls, ask, self.config.answer_timeout_seconds, method)
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""

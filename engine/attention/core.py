@@ -17,7 +17,6 @@ from engine.runtime.megatron import PackedSeqParams, TransformerConfig
 from engine.batch.packed import PackedSequences
 
 
-
 class CoreAttention(torch.nn.Module):
     """Causal softmax attention with grouped queries, a drop-in for megatron-core's DotProductAttention in a layer spec.
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from engine.runtime import device, gloo, memory
 from engine.config import ParallelConfig
-from engine.runtime.megatron import parallel_state as mpu
-from engine.runtime.megatron import tensor_parallel
+from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 
 @dataclass(frozen=True)

@@ -45,21 +45,18 @@ class Prompts:
 
     def text(self, token_ids: npt.NDArray[np.int32]) -> str:
         """A response's text without its end-of-sequence and other special tokens."""
-        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """`text` of each, while Python's other threads run: of the tokenizers package `decode` holds them up, this does not."""
         if self.tokenizer.clean_up_tokenization_spaces:
             return [self.text(token_ids) for token_ids in responses]
         ids = [token_ids.tolist() for token_ids in responses]
-        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
-        return texts
+        return self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def prompt_text(self, example: Example) -> str:
         """What the model gets, its special tokens included."""
-        text: str = self.tokenizer.decode(list(self.prompt_ids(example)))
-        return text
+        return self.tokenizer.decode(list(self.prompt_ids(example)))  # type: ignore[no-any-return]
 
     def supervised(self, example: Example) -> Sample:
         """The example as a sample whose response is the answer and the end of the sequence."""
@@ -112,8 +109,7 @@ class Prompts:
 
     def _encode(self, texts: list[str], *, special: bool) -> Sequence[Sequence[int]]:
         encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -1,9 +1,10 @@
-"""The job that `megasync.submit` hands to Ray: one trainer actor a rank, all running the program that torchrun runs.
+"""What `megasync.submit` starts, on a cluster as a Ray job: one trainer actor a rank, all running the program that torchrun runs.
 
 Holds no training code: an actor sets the variables torchrun would set and calls `main` of megasync.train. The first
 rank to fail decides the exit code; the others are ended, since they may wait for it for ever. Leaves out config checks.
 
-    python -m megasync.launch.driver --num-ranks 2 -- CONFIG.yaml [key=value ...]      # within a Ray job
+    python -m megasync.launch.driver --num-ranks 2 -- CONFIG.yaml [key=value ...]                  # within a Ray job
+    python -m megasync.launch.driver --num-ranks 2 --num-cpus 4 -- CONFIG.yaml [key=value ...]     # with a Ray of its own
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -21,7 +22,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megasync.launch.processes import run_and_leave
+from megasync.launch.processes import end_on_sigterm, run_and_leave
+from megasync.launch.ray_cluster import start_ray
 
 PROGRAM = "megasync.train:main"
 GRACE_SECONDS = 5.0  # after the first failure, for a rank's death to become known too: it is the likelier cause
@@ -172,19 +174,24 @@ def main(argv: Sequence[str]) -> int:
     """Exit code 0: done; else that of the rank that failed first."""
     parser = argparse.ArgumentParser(prog="python -m megasync.launch.driver", description=__doc__)
     parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument("--num-cpus", type=int, default=0, help="of a Ray on this machine, which is started")
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
     options = parser.parse_args(argv)
-    ray.init(log_to_driver=True)
-    gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
+    address = "local" if options.num_cpus else "auto"
+    stop: Callable[[], None] | None = None
+    end_on_sigterm()
     try:
+        stop = start_ray(address, num_cpus=options.num_cpus, prints_logs=True)
+        gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
         return drive(options.num_ranks, options.program, options.arguments, gpus_per_rank)
     except (RuntimeError, GetTimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
     finally:
         time.sleep(LOG_SECONDS)
-        ray.shutdown()
+        if stop is not None:
+            stop()
 
 
 if __name__ == "__main__":

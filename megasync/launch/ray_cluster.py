@@ -1,91 +1,46 @@
-"""A Ray on this machine, for one run: free ports, a folder of its own, gone afterwards.
+"""A Ray on this machine, for one run: a folder of its own, gone afterwards; or the connection to one that runs.
 
-`start_ray` is for a trainer rank that starts replicas. `local_cluster` takes jobs and wants an access token; it is `ray start`
-and not `ray.init`: only there can the port of the agent that takes jobs be chosen, and a second Ray on the machine would hold the
-default one. Leaves out submitting. Linux only, as Ray's own process control here is.
+Leaves out who starts it: a trainer rank that wants replicas, or the driver of a run whose ranks are actors.
 
-    with local_cluster(num_cpus=4) as address:
-        JobSubmissionClient(address)
+    stop = start_ray("local")
 """
 
 from __future__ import annotations
 
 import os
-import random
-import secrets
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from bridge.processes import RAY_PATH, socket_folder
-from megasync.launch.processes import end_with_parent
-from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
+from megasync.launch.scope import environment
 
-START_SECONDS = 120.0
-STOP_SECONDS = 20.0
 # By itself Ray starts a worker for each core; our actors cannot use those, since each gets an environment of its own.
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
-# `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
-NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
-# What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs and a dashboard.
-UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
+# What Ray starts beside its actors, a process each that takes a second: an autoscaler and a dashboard, and a reader of logs.
+UNUSED_DAEMONS, LOG_READER = ("start_monitor", "start_api_server"), "start_log_monitor"
 
 
-@contextmanager
-def local_cluster(num_cpus: int) -> Iterator[str]:
-    """Yields the address of the job server once it answers. Its processes end with the block, or with this process.
-
-    Raises:
-        RuntimeError: the cluster did not start; the message holds what Ray said.
-    """
-    if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
-        raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
-    # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **NO_IDLE_WORKERS, **NO_DRAINING}
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH)))
-    port = free_port()
-    log = folder / "start.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            _command(folder, num_cpus, port),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**ON_LOOPBACK, **os.environ, "TMPDIR": str(folder)},  # the dashboard's processes talk through sockets there
-            start_new_session=True,  # Ctrl-C is for this process, which stops the job first
-            preexec_fn=end_with_parent,  # noqa: PLW1509  (the only thread of ours still sleeps)
-        )
-    try:
-        _wait_for_port(process, port, log)
-        yield f"http://{LOOPBACK}:{port}"
-    finally:
-        _end(process)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], None] | None:
+def start_ray(
+    address: str, gpus: Sequence[str] | None = None, num_cpus: int = 4, *, prints_logs: bool = False
+) -> Callable[[], None] | None:
     """Connect to the Ray at `address`, or start one of our own where it is `local`; what ends that, None if it was there before.
 
-    `gpus`: those of this machine that a Ray of our own may give out; None: all that are visible.
+    `gpus`: those of this machine that a Ray of our own may give out; None: all that are visible. `num_cpus`: how many it claims
+    to have at least. `prints_logs`: what its actors print appears here.
     """
     import ray
 
     if ray.is_initialized():
         return None
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    options: dict[str, Any] = {"address": address, "log_to_driver": prints_logs, "logging_level": "ERROR"}
     variables, folder = {}, None
     if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
         folder = tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH))
-        options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False, "_temp_dir": folder}
+        options |= {"num_cpus": max(os.cpu_count() or 1, num_cpus), "include_dashboard": False, "_temp_dir": folder}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
         variables = NO_IDLE_WORKERS | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
 
@@ -96,7 +51,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        with environment(variables), _without_unused_daemons():
+        with environment(variables), _without(UNUSED_DAEMONS if prints_logs else (*UNUSED_DAEMONS, LOG_READER)):
             _connect(options)
     except BaseException:
         stop()
@@ -107,14 +62,14 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
 
 
 @contextmanager
-def _without_unused_daemons() -> Iterator[None]:
-    """A Ray of our own starts without UNUSED_DAEMONS, for which `ray.init` has no keys (ray 2.60.0 _private/node.py:1642)."""
+def _without(daemons: Sequence[str]) -> Iterator[None]:
+    """A Ray of our own starts without these daemons, for which `ray.init` has no keys (ray 2.60.0 _private/node.py:1642)."""
     from ray._private.node import Node
 
     def leave_out(node: Any, **_: Any) -> None:
         node._webui_url = None  # start_api_server sets it
 
-    before = {name: vars(Node)[name] for name in UNUSED_DAEMONS if name in vars(Node)}
+    before = {name: vars(Node)[name] for name in daemons if name in vars(Node)}
     try:
         for name in before:
             setattr(Node, name, leave_out)
@@ -135,54 +90,3 @@ def _connect(options: dict[str, Any]) -> None:
             raise
         ray.shutdown()
         ray.init(**options)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, outside of what Linux and Ray's workers hand out by themselves.
-
-    Raises:
-        RuntimeError: none was found.
-    """
-    for port in random.SystemRandom().sample(FREE_PORTS, k=100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError(f"no free TCP port between {FREE_PORTS.start} and {FREE_PORTS.stop}")
-
-
-def _command(folder: Path, num_cpus: int, dashboard_port: int) -> list[str]:
-    options = {
-        "port": "0",
-        "dashboard-host": LOOPBACK,
-        "dashboard-port": str(dashboard_port),
-        "dashboard-agent-listen-port": "0",
-        "ray-client-server-port": str(free_port()),  # not used, but a taken one would end the cluster
-        "num-cpus": str(num_cpus),
-        "temp-dir": str(folder),
-    }
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *flags]
-
-
-def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex((LOOPBACK, port)) == 0:
-                return
-        if process.poll() is not None or time.monotonic() > deadline:
-            said = log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"the local Ray cluster did not start (exit code {process.poll()}):\n{said}")
-        time.sleep(0.2)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -25,8 +25,8 @@ import pytest
 from megasync.config.schema import Config, RolloutConfig
 from megasync.config.errors import ConfigError
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.launch.ray_cluster import local_cluster
 from megasync.submit import absolute_paths
+from tests.support.ray_cluster import local_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,6 +8,8 @@ Leaves out the workers' side (vllm_worker.py).
 
 from __future__ import annotations
 
+import random
+import socket
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bridge.transport.channel import Channel, own_address
-from megasync.launch.ray_cluster import free_port
 
 if TYPE_CHECKING:
     from bridge.layout.manifest import Manifest
     from megasync.bench.replicas.replica import BenchPool
 
 SECONDS = 60.0
+FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
 
 
 def broadcast_all(channel: Channel, sizes: list[int]) -> float:
@@ -76,3 +78,19 @@ class NcclBaselines:
         torch.cuda.synchronize()
         self._pool.gather(taking)
         self._pool.call("finish_packed")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, outside of what Linux and Ray's workers hand out by themselves.
+
+    Raises:
+        RuntimeError: none was found.
+    """
+    for port in random.SystemRandom().sample(FREE_PORTS, k=100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free TCP port between {FREE_PORTS.start} and {FREE_PORTS.stop}")
