@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a run through Ray's job API, to a cluster (--address) or to a local one that lives as long as the run.
+# Starts a run in Ray actors: as a job on a cluster (--address), or in a Ray of its own on this machine.
 #
 #   ./launch/ray_submit.sh CONFIG.yaml [key=value ...] [--address HTTP_ADDRESS] [--num-ranks N] [--no-wait]
 set -euo pipefail

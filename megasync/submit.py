@@ -1,8 +1,8 @@
-"""Starts a run through Ray's job API: the program that torchrun starts, with one Ray actor a trainer rank.
+"""Starts a run with one Ray actor a trainer rank, all running the program that torchrun starts.
 
-With --address the job goes to that cluster, and the code and configs of this repository travel with it; model, data
-and run folder must lie on a file system that its nodes share. Without, a local cluster is started and ends with the
-run. Logs are followed, the exit code is the run's, Ctrl-C stops the job. Exit code 2: config or command are wrong.
+With --address it is a job on that cluster, and the code and configs of this repository travel with it; model, data
+and run folder must lie on a file system that its nodes share. Without, a Ray of this machine is started and ends with
+the run. Logs are followed, the exit code is the run's, Ctrl-C stops it. Exit code 2: config or command are wrong.
 
     python -m megasync.submit CONFIG.yaml [key=value ...] [--address http://HOST:8265] [--num-ranks N] [--no-wait]
 """
@@ -50,13 +50,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
-    parser.add_argument("--address", help="a cluster's job server; left out: a local cluster for this run")
+    parser.add_argument("--address", help="a cluster's job server; left out: a Ray of this run's own")
     parser.add_argument("--num-ranks", type=int, help="trainer ranks (default: 2, or the GPUs less the replicas')")
     parser.add_argument("--no-wait", action="store_true", help="leave once the job is submitted (needs --address)")
     parser.add_argument("--program", default=TRAINER, help="module:function(argv) that every rank runs")
     options = parser.parse_intermixed_args(argv)
     if options.no_wait and not options.address:
-        parser.error("--no-wait needs --address: a local cluster ends with this command")
+        parser.error("--no-wait needs --address: a Ray of the run's own ends with this command")
     if options.address and options.num_ranks is None:
         parser.error("--address needs --num-ranks: how many trainer ranks the cluster shall run")
     if options.num_ranks is not None and options.num_ranks < 1:

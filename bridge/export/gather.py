@@ -142,11 +142,14 @@ class GatherPlan:
         self._computed.append((index, at))
 
     def is_bound(self, items: Sequence[WeightItem] | None = None) -> bool:
-        """Whether the parameters, which are those of `items` where given, are at the addresses of the last `bind`."""
+        """Whether the parameters, which are those of `items` where given, are at the addresses of the last `bind`.
+
+        The views keep the memory of then: at its address there is nothing else.
+        """
         now = self._tensors if items is None else _tensors(items)
         return len(now) == len(self._tensors) > 0 and all(
-            one is other and one.data_ptr() == view.data_ptr() == address
-            for one, other, view, address in zip(now, self._tensors, self._views, self._addresses, strict=True)
+            tensor.data_ptr() == view.data_ptr() == address
+            for tensor, view, address in zip(now, self._views, self._addresses, strict=True)
         )
 
     def bind(self, items: Sequence[WeightItem]) -> None:

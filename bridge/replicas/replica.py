@@ -19,7 +19,7 @@ from bridge.config import ReplicaConfig
 from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
 from bridge.replicas.generator import Generator
-from bridge.replicas.output import Output
+from bridge.replicas.output import Output, find_errors
 from bridge.vllm.serving import api, routing
 
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
@@ -227,7 +227,7 @@ class Replica:
     def _notice_death(self) -> None:
         if self._engine.errored and self._state is not ReplicaState.FAILED:
             self._advance(Event.DIE)
-            self._failure = f"vLLM's processes ended: {'; '.join(self._output.errors()) or 'without a word'}"
+            self._failure = f"vLLM's processes ended: {'; '.join(find_errors(self._output.text())) or 'without a word'}"
 
     def _explain(self, error: Exception) -> Exception:
         """The error to raise instead of `error`, which a request met."""

@@ -218,8 +218,7 @@ def _one_row(tokens_per_expert: torch.Tensor) -> torch.Tensor:
 
 def split_experts(weight: torch.Tensor, num_experts: int) -> list[torch.Tensor]:
     """Views [rows, columns] of an ExpertLinear's weight."""
-    whole = weight.detach().view(num_experts, -1, weight.shape[1])
-    return [whole[index] for index in range(num_experts)]
+    return list(weight.detach().view(num_experts, -1, weight.shape[1]).unbind())
 
 
 def use_grouped_experts(layer: Any) -> None:
