@@ -38,16 +38,11 @@ REMEDIES = {  # for features that begin like this
 }
 
 
-def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 5 (rope_parameters) or 4 (rope_scaling) wrote them."""
-    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-
-
 def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:
     """Whether it is there, by the feature."""
     if family == GEMMA:
         return refused_rope_by_layer_type(fields)
-    rope = rope_fields(fields)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}  # as transformers 5 or 4 wrote it
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     is_partial = family in PARTIAL_ROTARY and partial not in (1, 1.0)  # null stands for a half
