@@ -136,10 +136,6 @@ class PromptOrder:
     seed: int = 0
     shuffle: bool = True
 
-    def __post_init__(self) -> None:
-        if self.num_examples < 1:
-            raise ValueError(f"{self.num_examples} examples: there must be at least 1")
-
     def index(self, ordinal: int) -> int:
         """Which example the prompt of that number is, counted from 0 over all steps."""
         epoch, place = divmod(ordinal, self.num_examples)

@@ -183,8 +183,3 @@ def test_shuffle_is_fair() -> None:
     """Each index comes first about equally often: 20 bins, 4000 draws, chi-squared well below its 1e-6 tail of 66."""
     firsts = np.bincount([epoch_order(20, seed, epoch)[0] for seed in range(200) for epoch in range(20)], minlength=20)
     assert float(((firsts - 200) ** 2 / 200).sum()) < 66
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        PromptOrder(0)
