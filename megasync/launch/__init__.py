@@ -1,6 +1,6 @@
 """What the launching verbs (submit, quickstart) share.
 
-driver.py       runs within a Ray job: one actor a trainer rank
+driver.py       one actor a trainer rank, within a Ray job or with a Ray of its own
 torchrun.py     torchrun on one machine
 last_words.py   what a run that failed says last
 ray_cluster.py  a Ray of a run's own
