@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -156,11 +156,9 @@ class BeginSync:
     timeout_seconds: float  # from when it is taken in: clocks of two hosts are not compared
     adapter: dict[str, Any] | None = None  # AdapterSpec's fields, where the tensors are an adapter and no weights
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> BeginSync:
+        """Of `dataclasses.asdict`, as vLLM brings it to its workers."""
         endpoints = tuple(tuple(stages) for stages in fields["endpoints"])
         return BeginSync(**(fields | {"stage_sizes": tuple(fields["stage_sizes"]), "endpoints": endpoints}))
 

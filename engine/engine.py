@@ -21,13 +21,11 @@ import torch.distributed as dist
 
 from engine.objective import advantages, loss, metrics, logits
 from engine.attention import context, flash, fused
-from engine.runtime import device
-from engine.model import families, lora
+from engine.runtime import device, parallel
+from engine.model import families, lora, stages
 from engine.wrap import kernels
-from engine.runtime import parallel
 from engine.peft import factors
 from engine.moe import router, router_bias
-from engine.model import stages
 from engine.batch.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.objective.correction import Sums
@@ -40,6 +38,7 @@ from engine.runtime.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.wrap.items import WeightItem
 from engine.wrap.table import FrozenModel, WrappedModel
+
 
 @dataclass
 class MiniBatch:
@@ -157,21 +156,15 @@ class Engine:
         microbatches = [micro for mini in minibatches for micro in mini.microbatches]
         if self._needs_old_log_probs:
             with lora.training(self.chunks), unchanged_random_state():  # the training pass draws the same dropout masks
-                old = self._log_probs(microbatches, self.chunks)
-            for micro, values_ in zip(microbatches, old, strict=True):
-                micro.old_log_probs = values_
+                self._set_log_probs(microbatches, "old_log_probs", self.chunks)
         if self.algorithm.log_router_gap:
             with router.own_choice(microbatches):
-                own = self._log_probs(microbatches, self.chunks)
-            for micro, values_ in zip(microbatches, own, strict=True):
-                micro.own_choice_log_probs = values_
+                self._set_log_probs(microbatches, "own_choice_log_probs", self.chunks)
         if self.reference is not None:
             with lora.reference(self.reference.modules), router.own_choice(microbatches):
-                reference = self._log_probs(microbatches, self.reference.modules)
+                self._set_log_probs(microbatches, "reference_log_probs", self.reference.modules)
             if isinstance(self.reference, FrozenModel):
                 self.reference.release()
-            for micro, values_ in zip(microbatches, reference, strict=True):
-                micro.reference_log_probs = values_
         return minibatches
 
     def _advantages(self, table: SampleTable) -> list[float]:
@@ -287,11 +280,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
-    def _log_probs(self, microbatches: list[MicroBatch], chunks: list[torch.nn.Module]) -> list[torch.Tensor] | list[None]:
-        """float32 [T] of each micro-batch on the last stage; no gradients."""
+    def _set_log_probs(self, microbatches: list[MicroBatch], field: str, chunks: list[torch.nn.Module]) -> None:
+        """Those of `chunks`, without gradients, into this field of each micro-batch; of the last stage alone."""
         with torch.no_grad():
             values = self._runner.run(microbatches, chunks, logits.LogProbs(self.temperature, self.use_fused))
-        return values or [None] * len(microbatches)
+        for micro, own in zip(microbatches, values or [None] * len(microbatches), strict=True):
+            setattr(micro, field, own)
 
     def _response_values(self, samples: Sequence[Sample], read: logits.LogitsFunction) -> list[torch.Tensor]:
         """What is read, the first, where each sample's response tokens are predicted; float32 on the CPU, on every rank."""

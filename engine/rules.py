@@ -22,6 +22,21 @@ class Problem(NamedTuple):
         return f"{self.message}; {self.remedy}" + (f" (allowed: {self.allowed})" if self.allowed else "")
 
 
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def ranks_problem(parallel: ParallelConfig, world_size: int) -> Problem | None:
+    """Of a layout on so many ranks."""
+    for name, size in (("context", parallel.context), ("expert", parallel.expert)):
+        product, sizes = parallel.tensor * parallel.pipeline * size, f"{parallel.tensor} x {parallel.pipeline} x {size}"
+        if world_size % product:
+            message = f"engine.parallel.tensor x pipeline x {name} = {sizes}: {product} does not divide {world_size} ranks"
+            remedy = f"start a multiple of {product} ranks, or make the product one of the choices"
+            return Problem(message, remedy, f"products of {', '.join(map(str, divisors(world_size)))}")
+    return None
+
+
 def experts_problem(sizes: Any, num_experts: int, dtype: str, parallel: ParallelConfig) -> Problem | None:
     """Of a layout with a mixture of `num_experts`, or without, 0. `sizes`: those of config.json, by name."""
     message = f"engine.parallel.expert = {parallel.expert}"
@@ -29,10 +44,10 @@ def experts_problem(sizes: Any, num_experts: int, dtype: str, parallel: Parallel
         message, remedy = f"{message}: {sizes.model_type} has no experts", "write engine.parallel.expert=1"
         return Problem(message, remedy, "1") if parallel.expert > 1 else None
     if num_experts % parallel.expert:
-        divisors = [divisor for divisor in range(1, num_experts + 1) if num_experts % divisor == 0]
-        remedy = f"write engine.parallel.expert={max(divisor for divisor in divisors if divisor <= parallel.expert)}"
+        sizes_there = divisors(num_experts)
+        remedy = f"write engine.parallel.expert={max(size for size in sizes_there if size <= parallel.expert)}"
         message = f"{message}: does not divide the model's num_experts = {num_experts}"
-        return Problem(message, remedy, ", ".join(map(str, divisors)))
+        return Problem(message, remedy, ", ".join(map(str, sizes_there)))
     if parallel.tensor > 1 and not parallel.sequence:
         message = f"engine.parallel.sequence = false with engine.parallel.tensor = {parallel.tensor}: megatron-core trains "
         message += "mixtures of experts under tensor parallelism with sequence parallelism only"

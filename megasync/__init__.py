@@ -1,7 +1,7 @@
 """The program: puts engine, bridge, Ray and vLLM together. Every entry is `python -m megasync.<verb>`.
 
 train.py       one rank of a run
-submit.py      the same program through Ray's job API
+submit.py      the same program in Ray actors, also as a job on a cluster
 quickstart.py  model, data, warm-up and RL in one command
 assets.py      writes a model and data to try it with
 export.py      a run's weights as a Hugging Face folder
@@ -11,7 +11,7 @@ Each room imports only from those above it, verbs from all:
 
 config/        all keys, as pydantic models; loading and errors
 hf/            Hugging Face model folders, read without torch
-launch/        Ray jobs, local clusters, processes, which GPUs each gets
+launch/        ranks as Ray actors, a Ray of a run's own, processes, which GPUs each gets
 reporting/     logs, timeline, progress
 examples/      a small real model and tasks for it, fetched by pip
 data/          examples and prompts, from files to tokens

@@ -2,7 +2,7 @@
 
 source.py         protocols: what the engine hands over, and what exporter.py and adapter.py give; whole tensors
 exporter.py       parameters become Hugging Face tensors, in layer order
-gather.py         passes: shards gathered, adapters merged, into memory to copy out of
+gather.py         plans of passes: shards gathered, adapters merged, into memory to copy out of
 trace.py          a conversion as copies, recorded once
 merge.py          adapters merged into their weights (pure functions)
 merge_kernel.py   the same on CUDA

@@ -10,8 +10,7 @@ them (vllm/weights/adapter.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -30,9 +29,6 @@ class AdapterSpec:
 
     rank: int
     scale: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class AdapterSource:
@@ -102,9 +98,7 @@ class AdapterSource:
 
     def _each_once(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(PEFT name, factor, whether it is a B)."""
-        last_a: torch.Tensor | None = None
         for each in self._factors():
-            if each.a is not last_a:
-                last_a = each.a
+            if not each.shares_a:
                 yield f"{each.name}.lora_A.weight", each.a, False
             yield f"{each.name}.lora_B.weight", each.b, True

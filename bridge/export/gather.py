@@ -1,7 +1,7 @@
 """Parameters' values come together: shards and experts by collectives, adapters merged on the way, the rest in place.
 
-A GatherPlan is made once for a run of items and run in every pass, in scratch memory that all plans share. Leaves out
-the conversion to Hugging Face's layout (exporter.py) and the merge itself (merge.py).
+A GatherPlan is made once for a run of items and run in every pass, in scratch memory that all plans share. Leaves out the passes
+and the conversion to Hugging Face's layout (exporter.py), and the merge itself (merge.py).
 """
 
 from __future__ import annotations
@@ -34,92 +34,39 @@ class GatherGroup(NamedTuple):
         return int(self.group.size()) if self.group is not None else 1
 
 
-class Gatherer:
-    """Runs passes over the engine's units; holds what GatherPlans share.
+class Groups(NamedTuple):
+    """`expert`: of items with `expert_names` the expert-parallel ranks, and of each of those the tensor-parallel ones."""
 
-    `is_in_place`: the units' parameters are whole and at the same addresses between passes. `tensor`: the tensor-parallel ranks;
-    `expert`: of items with `expert_names` the expert-parallel ranks, and of each of those the tensor-parallel ones.
-    `has_tensors`: whether this rank gives parts.
-    """
+    tensor: GatherGroup
+    expert: GatherGroup
 
-    def __init__(
-        self,
-        units: Callable[[], Iterator[Sequence[WeightItem]]],
-        tensor: GatherGroup,
-        expert: GatherGroup,
-        gather_bytes: int,
-        *,
-        is_in_place: bool,
-        has_tensors: bool,
-    ) -> None:
-        self.has_tensors = has_tensors
-        self._tensor, self._expert = tensor, expert
-        self.merge_sums = torch.zeros(2, dtype=torch.float64)  # of the last pass: see merge.squared_error
-        self._units, self._gather_bytes, self._is_in_place = units, gather_bytes, is_in_place
-        self._plans: list[GatherPlan] = []
-        self._scratch_sizes: dict[str, int] = {}
-        self._scratch: dict[str, torch.Tensor] = {}
-
-    def plan(self, convert: Convert) -> list[TensorSpec]:
-        """Make the plans of all passes; the tensors that they give. Walks the units once, without gathering."""
-        for items in self._runs():
-            self.merge_sums = self.merge_sums.to(items[0].tensor.device)
-            self._plans.append(GatherPlan(items, self, convert))
-        return [spec for plan in self._plans for spec in plan.specs]
-
-    @torch.no_grad()
-    def parts(self) -> Iterator[Part]:
-        """A pass. See WeightSource.parts."""
-        self.merge_sums.zero_()
-        is_ready = self._is_in_place and all(plan.is_bound() for plan in self._plans)
-        runs = [None] * len(self._plans) if is_ready else self._runs()
-        for items, plan in zip(runs, self._plans, strict=True):
-            if not (self._tensor.takes_part or self._expert.takes_part):
-                continue
-            if items is not None:
-                plan.bind(items)
-            plan.run()
-            if self.has_tensors:
-                yield plan.part
-
-    def _runs(self) -> Iterator[list[WeightItem]]:
-        """The items in runs that need at most `gather_bytes` of scratch, or one item more than that; each within a unit."""
-        units: Iterable[Sequence[WeightItem]] = self._units()
-        if self._is_in_place:
-            units = [list(itertools.chain.from_iterable(units))]
-        for unit in units:
-            run: list[WeightItem] = []
-            num_bytes = 0
-            for item in unit:
-                more = item.tensor.nbytes * self.num_shards(item) if self.needs_scratch(item) else 0
-                if run and num_bytes + more > self._gather_bytes:
-                    yield run
-                    run, num_bytes = [], 0
-                run.append(item)
-                num_bytes += more
-            if run:
-                yield run
-
-    def group_of(self, item: WeightItem) -> GatherGroup:
-        """Of an item in scratch."""
-        return self._expert if item.expert_names else self._tensor
+    def of(self, item: WeightItem) -> GatherGroup:
+        return self.expert if item.expert_names else self.tensor
 
     def num_shards(self, item: WeightItem) -> int:
-        return self.group_of(item).size if item.expert_names or item.shard_dim is not None else 1
+        return self.of(item).size if item.expert_names or item.shard_dim is not None else 1
 
     def needs_scratch(self, item: WeightItem) -> bool:
         """Whether its value has to be written to scratch, to be gathered or merged."""
         return item.adapter is not None or self.num_shards(item) > 1
 
-    def reserve(self, name: str, size: int) -> None:
-        """Scratch of this name will hold at least `size` elements."""
-        self._scratch_sizes[name] = max(size, self._scratch_sizes.get(name, 0))
 
-    def scratch(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+class Scratch:
+    """Memory by name, which all plans share."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def reserve(self, name: str, size: int) -> None:
+        """It will hold at least `size` elements."""
+        self._sizes[name] = max(size, self._sizes.get(name, 0))
+
+    def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The first `size` elements of the memory that was reserved."""
-        if name not in self._scratch:
-            self._scratch[name] = torch.empty(self._scratch_sizes[name], dtype=dtype, device=device)
-        return self._scratch[name][:size]
+        if name not in self._memory:
+            self._memory[name] = torch.empty(self._sizes[name], dtype=dtype, device=device)
+        return self._memory[name][:size]
 
 
 class _Group(NamedTuple):
@@ -139,10 +86,10 @@ class GatherPlan:
     apart), results of conversions that compute as `converted` and their dtype. `bind` attaches it to the addresses of now.
     """
 
-    def __init__(self, items: Sequence[WeightItem], gatherer: Gatherer, convert: Convert) -> None:
-        self._gatherer, self._convert = gatherer, convert
+    def __init__(self, items: Sequence[WeightItem], groups: Groups, scratch: Scratch, convert: Convert) -> None:
+        self._scratch, self._convert = scratch, convert
         self._places: list[list[Place]] = [[(item.name, 0)] for item in items]
-        self._groups = list(self._group(items))
+        self._groups = list(self._group(items, groups))
         self.specs: list[TensorSpec] = []
         self._copies: list[tuple[Copy, ...]] = []
         self._computed: list[tuple[int, list[tuple[str, int]]]] = []  # of an item: memory and offset of each result
@@ -150,29 +97,30 @@ class GatherPlan:
         for index, item in enumerate(items):
             self._plan_results(index, item)
         for dtype, size in self._computed_sizes.items():
-            gatherer.reserve(f"converted {dtype}", size)
+            scratch.reserve(f"converted {dtype}", size)
         self.part = Part(self._copies, {})
         self._items: Sequence[WeightItem] = ()
         self._tensors: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
-    def _group(self, items: Sequence[WeightItem]) -> Iterator[_Group]:
-        gatherer = self._gatherer
-        scratch = [index for index, item in enumerate(items) if gatherer.needs_scratch(item)]
-        names = {index: _scratch_name(items[index]) for index in scratch}
-        for name in sorted(set(names.values())):
-            indices = [index for index in scratch if names[index] == name]
+    def _group(self, items: Sequence[WeightItem], groups: Groups) -> Iterator[_Group]:
+        by_name: dict[str, list[int]] = {}
+        for index, item in enumerate(items):
+            if groups.needs_scratch(item):
+                name = f"experts {item.tensor.dtype}" if item.expert_names else str(item.tensor.dtype)
+                by_name.setdefault(name, []).append(index)
+        for name, indices in sorted(by_name.items()):
             first = items[indices[0]]
-            gather, dtype = gatherer.group_of(first), first.tensor.dtype
+            gather, dtype = groups.of(first), first.tensor.dtype
             starts = [0, *itertools.accumulate(items[index].tensor.numel() for index in indices)]
             for index, start in zip(indices, starts, strict=False):
-                ranks = range(gatherer.num_shards(items[index]))
+                ranks = range(groups.num_shards(items[index]))
                 self._places[index] = [(name, rank * starts[-1] + start) for rank in ranks]
             if len(indices) > 1 or first.adapter is not None:
-                gatherer.reserve(f"own {name}", starts[-1])
+                self._scratch.reserve(f"own {name}", starts[-1])
             if gather.group is not None:
-                gatherer.reserve(f"gathered {name}", gather.size * starts[-1])
+                self._scratch.reserve(f"gathered {name}", gather.size * starts[-1])
             yield _Group(name, gather, dtype, indices, starts)
 
     def _plan_results(self, index: int, item: WeightItem) -> None:
@@ -194,11 +142,14 @@ class GatherPlan:
         self._computed.append((index, at))
 
     def is_bound(self, items: Sequence[WeightItem] | None = None) -> bool:
-        """Whether the parameters, which are those of `items` where given, are at the addresses of the last `bind`."""
+        """Whether the parameters, which are those of `items` where given, are at the addresses of the last `bind`.
+
+        The views keep the memory of then: at its address there is nothing else.
+        """
         now = self._tensors if items is None else _tensors(items)
         return len(now) == len(self._tensors) > 0 and all(
-            one is other and one.data_ptr() == view.data_ptr() == address
-            for one, other, view, address in zip(now, self._tensors, self._views, self._addresses, strict=True)
+            tensor.data_ptr() == view.data_ptr() == address
+            for tensor, view, address in zip(now, self._views, self._addresses, strict=True)
         )
 
     def bind(self, items: Sequence[WeightItem]) -> None:
@@ -218,17 +169,17 @@ class GatherPlan:
                 memory[group.memory] = self._bind_group(group, items)
         for dtype, size in self._computed_sizes.items():
             name = f"converted {dtype}"
-            memory[name] = self._gatherer.scratch(name, size, dtype, items[0].tensor.device)
+            memory[name] = self._scratch.take(name, size, dtype, items[0].tensor.device)
         self.part = Part(self._copies, memory)
 
     def _bind_group(self, group: _Group, items: Sequence[WeightItem]) -> torch.Tensor:
         """Where the group's values will be; one item alone is gathered from where it lies."""
-        gatherer, first = self._gatherer, items[group.indices[0]]
+        first = items[group.indices[0]]
         device, size = first.tensor.device, group.starts[-1]
         if len(group.indices) == 1 and first.adapter is None:
             own = first.tensor.detach().reshape(-1)
         else:
-            own = gatherer.scratch(f"own {group.memory}", size, group.dtype, device)
+            own = self._scratch.take(f"own {group.memory}", size, group.dtype, device)
             for index, start, end in zip(group.indices, group.starts, group.starts[1:], strict=False):
                 tensor, adapter = items[index].tensor.detach(), items[index].adapter
                 out = own[start:end].view(tensor.shape)
@@ -239,21 +190,23 @@ class GatherPlan:
                     self._merges.append((out, tensor, adapter.a.detach(), adapter.b.detach(), adapter.scale))
         if group.gather.group is None:
             return own
-        gathered = gatherer.scratch(f"gathered {group.memory}", size * group.gather.size, group.dtype, device)
+        gathered = self._scratch.take(f"gathered {group.memory}", size * group.gather.size, group.dtype, device)
         self._gathers.append((gathered, own, group.gather.group))
         return gathered
 
-    def run(self) -> None:
-        """Bring the values of now into the part's memory. Collective over the ranks of the groups that take part."""
+    def run(self, *, has_tensors: bool) -> list[torch.Tensor]:
+        """Bring the values of now into the part's memory; what merge.merge gives of each weight with an adapter.
+
+        `has_tensors`: whether this rank gives the part. Collective over the ranks of the groups that take part.
+        """
         if self._from_to[0]:
             torch._foreach_copy_(self._from_to[1], self._from_to[0])
         errors = [merge(*arguments) for arguments in self._merges]
-        if errors:
-            self._gatherer.merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
         for gathered, own, ranks in self._gathers:
             dist.all_gather_into_tensor(gathered, own, group=ranks)
-        for index, at in self._computed if self._gatherer.has_tensors else ():
+        for index, at in self._computed if has_tensors else ():
             self._compute(index, at)
+        return errors
 
     def _compute(self, index: int, at: list[tuple[str, int]]) -> None:
         item, memory = self._items[index], self.part.memory
@@ -261,10 +214,6 @@ class GatherPlan:
         shards = [memory[name][start : start + size].view(shape) for name, start in self._places[index]]
         for (name, start), (_, tensor) in zip(at, self._convert(item, shards), strict=True):
             memory[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
-def _scratch_name(item: WeightItem) -> str:
-    return f"experts {item.tensor.dtype}" if item.expert_names else str(item.tensor.dtype)
 
 
 def _tensors(items: Sequence[WeightItem]) -> list[torch.Tensor]:

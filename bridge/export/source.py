@@ -58,12 +58,14 @@ class WeightItem(Protocol):
 class AdapterFactors(Factors, Protocol):
     """The whole adapter of one linear, in PEFT's names and coordinates.
 
-    `name` is the linear's. `a`: [rank, in]; linears that share an A have the same object, one after the other. `b`: [*, rank];
-    flattening * gives its rows.
+    `name` is the linear's. `a`: [rank, in]. `b`: [*, rank]; flattening * gives its rows. `shares_a`: with the linear before it.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def shares_a(self) -> bool: ...
 
 
 class WeightSource(Protocol):
@@ -90,8 +92,8 @@ class WeightSource(Protocol):
 class Part(NamedTuple):
     """Some of a source's tensors, in order: for each the copies out of `memory` that make it up.
 
-    Valid until the next part is asked for. `copies` is the same object in every pass; `memory`, flat tensors, is the same
-    object as long as their addresses are the same.
+    Valid until the next part is asked for. Every pass has the same parts, with the same `copies`; `memory`, flat tensors, is the
+    same object as long as their addresses are the same.
     """
 
     copies: Sequence[tuple[Copy, ...]]

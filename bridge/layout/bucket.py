@@ -73,13 +73,7 @@ def align(num_bytes: int) -> int:
 
 
 def buffer_bytes(manifest: Manifest, bucket_bytes: int) -> int:
-    """How large a buffer has to be: `bucket_bytes` rounded down to the alignment, less when the model is smaller.
-
-    Raises:
-        ValueError: `bucket_bytes` is smaller than the alignment.
-    """
-    if bucket_bytes < ALIGNMENT_BYTES:
-        raise ValueError(f"sync.bucket_bytes is {bucket_bytes}; give at least {ALIGNMENT_BYTES}, better 64MiB or more")
+    """How large a buffer has to be: `bucket_bytes` rounded down to the alignment, less when the model is smaller."""
     whole_model = sum(align(tensor.num_bytes) for tensor in manifest.tensors)
     return max(ALIGNMENT_BYTES, min(bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES, whole_model))
 

@@ -20,6 +20,8 @@ WORD_BYTES = 8
 MAX_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster
 
 Views = tuple[list[torch.Tensor], list[torch.Tensor]]  # of memory, and of a bucket
+Dtypes = Sequence[str] | Mapping[int, str]  # by a tensor's index
+Copies = Mapping[int, Sequence[Copy] | None]  # likewise; Copy.buffer_region counts the elements of the memory Copy.buffer
 
 
 class Match(NamedTuple):
@@ -35,21 +37,13 @@ class Match(NamedTuple):
 class BucketCopies:
     """The copies of some pieces of a bucket, in one direction."""
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        end: int,
-        dtypes: Sequence[str] | Mapping[int, str],
-        copies: Mapping[int, Sequence[Copy] | None],
-        *,
-        into_bucket: bool,
-    ) -> None:
+    def __init__(self, pieces: Sequence[Piece], end: int, dtypes: Dtypes, copies: Copies, *, into_bucket: bool) -> None:
         """
         Args:
             pieces: in their order.
             end: end offset of these pieces in the bucket; they start where the first does.
             dtypes: of each tensor that a piece is of.
-            copies: of each as well; Copy.buffer_region counts the elements of the memory Copy.buffer.
+            copies: of each as well.
             into_bucket: the direction.
         """
         self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
@@ -109,9 +103,7 @@ class BucketCopies:
         return self._bases[1]
 
 
-def find_matches(
-    pieces: Sequence[Piece], dtypes: Sequence[str] | Mapping[int, str], copies: Mapping[int, Sequence[Copy] | None]
-) -> Iterator[Match]:
+def find_matches(pieces: Sequence[Piece], dtypes: Dtypes, copies: Copies) -> Iterator[Match]:
     """The regions of memory that each piece is made of."""
     for piece in pieces:
         dtype: torch.dtype = getattr(torch, dtypes[piece.tensor])

@@ -39,11 +39,9 @@ def powers(device: torch.device, count: int) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def _powers(device: torch.device, count: int) -> torch.Tensor:
-    values, power = [], 1
-    for _ in range(count):
-        values.append(_signed(power))
-        power = power * CHUNK_FACTOR & MASK
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    factors = np.full(count, CHUNK_FACTOR, np.uint64)
+    factors[0] = 1
+    return torch.from_numpy(np.multiply.accumulate(factors).view(np.int64)).to(device)
 
 
 def digest_bytes(data: torch.Tensor) -> int:
@@ -87,8 +85,8 @@ class BucketDigests:
         """All since the last call, int64 [buckets] in two's complement."""
         sizes, self._sizes = self._sizes, []
         if self._lengths[0] != sizes:
-            values = [_signed(size * LENGTH_FACTOR & MASK) for size in sizes]
-            self._lengths = sizes, torch.tensor(values, dtype=torch.int64, device=self._sums.device)
+            lengths = np.array(sizes, np.uint64) * np.uint64(LENGTH_FACTOR)
+            self._lengths = sizes, torch.from_numpy(lengths.view(np.int64)).to(self._sums.device)
         digests = self._sums[: len(sizes)] + self._lengths[1]
         self._sums.zero_()
         return digests
@@ -128,11 +126,6 @@ def _chunk_sums(chunks: torch.Tensor) -> torch.Tensor:
     mixed = torch.bitwise_right_shift(chunks, 32)
     mixed.mul_(FOLD_FACTOR).add_(chunks).mul_(multipliers(chunks.device)[: chunks.shape[1]])
     return mixed.sum(1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits."""
-    return value - 2**64 if value >= 2**63 else value
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

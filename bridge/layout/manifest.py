@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,8 +63,7 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        twice = sorted({t.name for t in self.tensors if t.name in seen or seen.add(t.name)})  # type: ignore[func-returns-value]
+        twice = sorted(name for name, count in Counter(spec.name for spec in self.tensors).items() if count > 1)
         if twice:
             raise ValueError(f"a manifest names each tensor once; named twice: {', '.join(twice)}")
 
@@ -165,7 +165,7 @@ def _is_required(spec: TensorSpec, tied: bool) -> bool:
 
 def _main_dtype(manifest: Manifest) -> str:
     """The dtype that holds most bytes."""
-    bytes_by_dtype: dict[str, int] = {}
+    num_bytes = Counter[str]()
     for spec in manifest.tensors:
-        bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.num_bytes
-    return max(bytes_by_dtype, key=lambda key: bytes_by_dtype[key], default="")
+        num_bytes[spec.dtype] += spec.num_bytes
+    return max(num_bytes, key=num_bytes.__getitem__, default="")

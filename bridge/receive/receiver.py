@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors

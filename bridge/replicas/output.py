@@ -50,9 +50,6 @@ class Output:
         size = os.fstat(self._file.fileno()).st_size
         return os.pread(self._file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
 
-    def errors(self) -> list[str]:
-        return find_errors(self.text())
-
     def summary(self) -> str:
         """The errors, then the last lines."""
         text = self.text()

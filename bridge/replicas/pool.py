@@ -79,10 +79,6 @@ class ReplicaPool(ReplicaActors):
     # The steps of a sync (messages.py), driven by Publisher.
 
     @property
-    def num_readers(self) -> int:
-        return len(self.members) * self.config.tensor_parallel
-
-    @property
     def reader_names(self) -> list[str]:
         width = self.config.tensor_parallel
         return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
@@ -106,11 +102,11 @@ class ReplicaPool(ReplicaActors):
         members = list(self.members)
         actors = dict(zip(members, self._chosen(members), strict=True))
         calls = {replica: getattr(actor.handle, method).remote(actor.num_sent, **options) for replica, actor in actors.items()}
-        wait_while_alive(calls, self._silent_seconds, self.config.answer_timeout_seconds, method)
 
-    def _silent_seconds(self, replica: int) -> Any:
-        (actor,) = self._chosen([replica])
-        return actor.handle.silent_seconds.remote()
+        def ask(replica: int) -> Any:
+            return actors[replica].handle.silent_seconds.remote()
+
+        wait_while_alive(calls, ask, self.config.answer_timeout_seconds, method)
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
@@ -142,7 +138,6 @@ class ReplicaPool(ReplicaActors):
                     replica=replica,
                     endpoints=message.endpoints[first : first + width],
                     first_reader=first,
-                    num_readers=self.num_readers,
                     manifest_json=None if known else message.manifest_json,
                 ),
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from bridge.config import ReplicaConfig
 from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
 from bridge.replicas.generator import Generator
-from bridge.replicas.output import Output
+from bridge.replicas.output import Output, find_errors
 from bridge.vllm.serving import api, routing
 
 CLOSE_SECONDS = 10.0  # for vLLM to end its processes in good order, shared memory removed; then it kills them
@@ -76,9 +77,7 @@ class Replica:
 
     async def collect(self, seconds: float) -> Collected:
         """See Generator."""
-        self._notice_death()
-        if self._state is ReplicaState.FAILED:
-            raise self._out_of_service()
+        self._require_service()
         return await self._generator.collect(seconds)
 
     async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
@@ -140,7 +139,7 @@ class Replica:
             RuntimeError: a worker cannot take part, such as where it does not reach a sender.
         """
         self._advance(Event.BEGIN)
-        answers = await self._engine.collective_rpc("megasync_begin", args=(message.to_dict(),))
+        answers = await self._engine.collective_rpc("megasync_begin", args=(asdict(message),))
         if problems := [problem for _, problem in answers if problem]:
             raise RuntimeError("; ".join(dict.fromkeys(problems)))
         return list(dict.fromkeys(reason for reasons, _ in answers for reason in reasons))
@@ -150,7 +149,7 @@ class Replica:
         self._advance(Event.RECEIVE)
         self._generator.is_busy, self._spans = True, Spans()
         with self._spans.measure("update"):
-            problems = await self._engine.collective_rpc("megasync_receive", args=(message.to_dict(),))
+            problems = await self._engine.collective_rpc("megasync_receive", args=(asdict(message),))
         if any(problems):
             raise RuntimeError("; ".join(dict.fromkeys(problem for problem in problems if problem)))
         self._advance(Event.RECEIVED)
@@ -217,10 +216,6 @@ class Replica:
             api.stop_engine(self._engine, CLOSE_SECONDS)
         processes.remove_sockets(os.getpid())
 
-    @property
-    def _has_adapter(self) -> bool:
-        return self.config.adapter_rank > 0 and self.version != FOLDER_VERSION
-
     def _leave_sync(self) -> None:
         if self._in_sync:
             self._in_sync = False
@@ -232,7 +227,7 @@ class Replica:
     def _notice_death(self) -> None:
         if self._engine.errored and self._state is not ReplicaState.FAILED:
             self._advance(Event.DIE)
-            self._failure = f"vLLM's processes ended: {'; '.join(self._output.errors()) or 'without a word'}"
+            self._failure = f"vLLM's processes ended: {'; '.join(find_errors(self._output.text())) or 'without a word'}"
 
     def _explain(self, error: Exception) -> Exception:
         """The error to raise instead of `error`, which a request met."""
@@ -244,11 +239,8 @@ class Replica:
     def _require_service(self) -> None:
         self._notice_death()
         if self._state is ReplicaState.FAILED:
-            raise self._out_of_service()
-
-    def _out_of_service(self) -> RuntimeError:
-        restart = "restart it (ReplicaPool.restart) and publish again"
-        return RuntimeError(f"replica {self.index} is out of service ({self._failure}); {restart}")
+            restart = "restart it (ReplicaPool.restart) and publish again"
+            raise RuntimeError(f"replica {self.index} is out of service ({self._failure}); {restart}")
 
     def _serving(self) -> tuple[int, bool]:
         """The version that is served, and whether with an adapter.
@@ -259,4 +251,4 @@ class Replica:
         self._require_service()
         if self.version is None:
             raise NotServingError(f"replica {self.index} has no weights and waits for a publish before it can generate")
-        return self.version, self._has_adapter
+        return self.version, self.config.adapter_rank > 0 and self.version != FOLDER_VERSION

@@ -14,7 +14,7 @@ from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
 from bridge.send.collectives import Ranks
 from bridge.send.sender import StageSender
-from bridge.transport.open import abort_endpoints, open_writer, resolve_transport
+from bridge.transport.open import abort_endpoints, open_writer
 from bridge.transport.protocol import Writer
 
 
@@ -49,7 +49,7 @@ class RankRole(NamedTuple):
 
 
 def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks, readers: list[str] | None) -> Connection:
-    """Agree with all ranks, by object collectives. `readers`: the vLLM workers' names, on rank 0.
+    """Agree with all ranks, by object collectives. `readers`: the vLLM workers' names, on rank 0. `config.transport`: not auto.
 
     Raises:
         SyncError: on every rank alike.
@@ -65,14 +65,13 @@ def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks
     problems = [problem for *_, problem in told if problem] + _check_stages(roles, source.num_stages)
     if problems:
         raise SyncError(version, problems)
-    transport = resolve_transport(config.transport)
-    shared = assign_readers(roles, len(names), spread=transport == "ipc")
+    shared = assign_readers(roles, len(names), spread=config.transport == "ipc")
     manifests = [Manifest.from_json(text) for _, text in sorted((role.stage, text) for _, role, text, _ in told if text)]
     writer: Writer | None = None
     try:
         plan = SyncPlan(Manifest.concatenate(manifests), tuple(len(each.tensors) for each in manifests), config.bucket_bytes)
         if ranks.rank in shared:
-            writer = open_writer(transport, plan.stages[source.stage], names, shared[ranks.rank])
+            writer = open_writer(config.transport, plan.stages[source.stage], names, shared[ranks.rank])
     except (ValueError, OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
     entries = ranks.gather((writer.endpoint if writer is not None else "", problem))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -62,7 +63,7 @@ class Publisher:
     ) -> None:
         self._source, self._pool = source, pool
         self._config = config.model_copy(update={"transport": resolve_transport(config.transport)})
-        self._adapter = adapter.to_dict() if adapter is not None else None
+        self._adapter = dataclasses.asdict(adapter) if adapter is not None else None
         self._ranks = Ranks(group)
         if (pool is not None) != (self._ranks.rank == 0):
             raise ValueError("Publisher takes the pool on rank 0 and None on the others")
@@ -120,8 +121,7 @@ class Publisher:
                 found = self._differences(dict(zip(names, shared, strict=True)), [replica])[replica]
             except RuntimeError as error:
                 problem = str(error)
-        told: tuple[list[str], str] = self._ranks.gather((found, problem))[0]
-        return told
+        return self._ranks.gather((found, problem))[0]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -283,11 +283,9 @@ class Publisher:
 
     def _share_digests(self, connection: Connection, digests: list[int]) -> list[int]:
         """All stages' digests on all ranks, by a sum of int64 in which each has one owner."""
-        shared = torch.zeros(len(connection.plan.manifest.tensors), dtype=torch.int64)
-        signed = [digest - 2**64 if digest >= 2**63 else digest for digest in digests]
-        first = connection.sender.stage.first_tensor
-        shared[first : first + len(signed)] = torch.tensor(signed, dtype=torch.int64)
-        return [value % 2**64 for value in self._ranks.sum(shared).tolist()]
+        shared, first = np.zeros(len(connection.plan.manifest.tensors), np.uint64), connection.sender.stage.first_tensor
+        shared[first : first + len(digests)] = digests
+        return self._ranks.sum(torch.from_numpy(shared.view(np.int64))).numpy().view(np.uint64).tolist()  # type: ignore[no-any-return]
 
 
 def _essential(reasons: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from bridge.export.source import Part, WeightSource
 from bridge.layout.bucket import Bucket, StagePlan, align, gaps
 from bridge.layout.copies import BucketCopies
 from bridge.layout.digest import digest_value
-from bridge.layout.regions import Copy
 from bridge.messages import StageSpan
 from bridge.transport.protocol import Writer
 
@@ -51,7 +50,7 @@ class StageSender:
     def __init__(self, source: WeightSource, stage: StagePlan, writer: Writer | None) -> None:
         self.source, self.stage, self.writer = source, stage, writer
         self._pieces = [(bucket, piece) for bucket in stage.buckets for piece in bucket.pieces]
-        self._steps: dict[int, tuple[Sequence[tuple[Copy, ...]], list[Step]]] = {}  # by the identity of a part's copies
+        self._steps: dict[int, list[Step]] = {}  # of each part of the source, by its first tensor
 
     def run(self, deadline: float, check: Callable[[], None], verify: str) -> PassResult:
         """One pass. `check` is called often and raises when another side failed.
@@ -94,7 +93,9 @@ class StageSender:
             verify, writer = self._verify != "none", self.writer
             if writer is None:
                 return
-            for step in self._steps_of(part, first_tensor):
+            if first_tensor not in self._steps:
+                self._steps[first_tensor] = list(self._plan_steps(part, first_tensor))
+            for step in self._steps[first_tensor]:
                 if step.begins:
                     self._begin_bucket(writer, step)
                 data = self._buffer[: step.bucket.num_bytes]
@@ -110,13 +111,6 @@ class StageSender:
         self._clock.account("wait")
         for start, end in step.gaps if writer.digests is not None else ():  # as their digests need it
             self._buffer[start:end].zero_()
-
-    def _steps_of(self, part: Part, first_tensor: int) -> list[Step]:
-        """Worked out once for each part of a source."""
-        known = self._steps.get(id(part.copies))
-        if known is None:  # kept with the copies, so that their id stays theirs
-            known = self._steps[id(part.copies)] = part.copies, list(self._plan_steps(part, first_tensor))
-        return known[1]
 
     def _plan_steps(self, part: Part, first_tensor: int) -> Iterator[Step]:
         end_tensor, tensors = first_tensor + len(part.copies), self.stage.manifest.tensors

@@ -135,8 +135,7 @@ def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
     rebuild, arguments = handle
     here = list(arguments)
     here[DEVICE_ARGUMENT] = device.index  # the sender numbers its devices in its own way
-    buffer: torch.Tensor = rebuild(*here)
-    return buffer
+    return rebuild(*here)  # type: ignore[no-any-return]
 
 
 def _scope(device: torch.device) -> Any:

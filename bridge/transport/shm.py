@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,16 +50,6 @@ def _wait(ready: Callable[[], bool], deadline: float, describe: Callable[[], str
             raise TransportError(f"deadline passed: {describe()}")
         time.sleep(pause)
         pause = min(2 * pause, longest_pause)
-
-
-def describe_wait(stage: StagePlan, needed: int, late: Mapping[str, int]) -> str:
-    """Which readers hold the sender up, by how many buckets they have read since the segment was made, and at which bucket."""
-    read = [f"{name} has read {number}, next is {stage.describe(_next(stage, number))}" for name, number in late.items()]
-    return f"the sender of stage {stage.index} waits until {needed} buckets are read; {'; '.join(read)}"
-
-
-def _next(stage: StagePlan, num_read: int) -> Bucket:
-    return stage.buckets[num_read % len(stage.buckets)]
 
 
 class ShmWriter:
@@ -113,9 +103,13 @@ class ShmWriter:
             raise TransportError(reason)
 
     def _describe_wait(self, needed: int) -> str:
-        consumed = self.segment.consumed
-        late = {self._readers[reader]: consumed[reader] for reader in self.own if consumed[reader] < needed}
-        return describe_wait(self._stage, needed, late)
+        """Which readers hold the sender up: how many buckets they have read since the segment was made, and the next one."""
+        stage, read = self._stage, []
+        for reader, number in enumerate(self.segment.consumed):
+            if reader in self.own and number < needed:
+                following = stage.describe(stage.buckets[number % len(stage.buckets)])
+                read.append(f"{self._readers[reader]} has read {number}, next is {following}")
+        return f"the sender of stage {stage.index} waits until {needed} buckets are read; {'; '.join(read)}"
 
 
 class ShmReader:

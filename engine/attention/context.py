@@ -28,8 +28,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def gather(values: torch.Tensor, part: ContextPart) -> torch.Tensor:
     """[T / C, ...] of each rank to [T, ...], for what every rank computes alike: of a gradient each takes its own part."""
-    result: torch.Tensor = _Gather.apply(values, part, False)  # type: ignore[no-untyped-call]
-    return result
+    return _Gather.apply(values, part, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def attend(
@@ -47,8 +46,7 @@ def attend(
     """
     if part.uses_ulysses:
         heads = whole(*(_Exchange.apply(x, part, True) for x in (query, key, value)))  # type: ignore[no-untyped-call]
-        result: torch.Tensor = _Exchange.apply(heads, part, False)  # type: ignore[no-untyped-call]
-        return result
+        return _Exchange.apply(heads, part, False)  # type: ignore[no-any-return, no-untyped-call]
     both = [key.flatten(1), value.flatten(1)]
     gathered = _Gather.apply(torch.cat(both, 1), part, True).split([x.shape[1] for x in both], 1)  # type: ignore[no-untyped-call]
     key, value = (x.unflatten(1, own.shape[1:]) for x, own in zip(gathered, (key, value), strict=True))

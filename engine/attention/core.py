@@ -17,7 +17,6 @@ from engine.runtime.megatron import PackedSeqParams, TransformerConfig
 from engine.batch.packed import PackedSequences
 
 
-
 class CoreAttention(torch.nn.Module):
     """Causal softmax attention with grouped queries, a drop-in for megatron-core's DotProductAttention in a layer spec.
 
@@ -29,16 +28,7 @@ class CoreAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any
     ) -> None:
         super().__init__()
         self.scale, self.window = softmax_scale, windows.layer_window(config, layer_number)
@@ -49,10 +39,9 @@ class CoreAttention(torch.nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
+        *_: Any,  # masks and biases, of which there are none
         packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
     ) -> torch.Tensor:
         if packed_seq_params is None:
             assert not self.rotates

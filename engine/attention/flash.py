@@ -96,7 +96,8 @@ def _probe(config: Any, window: int) -> list[torch.Tensor]:
         torch.randn(sum(PROBE_LENGTHS), heads, size, generator=generator, device=where).bfloat16().requires_grad_()
         for heads in (groups, 1, 1, groups)
     )
-    out = _varlen(q, k, v, offsets(list(PROBE_LENGTHS), where), max(PROBE_LENGTHS), None, window)
+    ends, longest = offsets(list(PROBE_LENGTHS), where), max(PROBE_LENGTHS)
+    out = attend_prefixes(q, k, v, (ends, ends), (longest, longest), None, window)
     return [out, *torch.autograd.grad(out, [q, k, v], seed)]
 
 
@@ -111,8 +112,9 @@ def attend(
         whole = attend(query, key, F.pad(value, (0, missing)), packed, scale, window)
         return whole[..., : value.shape[-1]]
     lengths, value = packed.lengths, value.contiguous()  # a view would keep the whole of what q, k and v are split from
-    if uses_flash_attention_3() or max(lengths) < LONG or query.shape[-1] > WIDEST or 0 < window < max(lengths):
-        return _varlen(query, key, value, packed.cu_seqlens_q, max(lengths), scale, window)
+    ends, longest = packed.cu_seqlens_q, max(lengths)
+    if uses_flash_attention_3() or longest < LONG or query.shape[-1] > WIDEST or 0 < window < longest:
+        return attend_prefixes(query, key, value, (ends, ends), (longest, longest), scale, window)
     pieces, start = [], 0
     for is_long, run in groupby(lengths, lambda length: length >= LONG):
         members = list(run)
@@ -121,7 +123,8 @@ def attend(
             if is_long:
                 pieces.append(_alone(q, k, v, scale))
             else:
-                pieces.append(_varlen(q, k, v, offsets(part, q.device), max(part), scale))
+                ends = offsets(part, q.device)
+                pieces.append(attend_prefixes(q, k, v, (ends, ends), (max(part), max(part)), scale))
             start += sum(part)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
@@ -144,18 +147,6 @@ def _grouped_queries() -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: int = 0,
-) -> torch.Tensor:
-    return attend_prefixes(query, key, value, (ends, ends), (longest, longest), scale, window)
 
 
 def attend_prefixes(

@@ -63,13 +63,6 @@ def _rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torc
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
 
-@device.compiled
-def _rotate_back(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rotated(query, cos, -sin), _rotated(key, cos, -sin)
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,14 +71,14 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         for x in (query, key, cos, sin):
             _mark_dynamic(x, 0)
-        result: tuple[torch.Tensor, torch.Tensor] = _rotate(query, key, cos, sin)
-        return result
+        return _rotate(query, key, cos, sin)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         for x in gradients:
             _mark_dynamic(x, 0)
-        return (*_rotate_back(*gradients, *ctx.saved_tensors), None, None)
+        cos, sin = ctx.saved_tensors
+        return (*_rotate(*gradients, cos, -sin), None, None)
 
 
 def rotate(
@@ -97,8 +90,7 @@ def rotate(
         query, key: [T, heads, dim] and [T, groups, dim].
         tables: those of `rotary_tables`; of more elements than they turn the first ones are turned.
     """
-    result: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(query, key, *tables)  # type: ignore[no-untyped-call]
-    return result
+    return _Rotate.apply(query, key, *tables)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rotate_plainly(
@@ -169,5 +161,4 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: flo
         float32 [T], the same on every rank of `group`; gradients flow to `logits`, in their dtype.
     """
     divisor = torch.full((), temperature, device=logits.device)
-    result: torch.Tensor = _LogProbs.apply(logits, labels, divisor, group)  # type: ignore[no-untyped-call]
-    return result
+    return _LogProbs.apply(logits, labels, divisor, group)  # type: ignore[no-any-return, no-untyped-call]

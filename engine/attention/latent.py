@@ -118,16 +118,8 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentAttention(MultiLatentAttention):  # type: ignore[misc]
     """In place of MLASelfAttention, with its names. Takes packed sequences whose `rotary` is Rotation.tables."""
 
-    def __init__(
-        self,
-        config: Any,
-        submodules: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
+    def __init__(self, config: Any, submodules: Any, **options: Any) -> None:
+        super().__init__(config, submodules, attention_type="self", **options)
         self.core_attention.rotates = False  # that turns whole heads
         self.rotate = fused.rotate if config.no_rope_freq else fused.rotate_plainly
         hidden, rank, heads = config.hidden_size, config.q_lora_rank, config.num_attention_heads

@@ -126,10 +126,7 @@ def _of_weights(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     transformers loads weights in the dtype that is named there, whatever they have, as `torch_dtype` before 4.56. Layers that
     predict further tokens are not in the folder (families.describe): programs may not look for them.
     """
-    nested = {name: _of_weights(value, dtype) for name, value in fields.items() if name.endswith("_config") and _has_dtype(value)}
+    parts = {name: value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)}
+    nested = {name: _of_weights(part, dtype) for name, part in parts.items() if {"dtype", "torch_dtype"} & part.keys()}
     told = {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in fields else {})}
     return {**fields, **told, **nested, **{name: 0 for name in PREDICTORS if fields.get(name)}}
-
-
-def _has_dtype(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"dtype", "torch_dtype"} & value.keys())

@@ -128,5 +128,4 @@ def _dims(engine: Engine, name: str, weight: Any) -> list[Dim]:
 
 def local(value: Any) -> torch.Tensor:
     """This rank's part of a DTensor; anything else as it is."""
-    result: torch.Tensor = getattr(value, "_local_tensor", value)
-    return result
+    return getattr(value, "_local_tensor", value)  # type: ignore[no-any-return]

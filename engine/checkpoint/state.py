@@ -178,13 +178,5 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
     from torch.distributed.tensor import DTensor
 
-    distributed: Any = parameter
-    result: torch.Tensor = DTensor.from_local(
-        value,
-        distributed.device_mesh,
-        distributed.placements,
-        run_check=False,
-        shape=distributed.shape,
-        stride=distributed.stride(),
-    )
-    return result
+    like: Any = parameter
+    return DTensor.from_local(value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

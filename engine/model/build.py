@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.attention import context, fused, latent, rope
+from engine.attention import context, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
-from engine.model import families, gemma, recompute, stages
-from engine.model import vocabulary
-from engine.attention import windows
+from engine.model import families, gemma, recompute, stages, vocabulary
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.batch import Balance
 from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
@@ -76,10 +74,7 @@ def _bridge_class(model_type: str) -> type[Bridge]:
         "_weight_name_mapping_mcore_to_hf": Bridge._weight_name_mapping_mcore_to_hf,  # glm4moe.py's lacks a norm
         "_DIRECT_MAPPING": dict(base._DIRECT_MAPPING),
         "_ATTENTION_MAPPING": dict(base._ATTENTION_MAPPING),
-        "_MLP_MAPPING": {
-            **base._MLP_MAPPING,
-            "pre_mlp_layernorm.weight": [layer + "post_attention_layernorm.weight"],
-        },
+        "_MLP_MAPPING": {**base._MLP_MAPPING, "pre_mlp_layernorm.weight": [layer + "post_attention_layernorm.weight"]},
         "_OTHER_MAPPING": {**base._OTHER_MAPPING, "input_layernorm.weight": [layer + "input_layernorm.weight"]},
     }
     for table, more in families.NAMES.get(model_type, {}).items():
@@ -88,8 +83,7 @@ def _bridge_class(model_type: str) -> type[Bridge]:
         tables["_adjust_mapping_for_shared_weights"] = _tie_output_layer  # llama.py and qwen2moe.py leave tied embeddings out
     if model_type in LATENT_FAMILIES:
         latent.complete_tables(tables, layer)
-    bridge_class: type[Bridge] = type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
-    return bridge_class
+    return type(f"LocalSpec{base.__name__}", (_LocalSpec, base), tables)
 
 
 def _tie_output_layer(bridge: Any) -> None:

@@ -26,8 +26,7 @@ from engine.config import LoraConfig
 from engine.moe.experts import ExpertLinear, grouped_linear
 from engine.attention.latent import ReplicatedLinear
 from engine.runtime import workarounds
-from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, tensor_parallel
-from engine.runtime.megatron import parallel_state as mpu
+from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, parallel_state as mpu, tensor_parallel
 from engine.model.build import global_name, gpt_model
 
 NamedLinears = Iterator[tuple[str, Any]]

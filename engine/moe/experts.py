@@ -45,14 +45,12 @@ class Permutation(NamedTuple):
 
 def permute(tokens: torch.Tensor, permutation: Permutation) -> torch.Tensor:
     """[T, n] to [T * k, n]."""
-    result: torch.Tensor = _Permute.apply(tokens, permutation.rows, permutation.of_token)  # type: ignore[no-untyped-call]
-    return result
+    return _Permute.apply(tokens, permutation.rows, permutation.of_token)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def unpermute(copies: torch.Tensor, permutation: Permutation) -> torch.Tensor:
     """[T * k, n] to [T, n], the sum of each token's copies."""
-    result: torch.Tensor = _Unpermute.apply(copies, permutation.rows, permutation.of_token)  # type: ignore[no-untyped-call]
-    return result
+    return _Unpermute.apply(copies, permutation.rows, permutation.of_token)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _sum_copies(copies: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
@@ -116,8 +114,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return (tokens, self.tokens_per_expert, probs) if self.is_local else super().dispatch_postprocess(tokens, probs)
 
     def combine_preprocess(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = tokens if self.is_local else super().combine_preprocess(tokens)
-        return result
+        return tokens if self.is_local else super().combine_preprocess(tokens)
 
     def combine_postprocess(self, tokens: torch.Tensor) -> torch.Tensor:
         return unpermute(tokens, self.permutation).view(self.hidden_shape)
@@ -202,14 +199,12 @@ class GroupedExperts(torch.nn.Module):
 
     def _project(self, gate_and_up: torch.Tensor, probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The second half: activation and second linear."""
-        result: torch.Tensor = self.linear_fc2(self._activation(gate_and_up, probs), ends)
-        return result
+        return self.linear_fc2(self._activation(gate_and_up, probs), ends)  # type: ignore[no-any-return]
 
     def _activation(self, gate_and_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """SwiGLU times `probs` [T, 1], as megatron-core's MLP has it (mlp.py:forward)."""
         if self.config.bias_activation_fusion:
-            fused: torch.Tensor = weighted_bias_swiglu_impl(gate_and_up, None, probs, False)
-            return fused
+            return weighted_bias_swiglu_impl(gate_and_up, None, probs, False)  # type: ignore[no-any-return]
         gate, up = gate_and_up.chunk(2, -1)
         return (F.silu(gate) * up * probs).to(gate_and_up.dtype)
 
@@ -223,8 +218,7 @@ def _one_row(tokens_per_expert: torch.Tensor) -> torch.Tensor:
 
 def split_experts(weight: torch.Tensor, num_experts: int) -> list[torch.Tensor]:
     """Views [rows, columns] of an ExpertLinear's weight."""
-    whole = weight.detach().view(num_experts, -1, weight.shape[1])
-    return [whole[index] for index in range(num_experts)]
+    return list(weight.detach().view(num_experts, -1, weight.shape[1]).unbind())
 
 
 def use_grouped_experts(layer: Any) -> None:

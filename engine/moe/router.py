@@ -28,6 +28,7 @@ from engine.runtime.megatron import MoEAuxLossAutoScaler, TopKRouter
 from engine.batch.packed import NO_EXPERT, Routing
 from engine.runtime.parallel import Layout
 
+
 def set_routing(micro: MicroBatch, table: SampleTable, num_microbatches: int, *, replay: bool) -> None:
     """Give a micro-batch its routing. `table`: the mini-batch; `num_microbatches`: of all data-parallel ranks."""
     lengths = table.lengths[micro.samples].tolist()
@@ -65,8 +66,7 @@ class Router(TopKRouter):  # type: ignore[misc]
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
         if self.is_aux_loss_enabled() and self.token_routing is not None:
             padding_mask = ~self._own(self.token_routing.counts)
-        result: tuple[torch.Tensor, torch.Tensor] = super().forward(input, padding_mask)
-        return result
+        return super().forward(input, padding_mask)  # type: ignore[no-any-return]
 
     def is_aux_loss_enabled(self) -> bool:
         """Not for a stand-in, whose mean over no tokens would be 0 / 0."""
@@ -77,8 +77,7 @@ class Router(TopKRouter):  # type: ignore[misc]
     ) -> torch.Tensor:
         assert self.token_routing is not None
         self._add("balance", aux_loss.detach() / aux_loss_coeff * self.token_routing.scale)
-        result: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self.token_routing.scale)
-        return result
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.token_routing.scale)  # type: ignore[no-any-return]
 
     def _choose(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
@@ -110,8 +109,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         """[T, ...] to the rows of this tensor-parallel rank."""
         if not self.config.sequence_parallel:
             return of_tokens
-        own: torch.Tensor = of_tokens.chunk(self.tp_group.size())[self.tp_group.rank()]
-        return own
+        return of_tokens.chunk(self.tp_group.size())[self.tp_group.rank()]  # type: ignore[no-any-return]
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0) + value.detach().double()
@@ -129,9 +127,7 @@ def route_by_sequences(chunk: torch.nn.Module) -> None:
             module.register_forward_pre_hook(hand_over, with_kwargs=True)
 
 
-def take_sums(
-    chunks: Sequence[torch.nn.Module], num_microbatches: int, layout: Layout, device: torch.device
-) -> dict[str, float]:
+def take_sums(chunks: Sequence[torch.nn.Module], num_microbatches: int, layout: Layout, device: torch.device) -> dict[str, float]:
     """What the routers of all ranks have added up since they were last asked; collective.
 
     `balance_of_layers`: the load-balancing loss, a mean over tokens, the sum of layers; `balance`: its mean over layers; `moved`,

@@ -14,8 +14,7 @@ from engine.attention import fused
 from engine.batch.batch import MicroBatch
 from engine.config import AlgorithmConfig
 from engine.objective.correction import Sums, bounded, importance_weights, log_ratio_at, weight_sums
-from engine.runtime.megatron import parallel_state as mpu
-from engine.runtime.megatron import tensor_parallel
+from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 MAX_KL = 10.0
 

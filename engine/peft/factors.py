@@ -38,6 +38,7 @@ class PeftFactors(NamedTuple):
     name: str  # the linear's, as PEFT has it
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [*, rank]; flattening * gives its rows
+    shares_a: bool = False  # with the linear before it
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def hf_linears(mbridge: Any, linear: str) -> list[str]:
 def adapter_tensors(units: Iterable[list[AdapterItem]], mbridge: Any, layout: Layout) -> Iterator[PeftFactors]:
     """This stage's adapters in layer order; only the stage's sender gets any. Every rank iterates to the end.
 
-    Views of parameters where nothing is gathered. Linears that are fused into one share its A: the same object.
+    Views of parameters where nothing is gathered. Linears that are fused into one share its A.
     """
     heads, group = Heads.of(mbridge.hf_config), mbridge.mpu.tp_group
     for unit in units:
@@ -91,8 +92,8 @@ def adapter_tensors(units: Iterable[list[AdapterItem]], mbridge: Any, layout: La
         factors = _gather(items, group) if layout.tensor_size > 1 else [(each.adapter.a, each.adapter.b) for each in items]
         for item, (a, b) in zip(items, factors if layout.is_sender else [], strict=False):
             whole_a, parts = a.detach(), split_rows(item.linear, b.detach(), heads, layout.tensor_size)
-            for name, part in zip(hf_linears(mbridge, item.linear), parts, strict=True):
-                yield PeftFactors(f"{PREFIX}{name}", whole_a, part)
+            for index, (name, part) in enumerate(zip(hf_linears(mbridge, item.linear), parts, strict=True)):
+                yield PeftFactors(f"{PREFIX}{name}", whole_a, part, shares_a=index > 0)
 
 
 def _experts_tensors(items: list[AdapterItem], tensor_group: Any, layout: Layout) -> Iterator[PeftFactors]:
@@ -199,9 +200,10 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
             fused.setdefault((parent, TARGET_OF[last]), []).append(a)
     needed = max((_needed_rank(members) for members in fused.values()), default=lora.rank)
     if needed != lora.rank:
+        alpha = lora.scale * (needed**0.5 if lora.rslora else needed)  # keeps the scale
         raise ValueError(
             f"engine.lora.rank={lora.rank}, but the adapter in {folder} takes {needed} where linears are fused, because their "
-            f"A differ; write engine.lora.rank={needed} engine.lora.alpha={_alpha_for(lora, needed):g}"
+            f"A differ; write engine.lora.rank={needed} engine.lora.alpha={alpha:g}"
         )
     known = {name for index in range(mbridge.hf_config.num_hidden_layers) for name in _layer_names(mbridge, index)}
     if unknown := sorted(set(factors) - known):
@@ -250,11 +252,6 @@ def _needed_rank(members: list[torch.Tensor]) -> int:
     first = members[0]
     is_shared = all(member.shape == first.shape and torch.equal(member, first) for member in members)
     return first.shape[0] if is_shared else sum(member.shape[0] for member in members)
-
-
-def _alpha_for(lora: LoraConfig, rank: int) -> float:
-    """The alpha that keeps the scale with another rank."""
-    return lora.scale * (rank**0.5 if lora.rslora else rank)
 
 
 def _load_linear(

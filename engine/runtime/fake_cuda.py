@@ -174,13 +174,9 @@ def _torch_stand_in() -> types.ModuleType:
         {
             # an int, not a device: megatron_fsdp.py formats f"cuda:{torch.cuda.current_device()}"
             "current_device": _constant(0),
-            "synchronize": _constant(None),
-            "empty_cache": _constant(None),
-            "set_device": _constant(None),
-            "Stream": _Idle,
-            "Event": _Idle,
-            "current_stream": _constant(stream),
-            "default_stream": _constant(stream),
+            **dict.fromkeys(("synchronize", "empty_cache", "set_device"), _constant(None)),
+            **dict.fromkeys(("Stream", "Event"), _Idle),
+            **dict.fromkeys(("current_stream", "default_stream"), _constant(stream)),
             "stream": lambda _: contextlib.nullcontext(),
             "get_rng_state": get_rng_state,
             "set_rng_state": set_rng_state,

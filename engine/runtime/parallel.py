@@ -12,10 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engine import rules
 from engine.runtime import device, gloo, memory
 from engine.config import ParallelConfig
-from engine.runtime.megatron import parallel_state as mpu
-from engine.runtime.megatron import tensor_parallel
+from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,8 @@ def initialize(
     Raises:
         ValueError: the world size is no multiple of tensor * pipeline * context, or of tensor * pipeline * expert.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for name, size in (("context", config.context), ("expert", config.expert)):
-        model_size = config.tensor * config.pipeline * size
-        if world_size % model_size:
-            raise ValueError(
-                f"engine.parallel: tensor {config.tensor} * pipeline {config.pipeline} * {name} {size} = {model_size} "
-                f"does not divide the world size {world_size}; start {model_size} ranks or a multiple, or lower one of them"
-            )
+    if found := rules.ranks_problem(config, int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ValueError(str(found))
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not shares_memory_over_ipc:

@@ -166,8 +166,9 @@ def fold_gradients_of_frozen_linears() -> None:
     """A frozen linear's backward pass is one matrix product, whatever the strides of its gradient [tokens, 1, out].
 
     gpt_model.py:712 transposes the logits, after which the dimension of one has another stride; torch's matmul then folds no
-    dimensions, since the weight wants no gradient, and layers.py:351 becomes a batched product of one row for each token. A step of
-    LoRA on two micro-batches of 8192 tokens, 3 B parameters and a vocabulary of 151936 took an H100 3.5 s, one of all weights 0.8 s.
+    dimensions, since the weight wants no gradient, and layers.py:351 becomes a batched product of one row for each token. A step
+    of LoRA on two micro-batches of 8192 tokens, 3 B parameters and a vocabulary of 151936 took an H100 3.5 s, one of all weights
+    0.8 s.
     """
     import torch
     from megatron.core.tensor_parallel import layers

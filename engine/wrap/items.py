@@ -58,7 +58,6 @@ class ChunkWeights:
         self._shard_dims: dict[str, int | None] = {}  # by global name
         self._names: dict[str, str] = {}  # global by local name
         self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's parameter: for each of its experts the names
-        self._views: dict[str, list[torch.Tensor]] = {}  # its experts, the same objects while it is where it was
         parameter: Any
         for local, parameter in (*chunk.named_parameters(), *router_bias.named(chunk)):
             if not is_tied_copy(chunk, local):
@@ -80,23 +79,12 @@ class ChunkWeights:
             if name not in self._experts:
                 items.append(WeightItem(name, tensor, shard_dim, adapters.get(linear)))
                 continue
-            of_experts = self._adapters_of_experts(linear, adapters.get(linear), len(self._experts[name]))
-            experts = zip(self._experts[name], self._split_experts(name, tensor), of_experts, strict=True)
+            count = len(self._experts[name])
+            of_experts = _adapters_of_experts(adapters.get(linear), count)
+            experts = zip(self._experts[name], split_experts(tensor, count), of_experts, strict=True)
             for names, expert, adapter in experts:
                 items.append(WeightItem(names[0], expert, shard_dim, adapter, names if len(names) > 1 else ()))
         return items
-
-    def _adapters_of_experts(self, linear: str, stacked: Adapter | None, count: int) -> list[Adapter | None]:
-        if stacked is None:
-            return [None] * count
-        factors = self._split_experts(f"{linear}.lora_a", stacked.a), self._split_experts(f"{linear}.lora_b", stacked.b)
-        return [Adapter(a, b, stacked.scale) for a, b in zip(*factors, strict=True)]
-
-    def _split_experts(self, name: str, weight: torch.Tensor) -> list[torch.Tensor]:
-        views = self._views.get(name)
-        if views is None or views[0].data_ptr() != weight.data_ptr():
-            views = self._views[name] = split_experts(weight, len(self._experts[name]))
-        return views
 
     def adapters(self, unit: NamedTensors) -> list[AdapterItem]:
         """`unit`: as for `weights`; it may hold adapters' parameters only."""
@@ -117,3 +105,10 @@ class ChunkWeights:
             for linear in linears
         }
         return tensors, adapters
+
+
+def _adapters_of_experts(stacked: Adapter | None, count: int) -> list[Adapter | None]:
+    if stacked is None:
+        return [None] * count
+    factors = zip(split_experts(stacked.a, count), split_experts(stacked.b, count), strict=True)
+    return [Adapter(a, b, stacked.scale) for a, b in factors]

@@ -16,8 +16,7 @@ from engine.wrap import ddp_fields
 from engine.runtime import device, workarounds
 from engine.moe import router_bias
 from engine.config import EngineConfig
-from engine.runtime.megatron import DistributedDataParallel, DistributedDataParallelConfig
-from engine.runtime.megatron import parallel_state as mpu
+from engine.runtime.megatron import DistributedDataParallel, DistributedDataParallelConfig, parallel_state as mpu
 from engine.wrap.unshard import Unsharder
 from engine.wrap.items import AdapterItem, ChunkWeights, NamedTensors, WeightItem, layer_of
 

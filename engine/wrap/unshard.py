@@ -1,9 +1,9 @@
 """All-gathers Megatron-FSDP's sharded parameters, one FSDP unit (transformer layer) at a time, for an export.
 
-Units are gathered into two scratch buffers in turn, each while the unit before it is in use. Every pass yields the same tensor
-objects, most often at the same address, so that a copy plan made for one pass is good for the next. Megatron-FSDP's own gather
-does the rest: embeddings, final norm, and whatever is not plainly sharded. Sources: megatron-fsdp 0.6.1
-param_and_grad_buffer.py, megatron_fsdp.py. Leaves out DDP (table.py) and names (items.py).
+Units are gathered into two scratch buffers in turn, each while the unit before it is in use. Tensors are most often at the same
+address in every pass, so that a copy plan made for one is good for the next. Megatron-FSDP's own gather does the rest:
+embeddings, final norm, and whatever is not plainly sharded. Sources: megatron-fsdp 0.6.1 param_and_grad_buffer.py,
+megatron_fsdp.py. Leaves out DDP (table.py) and names (items.py).
 """
 
 from __future__ import annotations

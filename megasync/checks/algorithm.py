@@ -17,7 +17,9 @@ def check_objective(config: Config) -> None:
     """ConfigError for the first key of the objective that has nothing to work on, or whose value cannot work."""
     algorithm = config.algorithm
     if algorithm.name == "sft":
-        _check_supervised(algorithm)
+        message = "algorithm.loss_aggregation = constant_length: supervised steps have no rollout.max_new_tokens to divide by"
+        lines = {"choices": "token_mean, sequence_mean", "remedy": "write algorithm.loss_aggregation=token_mean"}
+        refuse_if(algorithm.loss_aggregation == "constant_length", message, **lines)
         return
     _check_correction(algorithm)
     _check_truncated(algorithm, config.rollout.max_new_tokens)
@@ -42,12 +44,6 @@ def _check_bias(config: Config, shape: ModelShape) -> None:
     refuse_if(is_unused, message, model=config.model.path, needs=", ".join(BIASED_ROUTERS), remedy=remedy)
     message = f"{given}: with engine.lora.rank = {config.engine.lora.rank} checkpoints hold adapters alone, and no biases"
     refuse_if(rate > 0 and config.engine.lora.rank > 0, message, choices="0", remedy=remedy)
-
-
-def _check_supervised(algorithm: AlgorithmConfig) -> None:
-    message = "algorithm.loss_aggregation = constant_length: supervised steps have no rollout.max_new_tokens to divide by"
-    is_constant = algorithm.loss_aggregation == "constant_length"
-    refuse_if(is_constant, message, choices="token_mean, sequence_mean", remedy="write algorithm.loss_aggregation=token_mean")
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:

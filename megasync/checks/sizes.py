@@ -45,15 +45,8 @@ def check_ranks(config: Config, world_size: int) -> None:
     remedy = "write engine.parallel.sequence=false, or a larger tensor size"
     refuse_if(parallel.sequence and parallel.tensor == 1, message, remedy=remedy)
     refuse_if(world_size < 1, f"{world_size} ranks", remedy="start at least 1 rank")
-    for name, size in (("context", parallel.context), ("expert", parallel.expert)):
-        product = parallel.tensor * parallel.pipeline * size
-        sizes = f"{parallel.tensor} x {parallel.pipeline} x {size}"
-        refuse_if(
-            world_size % product,
-            f"engine.parallel.tensor x pipeline x {name} = {sizes}: {product} does not divide {world_size} ranks",
-            choices=f"products of {_list(_divisors(world_size))}",
-            remedy=f"start a multiple of {product} ranks, or make the product one of the choices",
-        )
+    if found := rules.ranks_problem(parallel, world_size):
+        raise ConfigError(found.message, choices=found.allowed, remedy=found.remedy)
 
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
@@ -70,20 +63,12 @@ def _check_divides(config: Config, key: str, size: int, shape: ModelShape, names
     for name, number in numbers.items():
         if number % size:
             problem = f"does not divide the model's {name} = {number}"
-            raise _wrong_size(config, key, size, problem, _divisors(math.gcd(*numbers.values())))
+            raise _wrong_size(config, key, size, problem, rules.divisors(math.gcd(*numbers.values())))
 
 
 def _wrong_size(config: Config, key: str, size: int, problem: str, good: list[int]) -> ConfigError:
     remedy = f"write {key}={max(choice for choice in good if choice <= size)}"
-    return ConfigError(f"{key} = {size}: {problem}", model=config.model.path, choices=_list(good), remedy=remedy)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
+    return ConfigError(f"{key} = {size}: {problem}", model=config.model.path, choices=", ".join(map(str, good)), remedy=remedy)
 
 
 def _check_lora(config: Config, shape: ModelShape) -> None:
@@ -136,7 +121,7 @@ def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
     rollout = config.rollout
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads, size = shape.num_attention_heads, shape.num_key_value_heads, rollout.tensor_parallel
-    good = [divisor for divisor in _divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
+    good = [divisor for divisor in rules.divisors(heads) if kv_heads % divisor == 0 or divisor % kv_heads == 0]
     of_experts = {name: getattr(shape, name) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
     of_experts |= {"intermediate_size": shape.intermediate_size} if shape.first_k_dense_replace else {}
     good = [divisor for divisor in good if all(number % divisor == 0 for number in of_experts.values())]

@@ -44,8 +44,7 @@ def _sections(path: str, schema: dict[str, Any], known: dict[str, Any]) -> Itera
 
 
 def _section_of(field: dict[str, Any], known: dict[str, Any]) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = known.get(str(field.get("$ref", "")).rpartition("/")[2])
-    return found
+    return known.get(str(field.get("$ref", "")).rpartition("/")[2])
 
 
 def _values(field: dict[str, Any], known: dict[str, Any]) -> str:

@@ -11,16 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, OnUpdate, SyncConfig

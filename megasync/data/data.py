@@ -3,8 +3,8 @@
 Leaves out files and their rows (tables.py), and tokens, which the tokenizer of the model makes later. No torch in here.
 
     examples = load_examples("train.jsonl", "question", "answer")
-    order = PromptOrder(num_examples=len(examples), batch_size=64, seed=0)
-    batch = [examples[index] for index in order.indices(step=0)]
+    order = PromptOrder(num_examples=len(examples), seed=0)
+    batch = [examples[order.index(ordinal)] for ordinal in range(64)]
 """
 
 from __future__ import annotations
@@ -126,39 +126,20 @@ def _wrong_message(message: Any, number: int) -> str:
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Which examples a step takes. Nothing to save: step s holds positions [s * batch_size, (s + 1) * batch_size).
+    """Which example is at which place of the whole run's order. Nothing to save: a step takes the next places.
 
-    Position p is in epoch p // num_examples; each epoch is a permutation of all examples, so every example comes once
+    Place p is in epoch p // num_examples; each epoch is a permutation of all examples, so every example comes once
     an epoch, and a batch may run across the border of two. Without `shuffle` every epoch is in file order.
     """
 
     num_examples: int
-    batch_size: int
     seed: int = 0
     shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_examples < 1 or self.batch_size < 1:
-            raise ValueError(f"{self.num_examples} examples in batches of {self.batch_size}: both must be at least 1")
 
     def index(self, ordinal: int) -> int:
         """Which example the prompt of that number is, counted from 0 over all steps."""
         epoch, place = divmod(ordinal, self.num_examples)
         return int(epoch_order(self.num_examples, self.seed, epoch)[place]) if self.shuffle else place
-
-    def indices(self, step: int) -> list[int]:
-        """The `batch_size` indices into the examples of step `step`, counted from 0."""
-        if step < 0:
-            raise ValueError(f"step {step}: steps count from 0")
-        indices: list[int] = []
-        position, end = step * self.batch_size, (step + 1) * self.batch_size
-        while position < end:
-            epoch, start = divmod(position, self.num_examples)
-            taken = min(self.num_examples - start, end - position)
-            order = epoch_order(self.num_examples, self.seed, epoch) if self.shuffle else np.arange(self.num_examples)
-            indices += order[start : start + taken].tolist()
-            position += taken
-        return indices
 
 
 @lru_cache(maxsize=2)

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sample import Sample
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.schema import Config, DataConfig
+from megasync.config.schema import Config, DataConfig, EvalSet
 from megasync.data.data import Example, load_examples
 from megasync.hf.folder import DOWNLOAD_REMEDY, model_shape, read_json_object
 
@@ -45,21 +45,18 @@ class Prompts:
 
     def text(self, token_ids: npt.NDArray[np.int32]) -> str:
         """A response's text without its end-of-sequence and other special tokens."""
-        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """`text` of each, while Python's other threads run: of the tokenizers package `decode` holds them up, this does not."""
         if self.tokenizer.clean_up_tokenization_spaces:
             return [self.text(token_ids) for token_ids in responses]
         ids = [token_ids.tolist() for token_ids in responses]
-        texts: list[str] = self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
-        return texts
+        return self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def prompt_text(self, example: Example) -> str:
         """What the model gets, its special tokens included."""
-        text: str = self.tokenizer.decode(list(self.prompt_ids(example)))
-        return text
+        return self.tokenizer.decode(list(self.prompt_ids(example)))  # type: ignore[no-any-return]
 
     def supervised(self, example: Example) -> Sample:
         """The example as a sample whose response is the answer and the end of the sequence."""
@@ -112,8 +109,7 @@ class Prompts:
 
     def _encode(self, texts: list[str], *, special: bool) -> Sequence[Sequence[int]]:
         encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -173,19 +169,6 @@ class RunData:
     eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
 
 
-class _Source(NamedTuple):
-    """A file or folder of examples, and what the config says of it. `response_key` is the key of `response_tokens`."""
-
-    path: str
-    split: str
-    section: str  # of its columns
-    split_key: str
-    prompt_key: str
-    answer_key: str
-    response_key: str
-    response_tokens: int
-
-
 def load_data(config: Config) -> RunData:
     """Read the data files, tokenise them, and drop or refuse what is too long (`data.too_long`).
 
@@ -209,11 +192,11 @@ def read_files(config: Config) -> dict[str, list[Example]]:
         raise ConfigError("data.train is not set", remedy="set data.train to a JSONL file")
     examples: dict[str, list[Example]] = {}
     for key, source in _sources(config).items():
-        columns = (source.prompt_key, source.answer_key)
+        columns = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
+        section = key if key.startswith("data.eval.") else "data"
+        split_key = f"{key}.NAME.split" if key == "data.eval" else f"{section}.split"
         try:
-            examples[key] = load_examples(
-                source.path, *columns, split=source.split, section=source.section, split_key=source.split_key
-            )
+            examples[key] = load_examples(source.path, *columns, split=source.split, section=section, split_key=split_key)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         turns = next((example for example in examples[key] if example.turns and not data.chat_template), None)
@@ -223,32 +206,21 @@ def read_files(config: Config) -> dict[str, list[Example]]:
     return examples
 
 
-def _sources(config: Config) -> dict[str, _Source]:
+def _sources(config: Config) -> dict[str, EvalSet]:
     """By full key; of an empty data.eval none."""
-    data, limit = config.data, config.rollout.max_new_tokens
-    plain = _Source("", "", "data", "data.eval.NAME.split", data.prompt_key, data.answer_key, "rollout.max_new_tokens", limit)
-    sources = {"data.train": plain._replace(path=data.train, split=data.split, split_key="data.split")}
+    data = config.data
+    sources = {"data.train": EvalSet(path=data.train, split=data.split)}
     if isinstance(data.eval, str):
-        return sources | ({"data.eval": plain._replace(path=data.eval)} if data.eval else {})
-    for name, each in data.eval.items():
-        key = f"data.eval.{name}"
-        sources[key] = _Source(
-            path=each.path,
-            split=each.split,
-            section=key,
-            split_key=f"{key}.split",
-            prompt_key=each.prompt_key or data.prompt_key,
-            answer_key=each.answer_key or data.answer_key,
-            response_key=f"{key}.max_new_tokens" if each.max_new_tokens else "rollout.max_new_tokens",
-            response_tokens=each.max_new_tokens or limit,
-        )
-    return sources
+        return sources | ({"data.eval": EvalSet(path=data.eval)} if data.eval else {})
+    return sources | {f"data.eval.{name}": each for name, each in data.eval.items()}
 
 
 def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
-    source, is_sft, drops = _sources(config)[key], config.algorithm.name == "sft", config.data.too_long == "drop"
-    response = 0 if is_sft else source.response_tokens
-    of = "prompt and answer" if is_sft else f"prompt and {source.response_key} = {response}"
+    own_limit = _sources(config)[key].max_new_tokens
+    is_sft, drops = config.algorithm.name == "sft", config.data.too_long == "drop"
+    response = 0 if is_sft else own_limit or config.rollout.max_new_tokens
+    response_key = f"{key}.max_new_tokens" if own_limit else "rollout.max_new_tokens"
+    of = "prompt and answer" if is_sft else f"prompt and {response_key} = {response}"
     name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or key == "data.train")
     try:
         lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]

@@ -38,19 +38,14 @@ REMEDIES = {  # for features that begin like this
 }
 
 
-def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 5 (rope_parameters) or 4 (rope_scaling) wrote them."""
-    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    return rope
-
-
 def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:
     """Whether it is there, by the feature."""
     if family == GEMMA:
         return refused_rope_by_layer_type(fields)
-    rope = rope_fields(fields)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}  # as transformers 5 or 4 wrote it
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    is_partial = family in PARTIAL_ROTARY and partial not in (1, 1.0)  # null stands for a half
     refused_numbers = LATENT_YARN_REFUSED if family in LATENT_FAMILIES else YARN_REFUSED
     absent = [name for name in ROPE_NUMBERS.get(kind, ()) if type(rope.get(name)) not in (int, float)]
     return {
@@ -60,12 +55,8 @@ def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:
         **{f"rope scaling of type 'yarn' with {name}": kind == "yarn" and rope.get(name) is not None for name in refused_numbers},
         **_refused_latent_rope(family, kind, rope),
         f"partial rotary embedding (partial_rotary_factor = {partial})": not _can_rotate(family, fields, partial),
-        "rope scaling of type 'yarn' with partial_rotary_factor": kind == "yarn" and _is_partial(family, partial),
+        "rope scaling of type 'yarn' with partial_rotary_factor": kind == "yarn" and is_partial,
     }
-
-
-def _is_partial(family: str, factor: Any) -> bool:
-    return family in PARTIAL_ROTARY and factor not in (1, 1.0)  # null stands for a half
 
 
 def _can_rotate(family: str, fields: dict[str, Any], factor: Any) -> bool:

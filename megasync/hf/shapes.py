@@ -20,42 +20,6 @@ class Shapes(NamedTuple):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
 
-    @classmethod
-    def read(cls, hf_config: dict[str, Any]) -> Shapes:
-        """Those of a config.json."""
-        return cls(**{name: hf_config[name] for name in cls._fields if name in hf_config})
-
-    @property
-    def attention_size(self) -> int:
-        return self.num_attention_heads * self.head_dim if self.head_dim else self.hidden_size
-
-    def _num_parameters(self, num_experts: int) -> int:
-        """With so many experts of those that there are."""
-        kv_size = 2 * self.num_key_value_heads * self.attention_size // self.num_attention_heads
-        attention = (2 * self.attention_size + kv_size) * self.hidden_size
-        if self.num_experts:
-            norms = 2 * self.head_dim
-            mlp = self.num_experts * self.hidden_size + num_experts * 3 * self.hidden_size * self.moe_intermediate_size
-        else:
-            norms, mlp = self.hidden_size + kv_size, 3 * self.hidden_size * self.intermediate_size  # not norms, but biases
-        layer = attention + norms + mlp + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + embeddings + self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """All of them, tied embeddings once."""
-        return self._num_parameters(self.num_experts)
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that one token meets."""
-        return self._num_parameters(self.num_experts_per_tok)
-
-    def attention_flops(self, sequence_length: int) -> int:
-        """Of the two products with the causal attention matrix, a token, forward and backward."""
-        return 6 * self.num_hidden_layers * self.attention_size * (sequence_length + 1)
-
     def hf_config(self, sequence_length: int) -> dict[str, Any]:
         """A config.json."""
         family: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}

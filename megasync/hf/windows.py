@@ -25,24 +25,19 @@ def refused_windows(family: str, fields: dict[str, Any]) -> dict[str, bool]:
     if given is not None and not _is_list_of_types(given, fields["num_hidden_layers"]):
         return {f"layer_types = {given!r} ({FULL} or {SLIDING} for each layer is)": True}
     types, knows_types = layer_types(fields), family in FAMILIES and family not in OF_ALL_LAYERS
+    has_key, uses_key = (bool(fields.get(key)) for key in ("sliding_window", "use_sliding_window"))
+    ignored = f"sliding_window = {fields.get('sliding_window')} on {family}, which only vLLM heeds,"
+    taken_for_other = "layer_types on mistral, with which transformers takes it for ministral,"
+    of_some = "a sliding window in some of the layers (max_window_layers, layer_types), which vLLM leaves out,"
+    of_none = "a sliding window in none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives to all,"
     return {
-        f"sliding_window = {fields.get('sliding_window')} on {family}, which only vLLM heeds,": (
-            family not in FAMILIES and bool(fields.get("sliding_window"))
-        ),
-        "use_sliding_window = true without a sliding_window": (
-            family in SWITCHED and bool(fields.get("use_sliding_window")) and not size
-        ),
+        ignored: family not in FAMILIES and has_key,
+        "use_sliding_window = true without a sliding_window": family in SWITCHED and uses_key and not size,
         f"{SLIDING} in layer_types without a sliding_window": SLIDING in types and not size,
-        "layer_types on mistral, with which transformers takes it for ministral,": (
-            family == "mistral" and "layer_types" in fields
-        ),
+        taken_for_other: family == "mistral" and "layer_types" in fields,
         f"layer_types on {family}, which only vLLM heeds,": given not in (None, types) and not knows_types,
-        "a sliding window in some of the layers (max_window_layers, layer_types), which vLLM leaves out,": (
-            len(set(types)) > 1 and family != GEMMA
-        ),
-        "a sliding window in none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives to all,": (
-            SLIDING not in types and size > 0
-        ),
+        of_some: len(set(types)) > 1 and family != GEMMA,
+        of_none: SLIDING not in types and size > 0,
     }
 
 

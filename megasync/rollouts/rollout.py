@@ -58,7 +58,7 @@ class Rollouts:
         """Go on from `progress` with `step`."""
         self.config, self.prompts, self.examples = config, data.prompts, data.train
         self.rewards, self.timeline = rewards, log.timeline
-        self.order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
+        self.order = PromptOrder(len(data.train), config.run.seed, config.data.shuffle)
         settings = stream_settings(config, scores_groups=rewards.takes_groups)
         self.stream = RolloutStream(pool, settings, self._group, self._score, log.note)
         self.stream.restore(progress, step)

@@ -109,7 +109,7 @@ class Session:
     def supervised_batch(self, step: int) -> list[Sample]:
         """The supervised examples of a step, the same on every rank. Not collective."""
         data = self.config.data
-        order = PromptOrder(len(self._data.train), data.batch_size, self.config.run.seed, data.shuffle)
+        order = PromptOrder(len(self._data.train), self.config.run.seed, data.shuffle)
         first = self.progress.num_trained + (step - self.first_step) * data.batch_size
         indices = [order.index(ordinal) for ordinal in range(first, first + data.batch_size)]
         return [self._data.prompts.supervised(self._data.train[index]) for index in indices]

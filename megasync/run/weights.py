@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,9 +44,7 @@ class Weights:
 
     def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
         self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
-        self.exporter = build_exporter(engine)
-        self.sync_exporter = build_exporter(engine, on_all_ranks=True) if transport(config) == "ipc" else self.exporter
-        self.all_ranks_exporter: Exporter | None = self.sync_exporter if transport(config) == "ipc" else None
+        self.exporter = build_exporter(engine, on_all_ranks=transport(config) == "ipc")  # of syncs
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.canary: Canary | None = None
@@ -61,7 +60,7 @@ class Weights:
         self.devices.give_to_replicas()
         on_rank_zero(self._start_pool)
         self.devices.pool = self.pool
-        source = build_adapter_source(self.engine) if self.sends_adapters else self.sync_exporter
+        source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
         self.publisher = build_publisher(source, self.pool, self.config)
         self._ends.callback(self.publisher.close)
 
@@ -157,10 +156,14 @@ class Weights:
 
     def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights of this rank's pipeline stage, on all of its ranks, one tensor at a time."""
-        if self.all_ranks_exporter is None:
-            is_alone = self.layout.world_size == self.layout.pipeline_size
-            self.all_ranks_exporter = self.exporter if is_alone else build_exporter(self.engine, on_all_ranks=True)
-        yield from whole_tensors(self.all_ranks_exporter)
+        return whole_tensors(self._all_ranks_exporter)
+
+    @cached_property
+    def _all_ranks_exporter(self) -> Exporter:
+        """That of syncs where all ranks of a stage have its tensors, or are one."""
+        is_alone = self.layout.world_size == self.layout.pipeline_size
+        is_everywhere = is_alone or transport(self.config) == "ipc"
+        return self.exporter if is_everywhere else build_exporter(self.engine, on_all_ranks=True)
 
     def close(self) -> None:
         """Take the bridge, the replicas and a Ray of our own down. Not collective; safe after any failure."""
@@ -168,7 +171,7 @@ class Weights:
 
     def _merge_error(self) -> float:
         """How much of the adapters' update the last merge lost; a note once it is more than MERGE_ERROR_NOTE."""
-        error = self.sync_exporter.merge_error()
+        error = self.exporter.merge_error()
         if error > MERGE_ERROR_NOTE and not self.noted_merge_error:
             self.noted_merge_error = True
             dtype = self.config.model.dtype

@@ -116,7 +116,7 @@ def everywhere(built: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 def converted(source: Exporter) -> dict[str, torch.Tensor]:
     """The export by mbridge's conversions of the gathered values themselves, without the copies that are recorded of them."""
     tensors: dict[str, torch.Tensor] = {}
-    plans = iter(source._gatherer._plans)
+    plans = iter(source._plans)
     for _ in source.parts():  # none but on the sender
         plan = next(plans)
         for item, places in zip(plan._items, plan._places, strict=True):
@@ -229,7 +229,7 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "specs_match": specs_match,
                     "moved": len(moved),
                     "loss": before["loss/sft"],
-                    "scratch_bytes": {name: tensor.nbytes for name, tensor in source._gatherer._scratch.items()},
+                    "scratch_bytes": {name: tensor.nbytes for name, tensor in source._scratch._memory.items()},
                 }
             )
     return results

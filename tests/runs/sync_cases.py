@@ -152,7 +152,7 @@ def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], dam
             config = Config.model_validate(sections).model_copy(update={"engine": built.config})
             weights = Weights(config, built, RunLog(config, first_step=0, write=False))
             weights.pool = replica(path) if is_rank_zero() else None
-            weights.publisher = build_publisher(weights.sync_exporter, weights.pool, config)
+            weights.publisher = build_publisher(weights.exporter, weights.pool, config)
             weights.canary = Canary(probe_sequences([range(5, 40)], 3, 12), 1e-3, 60.0, print)
             for version in range(2):
                 built.update(built.prepare(random_samples(16, seed=version)))

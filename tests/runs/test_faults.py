@@ -206,7 +206,7 @@ def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
     session = Session(config, None)
     try:
         pool = session.weights.pool = ReplicaPool(weights.replica_config(config), 1)
-        session.weights.publisher = weights.build_publisher(session.weights.sync_exporter, pool, config)
+        session.weights.publisher = weights.build_publisher(session.weights.exporter, pool, config)
         next(iter(session.steps()))
         try:
             session.publish(version=1, trained={"reward/mean": 0.5})

@@ -185,8 +185,7 @@ async def pause(engine: Any, mode: str) -> None:
 
 async def num_tokens(engine: Any) -> dict[str, int]:
     """How many tokens each request has that has not ended in the core (outputs.py); asked while generation is paused."""
-    counts: dict[str, int] = await engine.engine_core.call_utility_async("scheduler")
-    return counts
+    return await engine.engine_core.call_utility_async("scheduler")  # type: ignore[no-any-return]
 
 
 async def sleep(engine: Any, *, keep_weights: bool) -> None:
@@ -288,8 +287,7 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
 def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
     """Of an output whose prompt's own were asked for; the first token has none."""
     told = output.prompt_logprobs
-    values: npt.NDArray[np.float32] = np.array(told.logprobs, np.float32)[told.start_indices[1:]]
-    return values
+    return np.array(told.logprobs, np.float32)[told.start_indices[1:]]  # type: ignore[no-any-return]
 
 
 def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = None) -> Completion:

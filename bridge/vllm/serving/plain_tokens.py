@@ -159,8 +159,7 @@ def _is_plain_step(scheduler: Any, scheduled: Any, ran: Any) -> bool:
 
 
 def _firsts(part: np.ndarray) -> list[Any]:
-    values: list[Any] = (part[:, 0] if part.ndim == 2 else part).tolist()
-    return values
+    return (part[:, 0] if part.ndim == 2 else part).tolist()  # type: ignore[no-any-return]
 
 
 def _is_plain(request: Any) -> bool:

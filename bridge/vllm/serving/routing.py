@@ -55,8 +55,7 @@ async def routed_experts(engine: Any, outputs: Mapping[str, Any]) -> list[Rows]:
 
 async def take(engine: Any, names: list[str]) -> list[tuple[str, tuple[int, ...], bytes]]:
     """What the first worker has noted of these requests, which all workers then forget."""
-    taken: list[tuple[str, tuple[int, ...], bytes]] = (await engine.collective_rpc("megasync_take_experts", args=(names,)))[0]
-    return taken
+    return (await engine.collective_rpc("megasync_take_experts", args=(names,)))[0]  # type: ignore[no-any-return]
 
 
 def _checked(rows: Rows | None, output: Any) -> Rows:

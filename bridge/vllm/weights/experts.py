@@ -32,13 +32,9 @@ def transformation(layer: Any) -> str | None:
     if backend in AS_LOADED:
         return None
     if backend == "CPU":
-        return "the CPU backend packs its experts after loading" if _is_packed(method) else None
+        is_packed = method.moe_kernel is not None or hasattr(method, "cpu_fused_moe")  # 0.26 has the latter alone
+        return "the CPU backend packs its experts after loading" if is_packed else None
     return f"the {backend} backend puts its experts in another order after loading"
-
-
-def _is_packed(method: Any) -> bool:
-    """0.26 has no kernel of its own on CPUs, but a `cpu_fused_moe`."""
-    return method.moe_kernel is not None or hasattr(method, "cpu_fused_moe")
 
 
 def forget_kernel(layer: Any) -> None:

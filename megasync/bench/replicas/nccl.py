@@ -52,8 +52,8 @@ class NcclBaselines:
     def floor(self) -> float:
         """Seconds that the model's bytes take."""
         if self._channel is None:
-            self._channel, self._endpoint = Channel.listen(1 + self._pool.num_readers, self._device)
-        taking = self._pool.send("readers", "bench_floor", self._endpoint, self._pool.num_readers, self.sizes)
+            self._channel, self._endpoint = Channel.listen(1 + len(self._pool.reader_names), self._device)
+        taking = self._pool.send("readers", "bench_floor", self._endpoint, len(self._pool.reader_names), self.sizes)
         seconds = broadcast_all(self._channel, self.sizes)
         self._pool.gather(taking)
         return seconds
@@ -63,7 +63,7 @@ class NcclBaselines:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         if self._group is None:
-            address, port, size = own_address(), free_port(), 1 + self._pool.num_readers
+            address, port, size = own_address(), free_port(), 1 + len(self._pool.reader_names)
             joining = self._pool.send("readers", "bench_join_packed", address, port, size)
             info = {"master_address": address, "master_port": port, "world_size": size}
             self._group = NCCLWeightTransferEngine.trainer_init(info)

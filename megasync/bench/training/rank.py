@@ -27,6 +27,7 @@ from engine.sample import Sample
 from megasync.bench.common.memory import status_bytes
 from megasync.bench.common.random_engine import RandomEngine
 from megasync.bench.config import VARIANTS, BenchRoot
+from megasync.bench.training.flops import attention_flops, num_active_parameters, read_shapes
 from megasync.config.files import write_atomically
 from megasync.config.load import load_config
 from megasync.hf.shapes import Shapes
@@ -94,7 +95,7 @@ def product_ceiling() -> float:
 def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
     """Train and time; what is measured so far, after each part."""
     bench = config.bench_train
-    shapes = Shapes.read(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+    shapes = read_shapes(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
     begin = time.perf_counter()
     built = build_engine(config, variant_name)
     measured: Measured = {
@@ -180,15 +181,15 @@ def _speed(config: BenchRoot, shapes: Shapes, rounds: list[Measured], ceiling: f
     seconds = sorted(step["update_seconds"] for step in rounds)[len(rounds) // 2]
     split = math.prod(getattr(config.engine.parallel, axis) for axis in ("tensor", "pipeline", "context"))
     tokens = bench.num_microbatches * bench.num_sequences * bench.sequence_length / split
-    attention_flops = shapes.attention_flops(bench.sequence_length) * tokens / seconds
-    model_flops = 6 * shapes.num_active_parameters * tokens / seconds
+    of_attention = attention_flops(shapes, bench.sequence_length) * tokens / seconds
+    model_flops = 6 * num_active_parameters(shapes) * tokens / seconds
     return {
         "step_seconds_median": seconds,
         "tokens_per_second_per_gpu": tokens / seconds,
         "model_flops_per_gpu": model_flops,
-        "attention_flops_per_gpu": attention_flops,
+        "attention_flops_per_gpu": of_attention,
         "share_of_ceiling": model_flops / ceiling,
-        "share_with_attention": (model_flops + attention_flops) / ceiling,
+        "share_with_attention": (model_flops + of_attention) / ceiling,
     }
 
 

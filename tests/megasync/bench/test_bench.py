@@ -28,6 +28,7 @@ from megasync.hf.shapes import SHAPES
 from megasync.bench.generation.requests import long_tail
 from megasync.bench.common.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
 from megasync.bench.common.model import write_shapes
+from megasync.bench.training.flops import num_parameters
 from megasync.bench.sync.picture import check_picture, draw_sync
 from megasync.bench.generation.staleness import ROWS
 from megasync.bench.generation.report import show_rollout, show_staleness, summarise_rollout, summarise_staleness
@@ -264,7 +265,7 @@ def test_written_shapes_are_those_of_a_folder(tmp_path: Path, shapes: str) -> No
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "whole")
     sparse, whole = (read_folder_manifest(tmp_path / name) for name in ("sparse", "whole"))
     assert sorted(sparse.tensors, key=str) == sorted(whole.tensors, key=str)
-    assert sparse.total_bytes == 4 * SHAPES[shapes].num_parameters
+    assert sparse.total_bytes == 4 * num_parameters(SHAPES[shapes])
     shape = check_model_folder(tmp_path / "sparse")
     assert shape.num_experts == SHAPES[shapes].num_experts
 

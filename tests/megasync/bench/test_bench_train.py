@@ -9,8 +9,9 @@ import pytest
 
 from megasync.bench import cli
 from megasync.bench.config import VARIANTS
+from megasync.bench.training.flops import num_active_parameters, num_parameters, read_shapes
 from megasync.bench.training.variants import COMPARED, compare
-from megasync.hf.shapes import SHAPES, Shapes
+from megasync.hf.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "bench_train.yaml")
@@ -67,10 +68,10 @@ def test_a_wrong_key_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def test_parameters_are_counted_as_published() -> None:
-    assert SHAPES["3b"].num_parameters == 3_085_938_688  # Qwen2.5-3B
-    assert SHAPES["7b"].num_parameters == 7_615_616_512  # Qwen2.5-7B
-    assert SHAPES["30b-a3b"].num_parameters == 30_532_122_624  # Qwen3-30B-A3B
-    assert SHAPES["30b-a3b"].num_active_parameters == 3_353_032_704
-    assert Shapes.read(SHAPES["7b"].hf_config(2048)) == SHAPES["7b"]
-    assert Shapes.read(SHAPES["30b-a3b"].hf_config(2048)) == SHAPES["30b-a3b"]
+    assert num_parameters(SHAPES["3b"]) == 3_085_938_688  # Qwen2.5-3B
+    assert num_parameters(SHAPES["7b"]) == 7_615_616_512  # Qwen2.5-7B
+    assert num_parameters(SHAPES["30b-a3b"]) == 30_532_122_624  # Qwen3-30B-A3B
+    assert num_active_parameters(SHAPES["30b-a3b"]) == 3_353_032_704
+    assert read_shapes(SHAPES["7b"].hf_config(2048)) == SHAPES["7b"]
+    assert read_shapes(SHAPES["30b-a3b"].hf_config(2048)) == SHAPES["30b-a3b"]
     assert {variant.wrap for variant in VARIANTS.values()} == {"ddp", "megatron_fsdp"}

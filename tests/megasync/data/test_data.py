@@ -130,17 +130,15 @@ def test_no_file_and_no_examples(tmp_path: Path) -> None:
 orders = st.builds(
     PromptOrder,
     num_examples=st.integers(1, 60),
-    batch_size=st.integers(1, 90),
     seed=st.integers(0, 2**32 - 1),
     shuffle=st.booleans(),
 )
 
 
 @settings(deadline=None)
-@given(order=orders, num_steps=st.integers(1, 40))
-def test_every_example_comes_once_an_epoch(order: PromptOrder, num_steps: int) -> None:
-    positions = [index for step in range(num_steps) for index in order.indices(step)]
-    assert len(positions) == num_steps * order.batch_size
+@given(order=orders, num_places=st.integers(1, 3000))
+def test_every_example_comes_once_an_epoch(order: PromptOrder, num_places: int) -> None:
+    positions = [order.index(ordinal) for ordinal in range(num_places)]
     for start in range(0, len(positions), order.num_examples):
         epoch = positions[start : start + order.num_examples]
         assert max(Counter(epoch).values()) == 1
@@ -150,11 +148,11 @@ def test_every_example_comes_once_an_epoch(order: PromptOrder, num_steps: int) -
 
 
 @settings(deadline=None)
-@given(order=orders, steps=st.lists(st.integers(0, 1000), min_size=1, max_size=10))
-def test_a_step_depends_on_nothing_before_it(order: PromptOrder, steps: list[int]) -> None:
-    fresh = PromptOrder(order.num_examples, order.batch_size, order.seed, order.shuffle)
-    first = {step: order.indices(step) for step in steps}
-    assert {step: fresh.indices(step) for step in reversed(steps)} == first
+@given(order=orders, places=st.lists(st.integers(0, 90_000), min_size=1, max_size=10))
+def test_a_place_depends_on_nothing_before_it(order: PromptOrder, places: list[int]) -> None:
+    fresh = PromptOrder(order.num_examples, order.seed, order.shuffle)
+    first = {place: order.index(place) for place in places}
+    assert {place: fresh.index(place) for place in reversed(places)} == first
 
 
 def splitmix64(counter: int) -> int:
@@ -178,18 +176,10 @@ def test_order_is_the_same_everywhere(num_examples: int, seed: int, epoch: int) 
 def test_seeds_and_epochs_differ_and_no_shuffle_is_file_order() -> None:
     drawn = {tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(10) for epoch in range(10)}
     assert len(drawn) == 100
-    assert PromptOrder(5, 3, shuffle=False).indices(1) == [3, 4, 0]
+    assert [PromptOrder(5, shuffle=False).index(place) for place in range(3, 6)] == [3, 4, 0]
 
 
 def test_shuffle_is_fair() -> None:
     """Each index comes first about equally often: 20 bins, 4000 draws, chi-squared well below its 1e-6 tail of 66."""
     firsts = np.bincount([epoch_order(20, seed, epoch)[0] for seed in range(200) for epoch in range(20)], minlength=20)
     assert float(((firsts - 200) ** 2 / 200).sum()) < 66
-
-
-def test_bad_arguments() -> None:
-    for num_examples, batch_size in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="at least 1"):
-            PromptOrder(num_examples, batch_size)
-    with pytest.raises(ValueError, match="count from 0"):
-        PromptOrder(3, 2).indices(-1)
