@@ -19,7 +19,7 @@ from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rewards.pool import Scored
 from megasync.rollouts.stream import RolloutStream
-from tests.megasync.rollouts.stream_model import ModelPool
+from tests.megasync.rollouts.stream_model import START_SECONDS, ModelPool
 
 LIMIT_SECONDS = 5000.0  # of virtual time; a walk takes a few hundred
 LONGEST = 30
@@ -57,8 +57,9 @@ class Walk:
 
     def process(self, ways: Ways, last_step: int) -> None:
         """Train from `step` to `last_step`; a checkpoint somewhere on the way, from which the next one resumes."""
-        source, own = self.source, ways.settings
-        pool = ModelPool(source.randint(1, 3), self._length, max_num_seqs=source.choice((2, 8, 1000)), step_seconds=0.1)
+        source, num_replicas = self.source, self.source.randint(1, 3)
+        own = replace(ways.settings, min_replicas=source.randint(1, num_replicas), scores_groups=source.random() < 0.3)
+        pool = ModelPool(num_replicas, self._length, max_num_seqs=source.choice((2, 8, 1000)), step_seconds=0.1)
         request = GenerationRequest((0,), num_samples=ways.group_size)
 
         def make_group(ordinal: int) -> Group:
@@ -109,7 +110,11 @@ class Walk:
         if self.source.random() < 0.2:  # it breaks off at one of them, and works the next time
             self.source.choice(list(pool.replicas.values())).is_open = False
             await asyncio.sleep(0.3)
-        pool.sync(version)
+        absent = {replica for replica in pool.replicas if self.source.random() < (0.5 if replica in pool.lost else 0.1)}
+        while len(pool.replicas) - len(absent | pool.starting) < stream.settings.min_replicas:
+            absent = set()
+            await asyncio.sleep(START_SECONDS)  # they are waited for
+        pool.sync(version, absent | pool.starting)
         await stream._serve(version)
 
     def _disturb(self, pool: ModelPool) -> None:
