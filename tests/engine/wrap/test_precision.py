@@ -45,6 +45,15 @@ def test_gradients_of_many_microbatches_are_those_of_ddp(model: str, num_ranks: 
         assert error < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_one_microbatch_are_those_of_ddp_bit_for_bit(model: str, dtype: str) -> None:
+    """Four ranks, in whatever order their gradients lie; those of more micro-batches are added up in another order."""
+    cases = [{"path": model, "wrap": wrap, "tokens": 400, "dtype": dtype} for wrap in WRAPS]
+    found = run_ranks(4, "tests.engine.wrap.precision_cases:gradients", {"cases": cases, "num_samples": 16})
+    ddp, fsdp = ([rank[place] for rank in found] for place in range(2))
+    assert ddp[0]["num_microbatches"] == 1 and relative_error(fsdp, ddp) == 0
+
+
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_gradients_are_reduced_in_bfloat16_where_that_is_asked_for(model: str, wrap: str) -> None:
     """Less memory for sums that lose small addends."""
