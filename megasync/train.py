@@ -40,9 +40,9 @@ def main(arguments: Sequence[str]) -> int:
         check_config(config, given.world_size or world_size, needs_data=given.check)
         if rank == 0 and not given.check:
             lock(config.run.folder)
-        if is_done(config) and not given.check:
+        if not given.check and (why := why_done(config)):
             if rank == 0:
-                print(f"{config.run.folder}: all {config.run.steps} steps are done; for more of them write run.steps=NUMBER")
+                print(f"{config.run.folder}: {why}")
             return 0
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
@@ -53,12 +53,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if given.check else run(config, data)
 
 
-def is_done(config: Config) -> bool:
-    """Whether a start would find nothing to do: all steps, what `Session.finish` writes last and the weights are there."""
-    folder = config.run.folder
-    if config.checkpoint.resume != "auto" or newest_checkpoint(folder) is None:
-        return False
-    return read_summary(folder).get("steps", 0) >= config.run.steps and (not config.run.export_hf or (folder / "hf").is_dir())
+def why_done(config: Config) -> str:
+    """What to say where a start would find nothing to do; empty where it would.
+
+    All steps, or those that it took to `run.stop_at_accuracy`, what `Session.finish` writes last and the weights are there.
+    """
+    run, folder = config.run, config.run.folder
+    is_exported = not run.export_hf or (folder / "hf").is_dir()
+    if config.checkpoint.resume != "auto" or newest_checkpoint(folder) is None or not is_exported:
+        return ""
+    summary = read_summary(folder)
+    steps, accuracy = summary.get("steps", 0), summary.get("accuracy_after") or 0.0
+    if steps >= run.steps:
+        return f"all {run.steps} steps are done; for more of them write run.steps=NUMBER"
+    if 0 < run.stop_at_accuracy <= accuracy:
+        return f"the accuracy is {accuracy:g} after {steps} steps; for more of them raise run.stop_at_accuracy"
+    return ""
 
 
 def run(config: Config, data: RunData | None) -> int:

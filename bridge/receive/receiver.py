@@ -244,8 +244,8 @@ class WorkerExtension:
         It never raises: with several workers vLLM would leave the answers of the others unread, and take them for those of the
         next call (v1/executor/multiproc_executor.py:collective_rpc).
         """
-        self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
         try:
+            self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
             return self.weight_transfer_engine.begin(BeginSync.from_dict(fields)), ""
         except Exception as error:  # noqa: BLE001 # whatever it is
             return [], str(error) or type(error).__name__

@@ -4,7 +4,7 @@ device.py        the device that a rank computes on
 fake_cuda.py     lets megatron-core, megatron-fsdp and mbridge run without CUDA
 megatron.py      what is used of megatron-core, imported once that is in place
 workarounds.py   what is changed in megatron-core, megatron-fsdp and mbridge, and why
-gloo.py          process groups on CPUs share their threads
+gloo.py          process groups on CPUs share their threads, and add in an order of their own
 parallel.py      process groups from a ParallelConfig
 memory.py        the setting of torch's allocator, and how much memory is in use
 random_state.py  the states of all random generators, and going back to them

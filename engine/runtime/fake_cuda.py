@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from engine.runtime import gloo
 from engine.runtime.device import CPU, compiled, has_cuda
 
 PACKAGES = ("megatron.", "megatron_fsdp", "mbridge")
@@ -141,9 +142,9 @@ def _reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: An
 
 
 COLLECTIVES: dict[str, Any] = {
-    name: _synchronous(getattr(torch.distributed, name))
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+    name: _synchronous(getattr(torch.distributed, name)) for name in ("all_reduce", "all_gather_into_tensor", "broadcast")
 }
+COLLECTIVES["reduce_scatter_tensor"] = _synchronous(torch.distributed.reduce_scatter_tensor, gloo.reduce_scatter_tensor)
 COLLECTIVES["all_gather"] = _synchronous(torch.distributed.all_gather, _all_gather)
 COLLECTIVES["reduce_scatter"] = _synchronous(torch.distributed.reduce_scatter, _reduce_scatter)
 

@@ -2,7 +2,6 @@
 
 log.py        metrics.jsonl, TensorBoard, summary.json
 page.py       a run as one HTML file
-page.py       a run as one HTML file
 timeline.py   the Chrome trace
 progress.py   the line on the terminal
 """

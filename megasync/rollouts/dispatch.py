@@ -141,6 +141,8 @@ class Dispatcher:
                 return self._lose(replica, lane, f"gave no answer for {limit:g} s ({ANSWER_KEY})")
             except Exception as error:  # noqa: BLE001 # whatever ended it
                 return self._lose(replica, lane, str(error))
+            if self._lanes.get(replica) is not lane:
+                return None  # it was lost while this answer was on its way, and others have its groups
             for finished in collected.finished:
                 self._take_in(replica, finished)
             if collected.silent_seconds > limit:

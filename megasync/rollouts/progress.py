@@ -74,7 +74,7 @@ def save_progress(folder: Path, progress: Progress) -> None:
 
 
 def load_progress(folder: Path) -> Progress | None:
-    """What `save_progress` wrote; no code is read from the file."""
+    """What `save_progress` wrote; no code is read from the file. Groups of older files have no digests, and will begin anew."""
     if not (folder / FILE).is_file():
         return None
     with np.load(folder / FILE, allow_pickle=False) as file:
@@ -87,10 +87,11 @@ def load_progress(folder: Path) -> Progress | None:
         reason = FINISH_REASONS[int(data["finish_reasons"][number])]
         completion = Completion(tokens, log_probs, versions, reason, experts[number])
         samples[place].append(SavedSample(int(data["indices"][number]), completion, float(data["rewards"][number])))
-    trained, begun = data["counts"].tolist()
+    trained, begun, *_ = data["counts"].tolist()
     (expected,) = data["expected_tokens"].tolist()
-    heads = zip(data["groups"].tolist(), map(tuple, samples), strict=True)
-    groups = tuple(SavedGroup(key, done, asked, scored) for (key, asked, scored), done in heads)
+    heads = data["groups"] if data["groups"].ndim == 2 else np.pad(data["groups"][:, None], [(0, 0), (0, 2)])
+    pairs = zip(heads.tolist(), map(tuple, samples), strict=True)
+    groups = tuple(SavedGroup(key, done, asked, scored) for (key, asked, scored), done in pairs)
     return Progress(trained, begun, None if np.isnan(expected) else expected, groups)
 
 

@@ -258,7 +258,7 @@ def test_an_unknown_override_of_the_wrap_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_stops_at_its_accuracy_writes_its_last_checkpoint(tmp_path: Path) -> None:
-    """Which is no multiple of `checkpoint.every_steps`."""
+    """Which is no multiple of `checkpoint.every_steps`. Started again it says that it is done."""
     data = tmp_path / "one.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n')
     sections: dict[str, dict[str, Any]] = {
@@ -275,3 +275,5 @@ def test_a_run_that_stops_at_its_accuracy_writes_its_last_checkpoint(tmp_path: P
     num_steps = len(metrics(run))
     assert num_steps < 60
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{num_steps:08d}"]
+    told = f"{run}: the accuracy is 1 after {num_steps} steps; for more of them raise run.stop_at_accuracy\n"
+    assert train(config, ranks=1) == (0, told) and len(metrics(run)) == num_steps

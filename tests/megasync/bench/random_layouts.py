@@ -9,6 +9,8 @@ from typing import Any
 from engine.wrap.ddp_fields import DDP
 from megasync.bench.equivalence.cases import NUM_LAYERS, WRAPS, Case, Keys, Model
 
+PENALTY: Keys = {"algorithm.truncated": "penalise", "algorithm.overlong_buffer": 4}
+
 
 def draw_case(draw: random.Random, families: tuple[str, ...], numbers_of_ranks: tuple[int, ...]) -> Case:
     """Any of what the keys of `engine` and `algorithm` choose from; the config's check may refuse it.
@@ -80,12 +82,23 @@ def _objective(draw: random.Random, _: Keys) -> Keys:
     keys |= {"algorithm.loss_aggregation": "sequence_mean"} if draw.random() < 0.4 else {}
     keys |= {"algorithm.num_minibatches": 2} if draw.random() < 0.3 else {}
     keys |= {"algorithm.load_balancing": 0.1} if draw.random() < 0.15 else {}
+    keys |= {"algorithm.router_bias_update_rate": 0.01} if draw.random() < 0.1 else {}
     if name == "grpo":
         keys |= {"algorithm.kl_coefficient": 0.1} if draw.random() < 0.4 else {}
         keys |= {"algorithm.ratio_level": "sequence"} if draw.random() < 0.3 else {}
-        keys |= {"algorithm.truncated": "mask"} if draw.random() < 0.3 else {}
         keys |= {"algorithm.old_log_probs": "separate"} if draw.random() < 0.3 else {}
+        keys |= {"algorithm.dual_clip": 1.5} if draw.random() < 0.2 else {}
+        keys |= {"algorithm.baseline": "leave_one_out"} if draw.random() < 0.2 else {}
+        keys |= {"algorithm.normalize_advantage_by_std": False} if draw.random() < 0.2 else {}
+        keys |= draw.choice((Keys(), {"algorithm.truncated": "mask"}, PENALTY)) | _correction(draw)
     return keys
+
+
+def _correction(draw: random.Random) -> Keys:
+    kind = draw.choice(("tis", "tis", "mask", "none"))
+    keys: Keys = {"algorithm.importance_correction": kind} if kind != "tis" else {}
+    level = draw.choice(("token", "sequence", "geometric"))
+    return keys | ({"algorithm.importance_level": level} if kind != "none" and level != "token" else {})
 
 
 def _adapters(draw: random.Random, _: Keys) -> Keys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +18,8 @@ import numpy as np
 
 from bridge.generation import Collected, Completion, Finished, GroupRequest
 from bridge.messages import NotServingError
+
+START_SECONDS = 0.1  # of a replica in the place of one that was lost; long enough for the dispatcher to hear of the loss
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -63,6 +65,7 @@ class ModelReplica:
     asked: Future[Collected] | None = None
     timer: asyncio.TimerHandle | None = None
     is_open: bool = True
+    lost_seconds: float = 0.0
 
     @property
     def seconds_of_a_step(self) -> float:
@@ -125,6 +128,11 @@ class ModelPool:
     def members(self) -> list[int]:
         return sorted(self.replicas.keys() - self.lost)
 
+    @property
+    def starting(self) -> set[int]:
+        """Those that were lost a moment ago."""
+        return {each for each in self.lost if self.loop.time() - self.replicas[each].lost_seconds < START_SECONDS}
+
     async def hand_in(self, replica: int, groups: Sequence[GroupRequest]) -> None:
         chosen = self.replicas[replica]
         await asyncio.sleep(0)
@@ -147,23 +155,37 @@ class ModelPool:
         return type("Reference", (), {"future": lambda self: asked})()
 
     def replace(self, replica: int) -> None:
-        """It is there again after the next `sync`."""
-        self.lost.add(replica)
+        """It is there again after a later `sync`."""
+        if replica not in self.lost:
+            self.kill(replica)
 
     def kill(self, replica: int) -> None:
-        chosen = self.replicas[replica]
         self.lost.add(replica)
+        self.replicas[replica].lost_seconds = self.loop.time()
+        self._die(self.replicas[replica])
+
+    @staticmethod
+    def _die(chosen: ModelReplica) -> None:
         if chosen.timer is not None:
             chosen.timer.cancel()
         if chosen.asked is not None and not chosen.asked.done():
             chosen.asked.set_exception(RuntimeError("it died"))
 
-    def sync(self, version: int) -> None:
-        """All serve `version`, those that were lost too; samples that run go on."""
-        for replica in self.lost:
-            self.replicas[replica] = ModelReplica(self, last_seconds=self.loop.time())
-        self.lost = set()
-        for each in self.replicas.values():
-            each.advance()
-            each.is_open = True
+    def sync(self, version: int, absent: Collection[int] = ()) -> None:
+        """All serve `version`, those that were lost too, but not those that are `absent`; samples that run go on.
+
+        Who was there until now and is absent says what it has finished, and dies a moment later.
+        """
+        now = self.loop.time()
+        for replica in self.lost - set(absent):
+            self.replicas[replica] = ModelReplica(self, last_seconds=now)
+        for replica in set(absent) - self.lost:
+            chosen = self.replicas[replica]
+            chosen.advance()
+            chosen.lost_seconds = now
+            self.loop.call_later(START_SECONDS / 2, self._die, chosen)
+        self.lost = set(absent)
+        for replica in self.members:
+            self.replicas[replica].advance()
+            self.replicas[replica].is_open = True
         self.version = version

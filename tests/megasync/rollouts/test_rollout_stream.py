@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from bridge.generation import Collected
-from megasync.rollouts.group import StreamSettings
+from bridge.generation import Collected, GenerationRequest
+from megasync.rewards.pool import Scored
+from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.stream import RolloutStream
+from tests.megasync.rollouts.stream_model import ModelPool
 
 SETTINGS = StreamSettings(max_staleness=0, batch_size=1, num_steps=1, slots=1, expected_tokens=1.0, answer_seconds=300.0)
 
@@ -49,6 +52,33 @@ def test_a_stream_ends_although_an_answer_comes_at_that_moment() -> None:
     stream._cancel = answer_and_cancel  # type: ignore[method-assign]
     stream.close()
     assert len(pool.asked) == 1
+
+
+def test_an_answer_that_comes_as_its_replica_is_lost_changes_nothing() -> None:
+    """Its groups have gone to the other one by then."""
+    pool = ModelPool(2, lambda group, sample: 3)
+
+    async def score(group: Group, samples: list[int]) -> list[Scored]:
+        return [Scored(1.0, {}) for _ in samples]
+
+    settings, request = replace(SETTINGS, batch_size=2, slots=None), GenerationRequest((1,), num_samples=2)
+    stream = RolloutStream(cast(Any, pool), settings, lambda key: Group(key, request), score, print, pool.loop)
+
+    async def train() -> None:
+        pool.sync(0)
+        await stream._serve(0)
+        await stream._admit(0)
+        await asyncio.sleep(3 - 1e-7)  # now both are nearly done
+        pool.sync(0, absent={1})
+        await stream._serve(0)
+        groups = await stream._take(0)
+        assert groups is not None and [group.key for group in groups] == [0, 1]
+        assert [(number, lane.load.samples) for number, lane in stream._dispatcher._lanes.items()] == [(0, 0)]
+
+    try:
+        stream.run(train())
+    finally:
+        stream.close()
 
 
 def test_a_step_for_which_nothing_runs_is_told_with_its_numbers() -> None:
