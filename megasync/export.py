@@ -116,7 +116,7 @@ def _num_bytes(folder: Path) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0, and 2 where nothing was written."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.export", description="A run's weights as a Hugging Face folder.")
+    parser = argparse.ArgumentParser(prog="megasync export", description="A run's weights as a Hugging Face folder.")
     parser.add_argument("run", type=Path, help="the run's folder, such as runs/rl")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
     parser.add_argument("--adapter", action="store_true", help="the adapter of a run with LoRA, as a PEFT folder")
