@@ -86,6 +86,9 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     if given.check:
         print("\n".join([banner(config, num_ranks, data), *unused_keys(config)]))
         return 0
+    with main_errors():
+        if (held := lock(config.run.folder)) is not None:  # else said now, not by a rank
+            os.close(held)
     by_hand = ["megasync"] if shutil.which("megasync") else [sys.executable, "-m", "megasync"]
     os.environ.setdefault(COMMAND, shlex.join([*by_hand, "train", *arguments]))
     command = torchrun(num_ranks, "megasync.train", given.config, *given.overrides)

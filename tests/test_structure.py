@@ -21,7 +21,7 @@ FORBIDDEN = {
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
-    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "cli"),
+    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "cli"),
 ]
 COMMANDS = ["train", "submit", "quickstart", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
 # A room imports from itself and from those before it.
