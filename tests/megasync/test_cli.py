@@ -33,8 +33,8 @@ def megasync(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_help_and_needs_no_torch_for_it(verb: str) -> None:
-    heavy = "[name for name in ('torch', 'ray', 'vllm') if name in sys.modules]"
-    script = f"import sys, atexit; atexit.register(lambda: print({heavy})); from megasync import cli; cli.main(['{verb}', '--help'])"
+    heavy = "print([name for name in ('torch', 'ray', 'vllm') if name in sys.modules])"
+    script = f"import sys, atexit; atexit.register(lambda: {heavy}); from megasync import cli; cli.main(['{verb}', '--help'])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"megasync {verb}" in done.stdout
