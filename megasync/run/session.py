@@ -269,8 +269,8 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ the end
 
-    def finish(self) -> None:
-        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary.json and report.html."""
+    def finish(self) -> str:
+        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary.json, report.html. What to say last."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
         if self._is_unsaved(done) and self.config.checkpoint.every_steps:
             self._checkpoint(done)
@@ -279,12 +279,13 @@ class Session:
             self.evaluate(done)
         if self.config.run.export_hf:
             self.weights.export(self.config.run.folder / "hf")
-        if self.layout.rank == 0:
-            found = summary(self.config, done, self.weights.syncs, self.clock.summary())
-            self.log.summary(found)
-            self.log.timeline.write()
-            write_report(self.config.run.folder)
-            self.log.note(closing_lines(self.config, found))
+        if self.layout.rank != 0:
+            return ""
+        found = summary(self.config, done, self.weights.syncs, self.clock.summary())
+        self.log.summary(found)
+        self.log.timeline.write()
+        write_report(self.config.run.folder)
+        return closing_lines(self.config, found)
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
