@@ -270,7 +270,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------ the end
 
     def finish(self) -> str:
-        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary.json, report.html. What to say last."""
+        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
         if self._is_unsaved(done) and self.config.checkpoint.every_steps:
             self._checkpoint(done)
