@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
 from engine.engine import Engine
@@ -43,7 +45,7 @@ class Session:
 
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
-        self.clock = StepClock()
+        self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
         is_colocated = config.rollout.is_colocated

@@ -21,7 +21,7 @@ def test_start_steps_and_end_are_the_whole(steps: list[list[tuple[str, str, int,
         nonlocal now
         now += seconds
 
-    clock = StepClock(lambda: now)
+    clock = StepClock(0, lambda: now)
     with clock.phase("evaluation"):
         pass_by(before)
     clock.start()
@@ -46,7 +46,7 @@ def test_start_steps_and_end_are_the_whole(steps: list[list[tuple[str, str, int,
 
 def test_a_phase_that_fails_counts_and_is_left() -> None:
     now = iter(range(100))
-    clock = StepClock(lambda: next(now))
+    clock = StepClock(0, lambda: next(now))
     clock.start()
     with pytest.raises(KeyError), clock.phase("train"):
         raise KeyError
