@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
     parser.add_argument("--check", action="store_true", help="only say what would start")
     help_ = "trainer ranks on this machine (default: the environment's NPROC; 2 without GPUs, else the GPUs less the replicas')"
-    of_environment = os.environ.get("WORLD_SIZE") or os.environ.get("NPROC")
+    of_environment = os.environ.get("WORLD_SIZE" if "RANK" in os.environ else "NPROC") or None
     flags = ("--nproc", "--world-size")
     parser.add_argument(*flags, dest="num_ranks", type=int, default=of_environment, metavar="N", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
