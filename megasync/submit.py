@@ -37,7 +37,7 @@ from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import INTERRUPTED, REFUSED
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
-from megasync.train import done_words, is_done
+from megasync.train import why_done
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"
@@ -267,8 +267,8 @@ def main(argv: Sequence[str]) -> int:
         job_arguments = job(options, config, num_ranks)
     if code := check(options, num_ranks):
         return code
-    if options.program == TRAINER and is_done(config):
-        print(done_words(config))
+    if options.program == TRAINER and (why := why_done(config)):
+        print(f"{config.run.folder}: {why}")
         return 0
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process

@@ -45,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         check_config(config, world_size, needs_data=False, makes_folder=True)
         if rank == 0:
             lock(config.run.folder)
-        if is_done(config):
+        if why := why_done(config):
             if rank == 0:
-                print(done_words(config))
+                print(f"{config.run.folder}: {why}")
             return 0
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
@@ -80,8 +80,8 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         config = load_config(given.config, given.overrides)
         num_ranks = given.num_ranks or default_num_ranks(config, len(visible_devices()))
         data = check_config(config, num_ranks)
-    if is_done(config):
-        print(done_words(config))
+    if why := why_done(config):
+        print(f"{config.run.folder}: {why}")
         return 0
     if given.check:
         print("\n".join([banner(config, num_ranks, data), *unused_keys(config)]))
@@ -96,16 +96,22 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     return os.execv(command[0], command)  # noqa: S606 # no shell is wanted
 
 
-def done_words(config: Config) -> str:
-    return f"{config.run.folder}: all {config.run.steps} steps are done; for more of them write run.steps=NUMBER"
+def why_done(config: Config) -> str:
+    """What to say where a start would find nothing to do; empty where it would.
 
-
-def is_done(config: Config) -> bool:
-    """Whether a start would find nothing to do: all steps, what `Session.finish` writes last and the weights are there."""
-    folder = config.run.folder
-    if config.checkpoint.resume != "auto" or newest_checkpoint(folder) is None:
-        return False
-    return read_summary(folder).get("steps", 0) >= config.run.steps and (not config.run.export_hf or (folder / "hf").is_dir())
+    All steps, or those that it took to `run.stop_at_accuracy`, what `Session.finish` writes last and the weights are there.
+    """
+    run, folder = config.run, config.run.folder
+    is_exported = not run.export_hf or (folder / "hf").is_dir()
+    if config.checkpoint.resume != "auto" or newest_checkpoint(folder) is None or not is_exported:
+        return ""
+    summary = read_summary(folder)
+    steps, accuracy = summary.get("steps", 0), summary.get("eval_accuracy_after", 0.0)
+    if steps >= run.steps:
+        return f"all {run.steps} steps are done; for more of them write run.steps=NUMBER"
+    if 0 < run.stop_at_accuracy <= accuracy:
+        return f"the accuracy is {accuracy:g} after {steps} steps; for more of them raise run.stop_at_accuracy"
+    return ""
 
 
 def run(config: Config, data: RunData | None) -> int:

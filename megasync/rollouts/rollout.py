@@ -85,7 +85,7 @@ class Rollouts:
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
         metrics |= penalty_metrics(self.config, [len(sample.response_ids) for sample in samples])
-        metrics |= self._ties(step, groups)
+        metrics |= self._ties(step, samples)
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
         if self.config.algorithm.filter_groups:
@@ -105,9 +105,9 @@ class Rollouts:
         rewards = self.stream.run(self._score_all(answered))
         return outcome_of(evaluation, self.prompts, completions, rewards, self.config.run.log_samples)
 
-    def _ties(self, step: int, groups: list[Group]) -> dict[str, float]:
+    def _ties(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """Of rewards with their penalties; a note where nothing is learnt for a while."""
-        rewards = [learnt_rewards(self.config, group) for group in groups]
+        rewards = learnt_rewards(self.config, samples)
         fraction = tied_fraction(rewards)
         if hint := self.ties.look(step + 1, fraction, [reward for of_group in rewards for reward in of_group]):
             self.note(hint)
@@ -201,13 +201,13 @@ def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
     return {"penalty": overlong_penalty(num_tokens, config.rollout.max_new_tokens, config.algorithm.overlong_buffer)}
 
 
-def learnt_rewards(config: Config, group: Group) -> list[float]:
-    """Of a group that is done, with their penalties: what advantages are made of."""
-    return [
-        reward + penalty_fields(config, len(completion.token_ids)).get("penalty", 0.0)
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if completion is not None and reward is not None
-    ]
+def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
+    """Of each group, with their penalties: what advantages are made of."""
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        penalty = penalty_fields(config, len(sample.response_ids)).get("penalty", 0.0)
+        groups.setdefault(sample.group, []).append(sample.reward + penalty)
+    return list(groups.values())
 
 
 def penalty_metrics(config: Config, lengths: Sequence[int]) -> dict[str, float]:
