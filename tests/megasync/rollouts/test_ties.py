@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.objective.advantages import group_advantages
+from engine.sample import Sample
+from megasync.config.schema import Config
+from megasync.rollouts.rollout import learnt_rewards
 from megasync.rollouts.ties import PATIENCE, TieWatch, tied_fraction
 
 REWARD = st.sampled_from([0.0, 0.25, 1.0])
@@ -37,3 +41,13 @@ def test_what_is_said_depends_on_the_rewards() -> None:
     assert "since step 1: every reward of step 3 is 0" in all_zero and "samples.jsonl" in all_zero
     assert "within each group" in by_group and "rollout.temperature" in by_group
     assert all("algorithm.filter_groups=true" in hint for hint in (all_zero, by_group))
+
+
+def test_a_penalty_unties_a_group() -> None:
+    """Rewards are compared as the advantages are made of them."""
+    prompt, places = np.zeros(2, np.int32), ((0, 1), (0, 8), (1, 2), (1, 3))
+    samples = [Sample(prompt, np.zeros(length, np.int32), reward=1.0, group=group) for group, length in places]
+    assert tied_fraction(learnt_rewards(Config(), samples)) == 1
+    algorithm = {"truncated": "penalise", "overlong_buffer": 4}
+    penalised = Config.model_validate({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
+    assert learnt_rewards(penalised, samples) == [[1.0, 0.0], [1.0, 1.0]]
