@@ -40,8 +40,8 @@ def nearest_name(word: str, names: Iterable[str]) -> str:
 
     def likeness(name: str) -> float:
         words = name.split("_")
-        # a word as short as `on` is near to any letter of its
-        parts = {name, *(part for part in words if len(part) > 2)}
+        # a word as short as `on` is near to any letter of its, and `log` to a logger
+        parts = {name, *(part for part in words if len(part) > 3)}
         parts |= {"".join(part[:1] for part in words)} if len(words) > 1 else set()
         return max(_likeness(word.lower(), part.lower()) for part in parts)
 

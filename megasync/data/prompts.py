@@ -167,6 +167,7 @@ class RunData:
     held_out: list[Example]  # where data.eval is a path
     notes: list[str]
     eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: examples that fit, and all that there are
 
 
 def load_data(config: Config) -> RunData:
@@ -176,9 +177,11 @@ def load_data(config: Config) -> RunData:
         ConfigError: a file or the tokenizer cannot be used, or too few examples are short enough.
     """
     prompts, notes = Prompts(config.model.path, config.data), list[str]()
-    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read_files(config).items()}
+    read = read_files(config)
+    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read.items()}
+    counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
-    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets)
+    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets, counts)
 
 
 def read_files(config: Config) -> dict[str, list[Example]]:
@@ -196,7 +199,8 @@ def read_files(config: Config) -> dict[str, list[Example]]:
         section = key if key.startswith("data.eval.") else "data"
         split_key = f"{key}.NAME.split" if key == "data.eval" else f"{section}.split"
         try:
-            examples[key] = load_examples(source.path, *columns, split=source.split, section=section, split_key=split_key)
+            found = load_examples(source.path, *columns, split=source.split, section=section, split_key=split_key)
+            examples[key] = found[: source.limit]
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         turns = next((example for example in examples[key] if example.turns and not data.chat_template), None)

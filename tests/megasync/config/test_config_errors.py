@@ -40,6 +40,8 @@ def empty(tmp_path: Path) -> Path:
         ("trainer.max_steps", "run.steps"), ("rollout.tensor_model_parallel_size", "rollout.tensor_parallel"),
         ("actor.tensor_model_parallel_size", "engine.parallel.tensor"), ("max_completion_length", "rollout.max_new_tokens"),
         ("algorithm.epsilon_high", "algorithm.clip_high"), ("n_samples_per_prompt", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_parallel"), ("epsilon", "algorithm.clip_low"),
+        ("actor_rollout_ref.actor.optim.lr", "engine.optimizer.learning_rate"), ("engine.bf16", "model.dtype"),
     ],
 )  # fmt: skip
 def test_unknown_key_in_an_override(empty: Path, key: str, nearest: str) -> None:
@@ -243,10 +245,25 @@ def test_ranges_in_words() -> None:
     assert RANGES["sync.bucket_bytes"] == "at least 4096"
 
 
-@pytest.mark.parametrize("key", ["run.wandb", "rollout.backend", "algorithm.gamma"])
+@pytest.mark.parametrize("key", ["run.wandb", "rollout.backend", "algorithm.gamma", "trainer.logger"])
 def test_no_key_is_suggested_that_is_not_alike(empty: Path, key: str) -> None:
     message = refused(empty, f"{key}=1")
     assert "nearest:" not in message and "take the key out, or write one of the choices" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("trainer.nnodes", "--nproc N"),
+        ("num_train_epochs", "count steps: run.steps = epochs x examples / data.batch_size"),
+        ("data.max_prompt_length", "rollout.max_model_len less rollout.max_new_tokens"),
+        ("gradient_accumulation_steps", "engine.tokens_per_microbatch"),
+        ("critic.optim.gamma_lam.lam", "there are no critics"),
+    ],
+)
+def test_what_has_no_key_of_ours_is_said_what_to_do_about(empty: Path, key: str, advice: str) -> None:
+    message = refused(empty, f"{key}=1")
+    assert "nearest:" not in message and advice in message
 
 
 def test_names_of_other_projects_are_names_of_keys_of_ours() -> None:

@@ -86,7 +86,7 @@ def test_a_step_for_which_nothing_runs_is_told_with_its_numbers() -> None:
     stream = RolloutStream(cast(Any, AskedPool()), SETTINGS, cast(Any, None), cast(Any, None), print)
     try:
         stream.serve(0)
-        told = "step 0 waits for a batch, and nothing runs.*not trained: none; discarded: 0; .*data.batch_size=1, rollout.max_st"
+        told = "step 1 waits for a batch, and nothing runs.*not trained: none; discarded: 0; .*data.batch_size=1, rollout.max_st"
         with pytest.raises(RuntimeError, match=told):
             stream.take(0)
     finally:
