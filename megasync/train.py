@@ -128,7 +128,7 @@ def run(config: Config, data: RunData | None) -> int:
     from megasync.run.session import Session
 
     rank = int(os.environ.get("RANK", "0"))
-    end_on_sigterm()
+    end_on_sigterm(and_on_sigint=True)
     session, is_well, told = None, False, ""
     try:
         with main_errors(speak=rank == 0):

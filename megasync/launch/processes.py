@@ -45,9 +45,20 @@ def end_after_launcher() -> None:
     threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
-def end_on_sigterm() -> None:
-    """SIGTERM ends this program the ordinary way from now on, so that Ray and vLLM are taken down with it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
+    """SIGTERM, and Ctrl-C if wanted, end this program the ordinary way from now on, so that Ray and vLLM are taken down with it.
+
+    Without a traceback, which would bury what a launcher says. A second signal changes nothing.
+    """
+    kinds = (signal.SIGTERM, signal.SIGINT) if and_on_sigint else (signal.SIGTERM,)
+
+    def leave(number: int, _: object) -> NoReturn:
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for kind in kinds:
+        signal.signal(kind, leave)
 
 
 def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:

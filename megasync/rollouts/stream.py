@@ -116,7 +116,12 @@ class RolloutStream:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` on the stream's event loop gives."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # also a signal's: nobody waits for it any more
+            future.cancel()
+            raise
 
     # ------------------------------------------------------------------------------------------------ what the trainer asks
 

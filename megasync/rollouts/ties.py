@@ -32,10 +32,10 @@ class TieWatch:
             return ""
         if max(rewards) == min(rewards):
             what = f"every reward of step {step} is {rewards[0]:g}"
-            look = "compare responses and answers in samples.jsonl: does the reward read what the model writes, is it cut off?"
+            look = "Compare responses and answers in samples.jsonl: does the reward read what the model writes, is it cut off?"
         else:
             what = "within each group all samples have the same reward"
-            look = "raise rollout.temperature or rollout.group_size."
+            look = "Raise rollout.temperature or rollout.group_size."
         told = f"nothing is learnt since step {step - PATIENCE + 1}: {what}, so that every advantage is 0"
         told += f" (groups/tied_fraction = 1). {look}"
         return f"{told} Prompts of middling difficulty teach most; algorithm.filter_groups=true replaces tied groups"

@@ -39,7 +39,7 @@ def test_what_is_said_depends_on_the_rewards() -> None:
     for step in range(1, PATIENCE + 1):
         all_zero, by_group = same.look(step, 1.0, [0.0, 0.0]), different.look(step, 1.0, [0.0, 1.0])
     assert "since step 1: every reward of step 3 is 0" in all_zero and "samples.jsonl" in all_zero
-    assert "within each group" in by_group and "rollout.temperature" in by_group
+    assert "within each group" in by_group and "Raise rollout.temperature" in by_group
     assert all("algorithm.filter_groups=true" in hint for hint in (all_zero, by_group))
 
 
