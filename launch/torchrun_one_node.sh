@@ -6,23 +6,10 @@
 # Without N: 2 ranks on a machine without GPUs, else its GPUs less those that the vLLM replicas need.
 set -euo pipefail
 export MEGASYNC_COMMAND="${NPROC:+NPROC=$NPROC }$(printf '%q ' "$0" "$@")" # what goes on after a failure
-num_ranks=${NPROC:-}
-arguments=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --nproc) num_ranks=${2:?"--nproc needs a number"}; shift 2 ;;
-    --nproc=*) num_ranks=${1#*=}; shift ;;
-    *) arguments+=("$1"); shift ;;
-  esac
-done
-set -- "${arguments[@]}"
 if [ $# -eq 0 ] || [ "$1" = --help ] || [ "$1" = -h ]; then
   sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   [ $# -gt 0 ] && exit 0 || exit 2
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-num_ranks=${num_ranks:-$("$PYTHON" -m megasync.launch.num_ranks "$@")}
-# Before torchrun, so that a wrong config is said once and not by every rank under a launcher's traceback.
-"$PYTHON" -m megasync.train --check --world-size "$num_ranks" "$@"
-# exec: Ctrl-C and SIGTERM reach torchrun itself, which ends its ranks.
-exec "$PYTHON" -m megasync.launch.torchrun --nproc-per-node "$num_ranks" -m megasync.train "$@"
+# exec: it checks the config, then becomes torchrun, so that Ctrl-C and SIGTERM reach torchrun itself, which ends its ranks.
+exec "$PYTHON" -m megasync train "$@"

@@ -1,6 +1,7 @@
-"""The program: puts engine, bridge, Ray and vLLM together. Every entry is `python -m megasync.<verb>`.
+"""The program: puts engine, bridge, Ray and vLLM together. Every entry is a verb of `megasync`.
 
-train.py       one rank of a run
+cli.py         the command: which verbs there are
+train.py       starts a run on this machine, or is one rank of it
 submit.py      the same program through Ray's job API
 quickstart.py  model, data, warm-up and RL in one command
 assets.py      writes a model and data to try it with

@@ -152,7 +152,7 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
 
 def main(arguments: Sequence[str]) -> int:
     """Write assets of any size. Exit code 2 where the options are wrong, or pip cannot fetch what they name."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.assets", description="Write a model, its tokenizer and tasks.")
+    parser = argparse.ArgumentParser(prog="megasync assets", description="Write a model, its tokenizer and tasks.")
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shapes", default="", choices=["", *SHAPES], help="a random Qwen's; without: the quickstart's own")

@@ -1,8 +1,8 @@
 """Looks for what would make a run fail or slow on this machine, and says what to do about it.
 
-    python -m megasync.doctor                                       # the machine alone
-    python -m megasync.doctor configs/smollm2.yaml run.dir=/data    # and what this config needs and names
-    python -m megasync.doctor CONFIG.yaml --num-ranks 4 --json
+    megasync doctor                                       # the machine alone
+    megasync doctor configs/smollm2.yaml run.dir=/data    # and what this config needs and names
+    megasync doctor CONFIG.yaml --num-ranks 4 --json
 
 Exit codes: 0 training can start, with warnings perhaps; 1 it would fail; 2 wrong use, or no config can be read. Changes nothing.
 Leaves out the checks (diagnosis/). No torch in here.
@@ -27,7 +27,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.doctor", description="Is this machine fit for a run?")
+    parser = argparse.ArgumentParser(prog="megasync doctor", description="Is this machine fit for a run?")
     parser.add_argument("config", nargs="?", help="a YAML file; without: the machine alone")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
     parser.add_argument("--num-ranks", type=int, help="trainer ranks (default: as many as the launchers would start)")

@@ -1,10 +1,11 @@
 """Takes a run's weights out of its folder: a checkpoint becomes a Hugging Face folder that transformers and vLLM load.
 
-Checkpoints hold their weights in that format already, so this is a checked copy, whole or not there at all. Leaves out
-optimizer states, and writing checkpoints (engine/checkpoint/). No torch in here.
+Checkpoints hold their weights in that format already, so this is a checked copy, whole or not there at all; adapters may be
+merged into their base model. Leaves out optimizer states, and writing checkpoints (engine/checkpoint/). Only a merge needs torch.
 
-    python -m megasync.export runs/rl --to models/mine [--step 120]
-    python -m megasync.export runs/lora --to adapters/mine --adapter      # a folder for peft.PeftModel.from_pretrained
+    megasync export runs/rl --to models/mine [--step 120]
+    megasync export runs/lora --to adapters/mine --adapter      # a folder for peft.PeftModel.from_pretrained
+    megasync export runs/lora --to models/mine --merge          # base and adapter as one model
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors, nearest_name
 from megasync.config.files import flush
+from megasync.config.load import load_config
 from megasync.hf.folder import check_weights
+from megasync.hf.merge import merge_adapter
+from megasync.reporting.log import CONFIG_FILE
 
 CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint/folder.py names them
 
@@ -61,7 +65,7 @@ def find_weights(run: Path, step: int | None = None) -> Path:
     raise ConfigError(f"{run}: has neither a checkpoint nor a folder hf", remedy=remedy)
 
 
-def find_adapter(weights: Path) -> Path:
+def find_adapter(weights: Path, option: str = "--adapter") -> Path:
     """The PEFT folder beside where a checkpoint has its weights.
 
     Raises:
@@ -69,12 +73,30 @@ def find_adapter(weights: Path) -> Path:
     """
     adapter = weights.with_name("adapter")
     if not (adapter / "adapter_config.json").is_file():
-        raise ConfigError(f"{weights.parent}: holds no adapter", remedy="leave --adapter out: it holds all weights")
+        raise ConfigError(f"{weights.parent}: holds no adapter", remedy=f"leave {option} out: it holds all weights")
     return adapter
 
 
-def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = False) -> Path:
+def find_base(run: Path, adapter: Path) -> tuple[Path, str]:
+    """The folder of the model that the adapter was trained on, and the dtype in which it was.
+
+    Raises:
+        ConfigError: the model is not there.
+    """
+    model = load_config(run / CONFIG_FILE).model
+    if not Path(model.path).is_dir():
+        remedy = "start where the run did, or put the model, or a link to it, there"
+        raise ConfigError(
+            f"{adapter}: its base model is not in {model.path}", looked_at=str(Path(model.path).resolve()), remedy=remedy
+        )
+    check_weights(Path(model.path))
+    return Path(model.path), model.dtype
+
+
+def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = False, merge: bool = False) -> Path:
     """Copy the weights of `run` to `target`, which is new or empty; returns the folder that they were copied from.
+
+    `adapter`: the adapter of a run with LoRA alone; `merge`: it and its base model as one.
 
     The copy grows under a temporary name beside `target` and is renamed when all of it is on the disk.
 
@@ -82,10 +104,10 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
         ConfigError: nothing to copy, a file of it is cut off, or `target` is in use or cannot be written.
     """
     source = find_weights(run, step)
-    if adapter:
-        source = find_adapter(source)
+    if adapter or merge:
+        source = find_adapter(source, "--merge" if merge else "--adapter")
     elif source.with_name("adapter").is_dir():
-        remedy = "write --adapter; merged weights are in the run's hf where it trained with run.export_hf=true"
+        remedy = "write --merge for base and adapter as one model, or --adapter for the adapter alone"
         raise ConfigError(f"{source.parent}: holds an adapter alone, not the model's weights", remedy=remedy)
     elif not (source / "config.json").is_file():
         raise ConfigError(f"{source}: holds no config.json", remedy="take another checkpoint with --step")
@@ -93,18 +115,22 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         problem = "is not empty" if target.is_dir() else "is a file"
         raise ConfigError(f"{target}: {problem}", remedy="give --to a new folder, or empty this one")
+    base, dtype = find_base(run, source) if merge else (source, "")
     partial = target.with_name(f".partial_{target.name}_{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        for path in sorted(source.iterdir()):
+        if merge:
+            merge_adapter(source, base, dtype, partial)
+        for path in sorted(source.iterdir()) if not merge else ():
             if path.is_file():
                 shutil.copyfile(path, partial / path.name)
-                flush(partial / path.name)
+        for path in partial.iterdir():
+            flush(path)
         partial.rename(target)
     except OSError as error:
         remedy = "give --to a folder that you can write, on a disk with room for the weights"
         message = f"{target}: cannot be written: {error.strerror}"
-        raise ConfigError(message, needed=f"{_num_bytes(source)} bytes", remedy=remedy) from error
+        raise ConfigError(message, needed=f"{_num_bytes(base)} bytes", remedy=remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return source
@@ -116,15 +142,17 @@ def _num_bytes(folder: Path) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0, and 2 where nothing was written."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.export", description="A run's weights as a Hugging Face folder.")
+    parser = argparse.ArgumentParser(prog="megasync export", description="A run's weights as a Hugging Face folder.")
     parser.add_argument("run", type=Path, help="the run's folder, such as runs/rl")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
-    parser.add_argument("--adapter", action="store_true", help="the adapter of a run with LoRA, as a PEFT folder")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--adapter", action="store_true", help="the adapter of a run with LoRA, as a PEFT folder")
+    what.add_argument("--merge", action="store_true", help="the adapter of a run with LoRA merged into its base model")
     parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     given = parser.parse_args(arguments)
     with main_errors():
         target = given.to.resolve()  # with a name for the folder beside it, also for `--to .`
-        source = export(given.run, target, given.step, adapter=given.adapter)
+        source = export(given.run, target, given.step, adapter=given.adapter, merge=given.merge)
     print(f"{source} -> {given.to}: {_num_bytes(target) / 2**20:.1f} MiB")
     return 0
 

@@ -139,10 +139,10 @@ def show_summary(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    before, after = summary["eval_reward_before"], summary["eval_reward_after"]
     table = Table(title="quickstart", show_header=False, title_justify="left")
-    table.add_row("held-out greedy accuracy before RL", f"{before:.3f}")
-    table.add_row("held-out greedy accuracy after RL", f"{after:.3f}  ({after - before:+.3f})")
+    table.add_row("held-out reward before RL, greedy", f"{before:.3f}")
+    table.add_row("held-out reward after RL, greedy", f"{after:.3f}  ({after - before:+.3f})")
     table.add_row("weight syncs", f"{summary['num_syncs']}")
     table.add_row("one sync, median", f"{summary['sync_seconds_median'] * 1e3:.0f} ms")
     table.add_row("one sync, size", f"{summary['sync_bytes'] / 2**20:.2f} MiB")
@@ -197,7 +197,7 @@ def quickstart(overrides: Sequence[str], num_ranks: int) -> int:
 def main(argv: Sequence[str]) -> int:
     """Exit code 0: done; 2: an override is wrong; else that of the phase that failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m megasync.quickstart",
+        prog="megasync quickstart",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -47,7 +47,7 @@ RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Flags may stand before, between and after the overrides."""
     parser = argparse.ArgumentParser(
-        prog="python -m megasync.submit",
+        prog="megasync submit",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

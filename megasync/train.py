@@ -1,7 +1,9 @@
 """The training program: the same on every rank, under torchrun or in Ray actors. Rank 0 also talks to Ray.
 
-    python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
-    python -m megasync.train --check --world-size 2 CONFIG.yaml [key=value ...]      # only says whether that would start
+Started by hand it checks the config, and becomes torchrun with ranks for this machine.
+
+    megasync train CONFIG.yaml [key=value ...] [--nproc N]
+    megasync train --check CONFIG.yaml [key=value ...]      # only says what that would start
 
 Exit codes: 0 done, now or before; 2 the config is wrong or the run is going on, nothing was started; 1 failed while running.
 Leaves out the loops (loop.py).
@@ -11,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 
+from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.checks.unused import unused_keys
 from megasync.config.errors import main_errors
@@ -21,36 +26,78 @@ from megasync.config.files import lock, newest_checkpoint
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data
-from megasync.launch.processes import end_on_sigterm, run_and_leave
+from megasync.launch.devices import visible_devices
+from megasync.launch.last_words import COMMAND
+from megasync.launch.num_ranks import default_num_ranks
+from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
 from megasync.launch.scope import is_one_machine, listen_on_loopback
 from megasync.reporting.log import read_summary
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check the config and run it. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.train", description="Train by a YAML config.")
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
-    parser.add_argument("--check", action="store_true", help="only check the config")
-    parser.add_argument("--world-size", type=int, help="with --check: the number of trainer ranks (default: WORLD_SIZE or 1)")
-    given = parser.parse_intermixed_args(list(arguments))
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    given = parse(arguments)
+    if given.check or "RANK" not in os.environ:
+        return start(given, arguments)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     with main_errors(speak=rank == 0):
         config = load_config(given.config, given.overrides)
-        check_config(config, given.world_size or world_size, needs_data=given.check)
-        if rank == 0 and not given.check:
+        check_config(config, world_size, needs_data=False, makes_folder=True)
+        if rank == 0:
             lock(config.run.folder)
-        if is_done(config) and not given.check:
+        if is_done(config):
             if rank == 0:
-                print(f"{config.run.folder}: all {config.run.steps} steps are done; for more of them write run.steps=NUMBER")
+                print(done_words(config))
             return 0
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
         reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
-        data = load_data(config) if reads_data and not given.check else None
-    for note in unused_keys(config) if given.check else ():
-        print(note)
-    return 0 if given.check else run(config, data)
+        data = load_data(config) if reads_data else None
+    if rank == 0 and config.run.progress != "none":
+        print(banner(config, world_size, data), flush=True)
+    return run(config, data)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Flags may stand before, between and after the overrides."""
+    parser = argparse.ArgumentParser(prog="megasync train", description="Train by a YAML config.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
+    parser.add_argument("--check", action="store_true", help="only say what would start")
+    help_ = "trainer ranks on this machine (default: the environment's NPROC; 2 without GPUs, else the GPUs less the replicas')"
+    parser.add_argument("--nproc", "--world-size", dest="num_ranks", type=int, metavar="N", help=help_)
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.num_ranks is None and (of_environment := os.environ.get("WORLD_SIZE") or os.environ.get("NPROC")):
+        given.num_ranks = int(of_environment)
+    if given.num_ranks is not None and given.num_ranks < 1:
+        parser.error(f"--nproc {given.num_ranks}: at least 1")
+    return given
+
+
+def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """By hand, not as a rank: check, and unless that is all, become torchrun, which Ctrl-C then reaches itself."""
+    with main_errors():
+        config = load_config(given.config, given.overrides)
+        num_ranks = given.num_ranks or default_num_ranks(config, len(visible_devices()))
+        data = check_config(config, num_ranks)
+    if is_done(config):
+        print(done_words(config))
+        return 0
+    if given.check:
+        print("\n".join([banner(config, num_ranks, data), *unused_keys(config)]))
+        return 0
+    with main_errors():
+        if (held := lock(config.run.folder)) is not None:  # else said now, not by a rank
+            os.close(held)
+    by_hand = ["megasync"] if shutil.which("megasync") else [sys.executable, "-m", "megasync"]
+    os.environ.setdefault(COMMAND, shlex.join([*by_hand, "train", *arguments]))
+    command = torchrun(num_ranks, "megasync.train", given.config, *given.overrides)
+    sys.stdout.flush()
+    return os.execv(command[0], command)  # noqa: S606 # no shell is wanted
+
+
+def done_words(config: Config) -> str:
+    return f"{config.run.folder}: all {config.run.steps} steps are done; for more of them write run.steps=NUMBER"
 
 
 def is_done(config: Config) -> bool:
@@ -87,7 +134,7 @@ def run(config: Config, data: RunData | None) -> int:
         get_error_handler().record_exception(error)  # for the launcher, which says it last
         if not isinstance(error, NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError):
             raise
-        at, last = (f"step {session.step}: ", session.last_checkpoint) if session is not None else ("", None)
+        at, last = (f"step {session.step + 1}: ", session.last_checkpoint) if session is not None else ("", None)
         if rank == 0:
             print(f"{at}{error}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         return 1

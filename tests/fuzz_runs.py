@@ -172,7 +172,8 @@ def check_samples(run: Path, choices: dict[int, Choice]) -> None:
         is_exact = choice.reward == "exact_match"
         reward = float(line["response"].strip() == line["answer"]) if is_exact else line["tokens"] / MAX_NEW_TOKENS
         assert line["reward"] == reward, f"the reward of another: {line}"
-        assert line["step"] - choice.max_staleness <= oldest <= newest <= line["step"], f"too old or too new: {line}"
+        version = line["step"] - 1
+        assert version - choice.max_staleness <= oldest <= newest <= version, f"too old or too new: {line}"
     for step, choice in choices.items():
         num_lines = sum(line["step"] == step for line in trained)
         assert num_lines == choice.batch_size, f"step {step} has {num_lines} prompts in place of {choice.batch_size}"
@@ -183,7 +184,7 @@ def check_samples(run: Path, choices: dict[int, Choice]) -> None:
 def check_evaluations(run: Path, choices: dict[int, Choice]) -> None:
     """Each once, in order: those that were due, that before the first and that after the last step."""
     steps = [json.loads(line)["step"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    due = {step + 1 for step, choice in choices.items() if (every := choice.evaluate_every_steps) and (step + 1) % every == 0}
+    due = {step for step, choice in choices.items() if (every := choice.evaluate_every_steps) and step % every == 0}
     assert steps == sorted(set(steps)) and {0, NUM_STEPS, *due} <= set(steps), f"evaluations after {steps}, due after {due}"
 
 
@@ -198,11 +199,11 @@ def one_run(seed: int, folder: Path) -> None:
             data += 1
         choice = Choice.draw(source, data)
         saved = [int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*")]
-        choices |= dict.fromkeys(range(max(saved, default=0), NUM_STEPS), choice)
+        choices |= dict.fromkeys(range(max(saved, default=0) + 1, NUM_STEPS + 1), choice)
         if process(source, config, choice, is_last=number == MOST_PROCESSES - 1) == 0:
             break
     lines = metrics(run)
-    assert [line["step"] for line in lines] == list(range(NUM_STEPS)), lines
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1)), lines
     check_evaluations(run, choices)
     if algorithm != "sft":
         check_samples(run, choices)

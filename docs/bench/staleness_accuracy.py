@@ -49,8 +49,8 @@ def run_seed(folder: Path, seed: int, ranks: int, steps: int, every: int, names:
 def figures_of(run: Path) -> dict[str, Any]:
     """Accuracies by the number of steps before them, and the seconds until then, evaluations left out."""
     steps, evaluations = (_lines(run / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
-    accuracy = {line["step"]: line["eval/accuracy"] for line in evaluations}
-    seconds = {line["step"] + 1: line["step/seconds"] for line in steps}
+    accuracy = {line["step"]: line["eval/reward"] for line in evaluations}
+    seconds = {line["step"]: line["step/seconds"] - line["step/evaluation_seconds"] for line in steps}
     at = {step: sum(taken for number, taken in seconds.items() if number <= step) for step in accuracy}
     return {"accuracy": accuracy, "seconds": at, "last": accuracy[max(accuracy)], "seconds_total": at[max(at)]}
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from engine.engine import Engine
+from engine.resume import FORMAT, model_of
 
 STEP = re.compile(r"step_(\d{8})")
-FORMAT = 2
-INDEX_FILE = "index.json"
 
 
 def steps(root: Path) -> list[Path]:
@@ -51,12 +50,7 @@ def index_header(engine: Engine, step: int) -> dict[str, Any]:
 
 def model(engine: Engine) -> dict[str, Any]:
     """What must match on resume."""
-    lora = engine.config.lora
-    return {
-        "dtype": str(engine.mbridge.dtype),
-        "lora_rank": lora.rank,
-        "lora_targets": sorted(lora.targets) if lora.rank else [],
-    }
+    return model_of(str(engine.mbridge.dtype).removeprefix("torch."), engine.config.lora)
 
 
 def layout(engine: Engine) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.checkpoint.folder import FORMAT, INDEX_FILE, engine_arguments, layout, model
+from engine.checkpoint.folder import layout, model
 from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.checkpoint.state import Reader
 from engine.engine import Engine
+from engine.resume import from_weights, read_index
 from engine.runtime.random_state import derive_random_state, set_random_state
 
 MAX_NAMED = 5  # tensors in an error
@@ -28,14 +28,7 @@ def restore(folder: Path, engine: Engine) -> str | None:
         ValueError: the checkpoint is of another dtype, of other adapters or of an older version; a tensor is missing, superfluous
             or of another shape; a file is damaged, or holds objects other than tensors, numbers and text.
     """
-    index = _read_index(folder)
-    differing = {key: (now, index["model"].get(key)) for key, now in model(engine).items() if index["model"].get(key) != now}
-    if differing:
-        told = "; ".join(f"{key} is {now}, the checkpoint has {then}" for key, (now, then) in differing.items())
-        raise ValueError(
-            f"{folder}: cannot resume with another model: {told}. Go on with the checkpoint's, or begin another run from its "
-            f"weights: {_from_weights(folder)}"
-        )
+    index = read_index(folder, model(engine))
     reader, shards = Reader(folder, index["tensors"]), optimizer_shards(engine)
     _check_tensors(folder, reader, shards)
     with engine.state_on_device():
@@ -50,22 +43,6 @@ def restore(folder: Path, engine: Engine) -> str | None:
     former = index["layout"]
     changed = ", ".join(f"{key} {former.get(key)} -> {value}" for key, value in now.items() if former.get(key) != value)
     return f"resumed with another layout ({changed}): random states are derived anew from the checkpoint's"
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX_FILE
-    try:
-        index: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{folder}: has no {INDEX_FILE}: a checkpoint of an older version, a file a rank, which cannot be resumed. Begin "
-            f"another run from its weights: {_from_weights(folder)}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: is damaged: {error}. Begin another run from its weights: {_from_weights(folder)}") from error
-    if index.get("format") != FORMAT:
-        raise ValueError(f"{path}: format {index.get('format')!r}, this version reads {FORMAT}. {_from_weights(folder)}")
-    return index
 
 
 def _check_tensors(folder: Path, reader: Reader, shards: list[Shard]) -> None:
@@ -89,12 +66,6 @@ def _read_random_state(folder: Path, engine: Engine) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: holds objects that no checkpoint of this version has, none of which was loaded: it is damaged, of another "
-            f"version or not to be trusted. Begin another run from its weights: {_from_weights(folder)}"
+            f"version or not to be trusted. Begin another run from its weights: {from_weights(folder)}"
         ) from error
     return state
-
-
-def _from_weights(folder: Path) -> str:
-    """Overrides that start another run from the checkpoint's weights."""
-    ((name, path),) = engine_arguments(folder).items()
-    return f"run.name=NAME {'model.path' if name == 'weights_path' else 'engine.lora.adapter_path'}={path}"

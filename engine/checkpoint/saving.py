@@ -27,6 +27,7 @@ from engine.checkpoint import folder as names
 from engine.checkpoint import hf_folder, state
 from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.engine import Engine
+from engine.resume import INDEX_FILE
 from engine.runtime.random_state import random_state
 
 GROUP_TIMEOUT = timedelta(days=1)  # files may take their time
@@ -122,7 +123,7 @@ def save(  # noqa: PLR0913
             factors.finish_folder(folder / "adapter", engine.config.lora, model_path)
         else:
             hf_folder.finish_folder(folder / "hf", model_path)
-        (folder / names.INDEX_FILE).write_text(json.dumps({**header, "tensors": index}))
+        (folder / INDEX_FILE).write_text(json.dumps({**header, "tensors": index}))
         _commit(folder, final, keep)
 
     pending = list(jobs) if asynchronous else jobs

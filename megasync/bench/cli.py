@@ -61,7 +61,7 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring, rounds before that count."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="megasync bench", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=[*REPORTS, "train", "equivalence"], help="see docs/benchmarks.md")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")

@@ -8,6 +8,7 @@ No torch in here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +16,23 @@ from pathlib import Path
 from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.data import check_data, check_engine_arguments
+from megasync.checks.resume import check_resume
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused, unused_keys
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
 from megasync.config.files import CHECKPOINTS, has_results
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.data.prompts import load_data, read_files
+from megasync.data.prompts import RunData, load_data, read_files
 from megasync.hf.folder import check_model_folder
 from megasync.rewards.resolve import resolve_rewards
 
 
-def check_config(config: Config, world_size: int, *, needs_data: bool = True) -> None:
-    """ConfigError for the first thing that cannot work. Makes the run's folder, to see that it can be written.
+def check_config(config: Config, world_size: int, *, needs_data: bool = True, makes_folder: bool = False) -> RunData | None:
+    """ConfigError for the first thing that cannot work. The data, where it is read and there is something to tokenise it with.
 
-    `world_size` counts trainer ranks. The sizes of `rollout` are not looked at where algorithm.name is sft.
+    `world_size` counts trainer ranks. The sizes of `rollout` are not looked at where algorithm.name is sft. Leaves nothing
+    behind, unless it `makes_folder`, the run's.
     """
     check_ranks(config, world_size)
     _check_overrides(config)
@@ -48,10 +51,12 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
         check_rollout(config, shape, world_size)
         check_engine_arguments(config)
     check_data(config)
-    if needs_data:
-        # a machine that only submits runs may have no transformers to tokenise it with
-        (load_data if find_spec("transformers") else read_files)(config)
-    _check_run_folder(config)
+    check_resume(config)
+    _check_run_folder(config, makes_folder=makes_folder)
+    if needs_data and not find_spec("transformers"):  # a machine that only submits runs may have none
+        read_files(config)
+        return None
+    return load_data(config) if needs_data else None
 
 
 def _check_overrides(config: Config) -> None:
@@ -109,11 +114,12 @@ def _check_schedule(config: Config) -> None:
     refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
 
 
-def _check_run_folder(config: Config) -> None:
+def _check_run_folder(config: Config, *, makes_folder: bool) -> None:
     name, folder = config.run.name, config.run.folder
     message = f"run.name = {name!r}: the name of one folder is expected"
     refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")
     _check_former_run(config)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
@@ -123,6 +129,10 @@ def _check_run_folder(config: Config) -> None:
         message = f"run.dir, run.name = {folder}: the run's folder cannot be written: {error.strerror}"
         remedy = "write run.dir=FOLDER for a folder of yours"
         raise ConfigError(message, looked_at=str(folder.resolve()), remedy=remedy) from error
+    finally:
+        with contextlib.suppress(OSError):  # another process may have begun to use them
+            for path in made if not makes_folder else ():
+                path.rmdir()
 
 
 def _check_former_run(config: Config) -> None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.keys import ANY_NAME, all_keys, below, bounds, choices, kind_of, nearest_key, with_any_name
+from megasync.config.keys import ADVICE, ANY_NAME, all_keys, below, bounds, choices, kind_of, nearest_key, with_any_name
 
 KINDS = {
     bool: "true or false",
@@ -68,6 +68,7 @@ def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: ob
     given_names = [name for name, part in zip(path, generic, strict=True) if part == ANY_NAME]
     nearest = nearest.replace(ANY_NAME, given_names[0]) if given_names else nearest
     remedy = f"write {nearest} instead" if nearest else "take the key out, or write one of the choices"
+    remedy = remedy if nearest else ADVICE.get(path[-1], remedy)
     if path[0] in ELSEWHERE:
         nearest, remedy = "", f"take {path[0]} out: a run does without it; {ELSEWHERE[path[0]]} --config FILE reads it"
     lines = {"given_in": given_in, "nearest": nearest, "choices": ", ".join(below(keys, section)), "remedy": remedy}

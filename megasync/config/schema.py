@@ -150,8 +150,8 @@ class RolloutConfig(Section):
     top_p: Share = 1.0
     """Sample from the likeliest tokens that have this share of the probability together; to log-probs the same as top_k."""
     top_k: NonNegativeInt = 0
-    """Sample from so many likeliest tokens; 0: all. vLLM's log-probs are those after the cut, the trainer's are of all tokens,
-    so that every importance ratio is lower by the share of the probability that was kept."""
+    """Sample from so many likeliest tokens; 0: all. vLLM normalises over the tokens that are kept, the trainer over all: where
+    these have a share p of the probability, the importance ratio (trainer over rollout) is p times that without the cut."""
     min_p: MinP = 0.0
     """Leave out tokens that are less likely than this times the likeliest; to log-probs the same as top_k."""
     stop: Annotated[tuple[str, ...], OneOrMore[0], AfterValidator(_stop_texts)] = ()
@@ -202,6 +202,8 @@ class EvalSet(Section):
     """Empty: data.prompt_key."""
     answer_key: str = ""
     """Empty: data.answer_key."""
+    limit: PositiveInt | None = None
+    """So many first examples of it; null: all."""
     samples: PositiveInt = 1
     """Responses a prompt: the largest K."""
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
@@ -227,8 +229,8 @@ class DataConfig(Section):
         Annotated[FilePath, Tag("*path")] | Annotated[dict[str, EvalSet], AfterValidator(_eval_sets), Tag("*sets")],
         Discriminator(_eval_form),
     ] = ""
-    """Held-out file for greedy accuracy; or sets by name, such as {math: {path: math.jsonl, samples: 4, temperature: 1.0}};
-    empty: none."""
+    """Held-out file, of which eval/reward is the mean reward of greedy responses (sft: eval/accuracy); or sets by name, such as
+    {math: {path: math.jsonl, samples: 4, temperature: 1.0}}; empty: none."""
     prompt_key: str = "question"
     """Column of prompts: texts, or lists of messages with role and content; a.b is field b of column a."""
     answer_key: str = "answer"

@@ -171,6 +171,7 @@ class RunData:
     held_out: list[Example]  # where data.eval is a path
     notes: list[str]
     eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: examples that fit, and all that there are
 
 
 class _Source(NamedTuple):
@@ -184,6 +185,7 @@ class _Source(NamedTuple):
     answer_key: str
     response_key: str
     response_tokens: int
+    limit: int | None = None  # so many first examples
 
 
 def load_data(config: Config) -> RunData:
@@ -193,9 +195,11 @@ def load_data(config: Config) -> RunData:
         ConfigError: a file or the tokenizer cannot be used, or too few examples are short enough.
     """
     prompts, notes = Prompts(config.model.path, config.data), list[str]()
-    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read_files(config).items()}
+    read = read_files(config)
+    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read.items()}
+    counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
-    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets)
+    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets, counts)
 
 
 def read_files(config: Config) -> dict[str, list[Example]]:
@@ -213,7 +217,7 @@ def read_files(config: Config) -> dict[str, list[Example]]:
         try:
             examples[key] = load_examples(
                 source.path, *columns, split=source.split, section=source.section, split_key=source.split_key
-            )
+            )[: source.limit]
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         turns = next((example for example in examples[key] if example.turns and not data.chat_template), None)
@@ -241,6 +245,7 @@ def _sources(config: Config) -> dict[str, _Source]:
             answer_key=each.answer_key or data.answer_key,
             response_key=f"{key}.max_new_tokens" if each.max_new_tokens else "rollout.max_new_tokens",
             response_tokens=each.max_new_tokens or limit,
+            limit=each.limit,
         )
     return sources
 

@@ -1,4 +1,4 @@
-"""Whether this machine, and what a config names, is fit for a run: what `python -m megasync.doctor` looks at.
+"""Whether this machine, and what a config names, is fit for a run: what `megasync doctor` looks at.
 
 Each check takes what it looks at (texts, numbers, folders, an environment) as arguments, so that a test can hand it a broken
 machine; examine.py hands over this one. Nothing stays written. torch is imported in subprocesses alone.

@@ -1,10 +1,13 @@
-"""What a launcher says last of a run that did not come to its end: the newest checkpoint, and the command that goes on."""
+"""What a launcher says last of a run that did not come to its end: report, newest checkpoint, the command that goes on."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
-from megasync.config.files import newest_checkpoint
+from megasync.config.files import METRICS_FILE, newest_checkpoint
 from megasync.config.schema import Config
 
 COMMAND = "MEGASYNC_COMMAND"  # environment variable of the scripts in launch/: what the user typed
@@ -13,8 +16,20 @@ COMMAND = "MEGASYNC_COMMAND"  # environment variable of the scripts in launch/: 
 def last_words(config: Config, command: str) -> str:
     """`command`: the launcher's own, where the user typed no script's."""
     newest, again = newest_checkpoint(config.run.folder), os.environ.get(COMMAND, command).strip()
+    report = latest_report(config.run.folder)
+    told = [f"report: {report}"] if report else []
     if newest is None:
-        return f"newest checkpoint: none in {config.run.folder}\nbegin again: {again}"
+        return "\n".join([*told, f"newest checkpoint: none in {config.run.folder}", f"begin again: {again}"])
     if config.checkpoint.resume == "never":
         again += " checkpoint.resume=auto"
-    return f"newest checkpoint: {newest}\ngo on from it: {again}"
+    return "\n".join([*told, f"newest checkpoint: {newest}", f"go on from it: {again}"])
+
+
+def latest_report(folder: Path) -> Path | None:
+    """The run's, written now where rank 0 could not; None where there are no steps, or it cannot be written."""
+    metrics, report = folder / METRICS_FILE, folder / "report.html"
+    if not (metrics.is_file() and metrics.stat().st_size):
+        return None
+    if not report.is_file() or report.stat().st_mtime < metrics.stat().st_mtime:
+        subprocess.run([sys.executable, "-m", "megasync.report", str(folder)], capture_output=True, check=False)
+    return report if report.is_file() else None

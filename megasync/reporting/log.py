@@ -4,9 +4,9 @@ Leaves out how spans of time are kept (timeline.py), live progress (progress.py)
 imported only when TensorBoard events are written.
 
     log = RunLog(config, first_step=0, write=rank == 0)
-    log.evaluation(0, {"eval/accuracy": 0.3})
-    log.step(0, {"reward/mean": 0.4, "loss/policy": 0.1})
-    log.summary({"accuracy_before": 0.3, "accuracy_after": 0.8})
+    log.evaluation(0, {"eval/reward": 0.3})
+    log.step(1, {"reward/mean": 0.4, "loss/policy": 0.1})
+    log.summary({"eval_reward_before": 0.3, "eval_reward_after": 0.8})
     log.close()
 """
 
@@ -29,15 +29,17 @@ Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
+TRAIN_SET = "train"  # in samples.jsonl what an evaluation set's name is for its samples
 FILES = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
 
 
 class RunLog:
     """All that a run writes down. The rank with `write` does; the others take the same calls and write nothing.
 
-    A step is one line, flushed, so that a run that dies leaves every finished step. Steps count from 0. `first_step` is the
-    first step that this process will log: lines of it and of later ones, left by a run that went further than its last
-    checkpoint, are dropped, and so are a cut-off last line and everything when it is 0.
+    A step is one line, flushed, so that a run that dies leaves every finished step. `step` is everywhere the number of steps that
+    were done: the first is 1, and an evaluation before it is of 0. `first_step` of them were done before this process: what is
+    there of later ones, left by a run that went further than its last checkpoint, is dropped, and so are an evaluation after
+    `first_step`, which is repeated, a cut-off last line, and everything when it is 0.
     """
 
     def __init__(self, config: Config, *, first_step: int, write: bool, tensorboard: bool = True) -> None:
@@ -51,7 +53,7 @@ class RunLog:
         if write and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(folder), purge_step=first_step)
+            self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
         self._progress = make_progress(config.run.progress if write else "none", config.run.steps, first_step)
 
     def step(self, step: int, values: Mapping[str, Scalar]) -> None:
@@ -62,7 +64,7 @@ class RunLog:
     def evaluation(self, step: int, values: Mapping[str, Scalar]) -> None:
         """Write down what an evaluation after `step` steps found."""
         self._append(EVALUATIONS_FILE, step, values)
-        self._progress.note(f"after {step} steps: {figures(values)}")
+        self._progress.note(f"after {step} step{'' if step == 1 else 's'}: {figures(values)}")
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write down responses of step `step`, or of an evaluation after `step` steps."""
@@ -120,10 +122,15 @@ def read_samples(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def _open_from(path: Path, first_step: int) -> TextIO:
-    """The file open for appending, with only the lines of steps before `first_step`."""
-    kept = [line for line in _read_lines(path) if line["step"] < first_step] if path.is_file() and first_step else []
+    """The file open for appending, with only the lines that stay (RunLog)."""
+    kept = [line for line in _read_lines(path) if _stays(path.name, line, first_step)] if path.is_file() and first_step else []
     write_atomically(path, "".join(_json(line) + "\n" for line in kept))
     return path.open("a", encoding="utf-8")
+
+
+def _stays(name: str, line: Mapping[str, Any], first_step: int) -> bool:
+    is_of_step = name == METRICS_FILE or line.get("set") == TRAIN_SET
+    return bool(line["step"] <= first_step if is_of_step else line["step"] < first_step)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class Plot:
 
 GAPS = ("logprob_gap/mean", "logprob_gap/max", "logprob_gap/own_experts_mean")
 PLOTS = (
-    Plot("Reward and held-out accuracy", ("reward/mean", "eval/accuracy")),
+    Plot("Reward, sampled and held-out", ("reward/mean", "eval/reward", "eval/accuracy")),
     Plot("Loss", ("loss/policy", "loss/total", "loss/sft")),
     Plot("Load-balancing loss", ("loss/load_balancing",)),
     Plot("Gradient norm", ("grad_norm",)),

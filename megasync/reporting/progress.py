@@ -3,7 +3,7 @@
 Leaves out files (log.py).
 
     progress = make_progress("auto", num_steps=120, first_step=0)
-    progress.update(0, {"reward/mean": 0.4})
+    progress.update(1, {"reward/mean": 0.4})
     progress.close()
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 SHOWN = {  # metric -> (label, format)
     "reward/mean": ("reward", "{:.3f}"),
-    "eval/accuracy": ("accuracy", "{:.3f}"),
+    "eval/reward": ("held-out reward", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.3f}"),
     "loss/policy": ("loss", "{:+.4f}"),
     "loss/sft": ("loss", "{:.4f}"),
     "grad_norm": ("grad norm", "{:.3f}"),
@@ -31,7 +32,7 @@ class Progress:
     """Shows nothing; what the other kinds are made from."""
 
     def update(self, step: int, values: Mapping[str, object]) -> None:
-        """Step `step`, counted from 0, is done."""
+        """So many steps are done."""
 
     def note(self, text: str) -> None: ...
 
@@ -64,7 +65,7 @@ class _PlainProgress(Progress):
         self._num_steps = num_steps
 
     def update(self, step: int, values: Mapping[str, object]) -> None:
-        print(f"step {step + 1}/{self._num_steps}  {figures(values)}".rstrip(), flush=True)
+        print(f"step {step}/{self._num_steps}  {figures(values)}".rstrip(), flush=True)
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -86,7 +87,7 @@ class _RichProgress(Progress):
         self._progress.start()
 
     def update(self, step: int, values: Mapping[str, object]) -> None:
-        self._progress.update(self._task, completed=step + 1, figures=figures(values))
+        self._progress.update(self._task, completed=step, figures=figures(values))
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)

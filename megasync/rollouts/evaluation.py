@@ -1,4 +1,4 @@
-"""Evaluation by generation: greedy accuracy on one held-out file, or avg@k and pass@k on each of several sets.
+"""Evaluation by generation: the mean reward of greedy responses to one held-out file, avg@k and pass@k on each of several sets.
 
 Leaves out when it is done, which is the session's.
 
@@ -30,7 +30,7 @@ HELD_OUT = "held_out"  # in samples.jsonl the name of data.eval's file, where it
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Examples, and how they are answered. `pass_reward` 0: the file of which the accuracy is taken."""
+    """Examples, and how they are answered. `pass_reward` 0: the file of which the mean reward is taken."""
 
     name: str
     examples: list[Example]
@@ -72,7 +72,7 @@ def outcome_of(
         metrics = set_metrics(evaluation.name, rewards, evaluation.pass_reward)
         metrics[f"eval/{evaluation.name}/truncated"] = statistics.fmean(ends)
     else:
-        metrics = {"eval/accuracy": statistics.fmean(reward for group in rewards for reward in group)}
+        metrics = {"eval/reward": statistics.fmean(reward for group in rewards for reward in group)}
     firsts = list(zip(evaluation.examples, completions, rewards, strict=True))[:num_lines]
     lines = [requests.sample_line(prompts, example, group[0], own[0], evaluation.name) for example, group, own in firsts]
     return Outcome(metrics, lines)

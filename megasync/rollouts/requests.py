@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.generation import Completion, GenerationRequest, Sampling
 from megasync.data.data import Example
+from megasync.reporting.log import TRAIN_SET
 from megasync.rewards.functions import RewardInput
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from megasync.data.prompts import Prompts
     from megasync.rewards.pool import RewardPool
 
-TRAIN = "train"  # in samples.jsonl what an evaluation set's name is for its samples
 SEED_STRIDE = 1_000_003
 
 
@@ -85,7 +85,7 @@ def reward_inputs(
     ]
 
 
-def sample_line(prompts: Prompts, example: Example, completion: Completion, reward: float, of: str = TRAIN) -> dict[str, Any]:
+def sample_line(prompts: Prompts, example: Example, completion: Completion, reward: float, of: str = TRAIN_SET) -> dict[str, Any]:
     """A line of samples.jsonl without its step; `versions` are the oldest and the newest of the response's tokens."""
     return {
         "set": of,

@@ -27,6 +27,7 @@ from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.requests import request_digest, reward_digest, reward_inputs, sample_line, training_request
 from megasync.rollouts.stream import RolloutStream
+from megasync.rollouts.ties import TieWatch, tied_fraction
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -57,7 +58,8 @@ class Rollouts:
     ) -> None:
         """Go on from `progress` with `step`."""
         self.config, self.prompts, self.examples = config, data.prompts, data.train
-        self.rewards, self.timeline = rewards, log.timeline
+        self.rewards, self.timeline, self.note = rewards, log.timeline, log.note
+        self.ties = TieWatch()
         self.order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
         settings = stream_settings(config, scores_groups=rewards.takes_groups)
         self.stream = RolloutStream(pool, settings, self._group, self._score, log.note)
@@ -74,15 +76,16 @@ class Rollouts:
             return None
         done = time.time()
         begun, ended = min(group.begun_seconds for group in groups), max(group.ended_seconds for group in groups)
-        self.timeline.add("rollout", "rollout", begun, ended, {"step": step})
+        self.timeline.add("rollout", "rollout", begun, ended, {"step": step + 1})
         if done - waited_from > 1e-3:
-            self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step})
+            self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step + 1})
         samples = [sample for place, group in enumerate(groups) for sample in samples_of(group, place)]
         seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
         metrics |= penalty_metrics(self.config, [len(sample.response_ids) for sample in samples])
+        metrics |= self._ties(step, groups)
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
         if self.config.algorithm.filter_groups:
@@ -101,6 +104,14 @@ class Rollouts:
         ]
         rewards = self.stream.run(self._score_all(answered))
         return outcome_of(evaluation, self.prompts, completions, rewards, self.config.run.log_samples)
+
+    def _ties(self, step: int, groups: list[Group]) -> dict[str, float]:
+        """Of rewards with their penalties; a note where nothing is learnt for a while."""
+        rewards = [learnt_rewards(self.config, group) for group in groups]
+        fraction = tied_fraction(rewards)
+        if hint := self.ties.look(step + 1, fraction, [reward for of_group in rewards for reward in of_group]):
+            self.note(hint)
+        return {"groups/tied_fraction": fraction}
 
     def close(self) -> None:
         self.stream.close()
@@ -188,6 +199,15 @@ def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
     if config.algorithm.truncated != "penalise":
         return {}
     return {"penalty": overlong_penalty(num_tokens, config.rollout.max_new_tokens, config.algorithm.overlong_buffer)}
+
+
+def learnt_rewards(config: Config, group: Group) -> list[float]:
+    """Of a group that is done, with their penalties: what advantages are made of."""
+    return [
+        reward + penalty_fields(config, len(completion.token_ids)).get("penalty", 0.0)
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if completion is not None and reward is not None
+    ]
 
 
 def penalty_metrics(config: Config, lengths: Sequence[int]) -> dict[str, float]:

@@ -167,7 +167,8 @@ class RolloutStream:
             if self._failure is not None:
                 raise self._failure
             if not self._dispatcher.is_busy and not self._num_scoring:
-                raise RuntimeError(f"step {self.step} waits for a batch, and nothing runs that could be in it: {self._numbers()}")
+                told = f"step {self.step + 1} waits for a batch, and nothing runs that could be in it"
+                raise RuntimeError(f"{told}: {self._numbers()}")
             if self._dispatcher.num_replicas < self.settings.min_replicas:
                 return None
             self._changed.clear()

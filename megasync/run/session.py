@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,16 @@ from megasync.config.files import CHECKPOINTS, set_aside
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
-from megasync.reporting.log import RunLog, read_evaluations
+from megasync.reporting.log import RunLog
 from megasync.reporting.page import write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
+from megasync.run.clock import StepClock
 from megasync.run.distribute import TokenScatter
+from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
 from megasync.run.weights import Weights
@@ -42,7 +43,7 @@ class Session:
 
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
-        self.begin_seconds = time.time()
+        self.clock = StepClock()
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
         is_colocated = config.rollout.is_colocated
@@ -80,6 +81,7 @@ class Session:
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
+        self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
 
     # ------------------------------------------------------------------------------------------------ steps and log
 
@@ -87,22 +89,23 @@ class Session:
         """The steps that are left; times them."""
         for step in range(self.first_step, self.config.run.steps):
             self.step = step
-            self.step_begin_seconds = time.time()
+            if step == self.first_step:
+                self.clock.start()
             yield step
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time a part of the step for timeline.json. Not collective."""
-        self.heartbeat.phase = f"{name}, step {self.step}"
-        with self.log.timeline.span(name, "trainer", step=self.step):
+        self.heartbeat.phase = f"{name}, step {self.step + 1}"
+        with self.clock.phase(name), self.log.timeline.span(name, "trainer", step=self.step + 1):
             yield
 
     def log_step(self, metrics: dict[str, float]) -> None:
         """Write the step's line. Not collective; rank 0 writes."""
-        seconds = time.time() - self.step_begin_seconds
-        tokens = metrics.get("train/response_tokens", 0.0)
-        times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
-        self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
+        times = self.clock.take(generates=self.config.algorithm.name == "grpo")
+        seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
+        times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
+        self.log.step(self.step + 1, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -117,7 +120,9 @@ class Session:
     def start_replicas(self) -> None:
         """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
         self.heartbeat.phase = "start of the replicas"
+        begin_seconds = self.clock.elapsed
         self.weights.start_replicas()
+        self.log.note(f"vLLM is ready after {self.clock.elapsed - begin_seconds:.0f} s more")
         self.weights.canary = build_canary(self.config, self._data_of_rank, self.log)
         pool = self.weights.pool
         if pool is not None:
@@ -135,7 +140,8 @@ class Session:
         """
         self.heartbeat.phase = f"publish, version {version}"
         try:
-            metrics = self.weights.publish(version)
+            with self.clock.phase("sync"):
+                metrics = self.weights.publish(version)
         except TooFewReplicasError:
             if trained is not None:
                 self.log_step(trained)
@@ -153,18 +159,19 @@ class Session:
 
         Then the trainer has the devices, where it shares them.
         """
-        self.heartbeat.phase = f"rollout, step {step}"
-        batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
-        with self.span("scatter"):
-            samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
-        self.weights.devices.acquire_for_training()
+        self.heartbeat.phase = f"rollout, step {step + 1}"
+        with self.clock.phase("rollout"):
+            batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
+            with self.span("scatter"):
+                samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
+            self.weights.devices.acquire_for_training()
         return RolloutBatch(samples, batch.metrics)
 
     def _take_rollout(self, step: int) -> RolloutBatch | None:
         """On rank 0."""
         batch = self._rollouts.take(step)
         if batch is not None:
-            self.log.samples(step, batch.lines)
+            self.log.samples(step + 1, batch.lines)
         return batch
 
     def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
@@ -197,7 +204,8 @@ class Session:
     def _checkpoint(self, step: int) -> None:
         self.heartbeat.phase = f"checkpoint after {step} steps"
         config, model = self.config.checkpoint, Path(self.config.model.path)
-        with self.log.timeline.span("checkpoint", "trainer", step=step), self.weights.devices.training():
+        span = self.log.timeline.span("checkpoint", "trainer", step=step)
+        with self.clock.phase("checkpoint"), span, self.weights.devices.training():
             self.finish_checkpoint()
             self.saving = checkpoint.save(
                 self.checkpoints, step, self.engine, self.weights.whole_tensors(), model, config.keep, self._save_progress,
@@ -220,15 +228,16 @@ class Session:
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, step: int) -> float | None:
-        """Write down what evaluations find after `step` steps; the accuracy on data.eval where that is one file, else None."""
+        """Write down what evaluations find after `step` steps; of supervised steps the accuracy, else None."""
         if not self.config.data.eval:
             return None
         self.heartbeat.phase = f"evaluation after {step} steps"
-        if self.config.algorithm.name == "sft":
-            samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
-            found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
-        else:
-            found = self._with_replicas(step, lambda: self._evaluate_rollouts(step))
+        with self.clock.phase("evaluation"):
+            if self.config.algorithm.name == "sft":
+                samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
+                found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
+            else:
+                found = self._with_replicas(step, lambda: self._evaluate_rollouts(step))
         self.evaluated[step] = found
         self.log.evaluation(step, found)
         return found.get("eval/accuracy")
@@ -268,30 +277,14 @@ class Session:
             self.finish_checkpoint()
         if done not in self.evaluated:
             self.evaluate(done)
-        folder = self.config.run.folder / "hf"
         if self.config.run.export_hf:
-            self.weights.export(folder)
-        if self.layout.rank != 0:
-            return
-        syncs = self.weights.syncs
-        lines = read_evaluations(self.config.run.folder)
-        accuracies = {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
-        summary: dict[str, Any] = {
-            "name": self.config.run.name,
-            "steps": done,
-            "accuracy_before": accuracies[min(accuracies)] if accuracies else None,
-            "accuracy_after": accuracies[max(accuracies)] if accuracies else None,
-            **({key: value for key, value in lines[-1].items() if "@" in key} if lines else {}),
-            "num_syncs": len(syncs),
-            "sync_seconds_median": statistics.median(s["sync/seconds"] for s in syncs) if syncs else None,
-            "sync_bytes": int(syncs[-1]["sync/bytes"]) if syncs else None,
-            "seconds_total": time.time() - self.begin_seconds,
-            "hf_folder": str(folder) if self.config.run.export_hf else None,
-            "report": str(self.config.run.folder / "report.html"),
-        }
-        self.log.summary(summary)
-        self.log.timeline.write()
-        write_report(self.config.run.folder)
+            self.weights.export(self.config.run.folder / "hf")
+        if self.layout.rank == 0:
+            found = summary(self.config, done, self.weights.syncs, self.clock.summary())
+            self.log.summary(found)
+            self.log.timeline.write()
+            write_report(self.config.run.folder)
+            self.log.note(closing_lines(self.config, found))
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
@@ -306,6 +299,8 @@ class Session:
             self.rollouts.close()
         self.weights.close()
         self.log.close()
+        if not is_done and self.layout.rank == 0:
+            write_unfinished_report(self.config.run.folder)
 
     @property
     def _data(self) -> RunData:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.peft.folder import fingerprint
 from megasync import export as exporting
 from megasync.config.errors import ConfigError
 from megasync.export import export, main
@@ -124,3 +126,61 @@ def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "MiB" in done.stdout
+
+
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+def adapter_run(folder: Path, family: str, dtype: str, **lora: object) -> Path:
+    """A run's folder with a checkpoint of a PEFT adapter, all of whose numbers are random."""
+    base = write_tiny_model(folder / "base", family, seed=1)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(r=4, lora_alpha=6, **lora))
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder / "run" / "checkpoints" / "step_00000003" / "adapter")
+    (folder / "run" / "config.yaml").write_text(f"model: {{path: {base}, dtype: {dtype}}}\n")
+    return folder / "run"
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "lora"),
+    [
+        ("qwen3", "float32", {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}),
+        ("llama", "bfloat16", {"target_modules": ["k_proj", "down_proj"], "use_rslora": True}),
+        ("qwen3_moe", "float32", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    ],
+)
+def test_a_merged_adapter_is_what_peft_merges(tmp_path: Path, family: str, dtype: str, lora: dict[str, object]) -> None:
+    run = adapter_run(tmp_path, family, dtype, **lora)
+    assert main([str(run), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == ["merged"]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=getattr(torch, dtype)).float()
+    peft = PeftModel.from_pretrained(base, run / "checkpoints" / "step_00000003" / "adapter").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == getattr(torch, dtype)
+    own, expected = merged.state_dict(), peft.state_dict()
+    assert own.keys() == expected.keys()
+    untouched = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).state_dict()
+    assert any(not torch.equal(expected[name], untouched[name]) for name in expected)
+    for name, tensor in own.items():
+        rounded = expected[name].to(tensor.dtype)
+        torch.testing.assert_close(tensor, rounded, rtol=1.6e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6, msg=name)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([5, 6, 7]) == '"#$'
+
+
+def test_what_cannot_be_merged_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "leave --merge out: it holds all weights" in complaint(capsys, run, "--to", tmp_path / "out", "--merge")
+    own = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    assert "write --merge for base and adapter" in complaint(capsys, own, "--to", tmp_path / "out")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert f"its base model is not in {tmp_path / 'base'}" in complaint(capsys, own, "--to", tmp_path / "out", "--merge")
+    write_tiny_model(tmp_path / "base", "qwen3", seed=5)
+    weights = own / "checkpoints" / "step_00000003" / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(weights), weights, {"format": "pt", "base_fingerprint": fingerprint(tmp_path / "moved")})
+    assert "was trained on other weights" in complaint(capsys, own, "--to", tmp_path / "out", "--merge")
+    assert not (tmp_path / "out").exists()

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
+from megasync.run.clock import PHASES
 from tests.runs.table_cases import BUFFER, STOPS, table_config
 from tests.runs.train_cases import (
+    COMMAND,
     ROOT,
     SUBMIT,
     TORCHRUN,
@@ -38,17 +40,64 @@ from tests.runs.train_cases import (
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of six steps under Megatron-FSDP on two ranks; its run folder."""
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run of six steps under Megatron-FSDP on two ranks: its run folder, and what it said."""
     folder = tmp_path_factory.mktemp("first")
     done = launch(table_config(folder))
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "runs" / "run"
+    return folder / "runs" / "run", done.stdout
+
+
+@pytest.fixture(scope="module")
+def first_run(first_start: tuple[Path, str]) -> Path:
+    return first_start[0]
+
+
+def test_a_run_says_what_it_will_do_and_where_its_results_are(first_start: tuple[Path, str]) -> None:
+    folder, said = first_start
+    lines = said.splitlines()
+    begin = lines.index("megasync: grpo run 'run'")
+    told = dict(re.findall(r"^  ([\w ]+): +(.*)$", "\n".join(lines[begin + 1 : begin + 11]), flags=re.MULTILINE))
+    assert "qwen3, 989 k parameters, float32" in told["model"] and told["layout"] == "2 ranks (data 2), wrap megatron_fsdp"
+    assert "8 prompts x 4 samples a step, up to 8 tokens" in told["rollouts"] and told["reward"] == "token_count"
+    counts = "data.train has 200 examples; data.eval.sums has 12 examples; data.eval.small has 2 examples"
+    assert told["data"] == counts
+    assert re.fullmatch(r"'xyz \d+\+\d+=' \(\d+ tokens; answer '\d+'\)", told["first prompt"])
+    assert told["folder"] == str(folder) and told["resumes"] == "nothing: from the weights of model.path"
+    assert told["will do"] == "steps 1 to 6; evaluation every 3 steps, after the last; checkpoint every 3 steps, after the last"
+    done, places = lines[-2:]
+    assert re.fullmatch(r"done: 6 steps, \d+ s", done)
+    assert (
+        places == f"report: {folder}/report.html; figures: {folder}/summary.json; checkpoint: {folder}/checkpoints/step_00000006"
+    )
+
+
+def test_a_finished_run_says_so_before_anything_is_started(first_run: Path) -> None:
+    config = first_run.parents[1] / "config.yaml"
+    for options in ((), ("--check",)):
+        done = subprocess.run([*COMMAND, "train", str(config), *options], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0
+        assert done.stdout == f"{first_run}: all 6 steps are done; for more of them write run.steps=NUMBER\n"
+
+
+def test_check_says_what_would_start_and_refuses_what_the_checkpoint_does_not_fit(first_run: Path) -> None:
+    config, before = first_run.parents[1] / "config.yaml", sorted(first_run.parent.rglob("*"))
+    check = [*COMMAND, "train", "--check", str(config), "run.steps=8"]
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"from {first_run}/checkpoints/step_00000006\n" in done.stdout and "steps 7 to 8; " in done.stdout
+    for override, words in (("engine.lora.rank=4", "lora_rank is 4, the checkpoint has 0"), ("model.dtype=bfloat16", "dtype is")):
+        done = subprocess.run([*check, override], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and words in done.stderr and "checkpoint.resume=never" in done.stderr, done.stderr
+    subprocess.run(
+        [*check, "run.name=another", "run.dir=" + str(first_run.parent / "new")], cwd=ROOT, check=True, capture_output=True
+    )
+    assert sorted(first_run.parent.rglob("*")) == before, "nothing was written"
 
 
 def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     lines = metrics(first_run)
-    assert [line["step"] for line in lines] == list(range(6))
+    assert [line["step"] for line in lines] == [line["version"] for line in lines] == list(range(1, 7))
     assert all(abs(line["ratio/first_minibatch_mean"] - 1) < 1e-6 for line in lines)
     assert all(line["logprob_gap/max"] > 1e-3 for line in lines), "vLLM's are above ours by what top_k and min_p left out"
     assert all(line["staleness/max"] == 0 and line["sync/verified"] == 1 for line in lines)
@@ -62,6 +111,19 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
 
 
+def test_the_phases_of_a_run_add_up_to_its_wall_time(first_run: Path) -> None:
+    lines, summary = metrics(first_run), read_summary(first_run)
+    for line in lines:
+        phases = {key: value for key, value in line.items() if key.startswith("step/") and key != "step/seconds"}
+        assert set(phases) == {f"step/{name}_seconds" for name in (*PHASES, "other")}
+        assert sum(phases.values()) == pytest.approx(line["step/seconds"]) and min(phases.values()) >= 0
+    is_after_3 = [line["step/evaluation_seconds"] > 0 and line["step/checkpoint_seconds"] > 0 for line in lines]
+    assert is_after_3 == [False, False, False, True, False, False], "what follows step 3 is in the next line"
+    assert sum(line["step/seconds"] for line in lines) == pytest.approx(summary["seconds_steps"])
+    parts = [summary[f"seconds_{part}"] for part in ("start", "steps", "end")]
+    assert sum(parts) == pytest.approx(summary["seconds_total"]) and min(parts) > 0
+
+
 def test_sets_are_evaluated_when_due_and_not_at_the_start(first_run: Path) -> None:
     lines = read_evaluations(first_run)
     assert [line["step"] for line in lines] == [3, 6]
@@ -69,7 +131,7 @@ def test_sets_are_evaluated_when_due_and_not_at_the_start(first_run: Path) -> No
     assert set(lines[0]) == keys | {f"eval/sums/{name}" for name in ("avg@3", "pass@1", "pass@2", "pass@3")}
     assert all(0 <= value <= 1 for line in lines for key, value in line.items() if key != "step")
     summary = read_summary(first_run)
-    assert summary["eval/sums/pass@3"] == lines[-1]["eval/sums/pass@3"] and summary["accuracy_after"] is None
+    assert summary["eval/sums/pass@3"] == lines[-1]["eval/sums/pass@3"] and "eval_reward_after" not in summary
 
 
 def test_samples_show_what_the_model_got_and_gave(first_run: Path) -> None:
@@ -78,10 +140,10 @@ def test_samples_show_what_the_model_got_and_gave(first_run: Path) -> None:
     for line in lines:
         by_set.setdefault(line["set"], []).append(line)
     assert {name: len(found) for name, found in by_set.items()} == {"train": 6 * 8, "sums": 2 * 8, "small": 2 * 2}
-    assert [line["step"] for line in by_set["train"]] == [step for step in range(6) for _ in range(8)]
+    assert [line["step"] for line in by_set["train"]] == [step for step in range(1, 7) for _ in range(8)]
     for line in by_set["train"]:
         assert line["prompt"].startswith("xyz ") and line["prompt"].endswith("=") and "+" in line["prompt"]
-        assert line["versions"] == [line["step"]] * 2 and line["reward"] == line["tokens"] / 8
+        assert line["versions"] == [line["step"] - 1] * 2 and line["reward"] == line["tokens"] / 8
         left, right = line["prompt"].removeprefix("xyz ").removesuffix("=").split("+")
         assert int(left) + int(right) == int(line["answer"])
         ends = [line["response"].index(stop) + len(stop) for stop in STOPS if stop in line["response"]]
@@ -121,15 +183,16 @@ def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_ru
         run.wait_for(7)
         os.killpg(run.process.pid, signal.SIGINT)
     assert run.process.returncode == 130
-    cause, newest, again = run.said.read_text().splitlines()[-3:]
+    cause, report, newest, again = run.said.read_text().splitlines()[-4:]
     assert cause.endswith("ended by SIGINT")  # a library of a rank's may have left a line without an end
+    assert report == f"report: {copy}/report.html" and (copy / "report.html").stat().st_size > 0
+    assert f"from {copy}/checkpoints/step_00000003" in run.said.read_text()
     assert (newest[:19], again[:15]) == ("newest checkpoint: ", "go on from it: ")
     assert exact(copy)[:6] == exact(first_run)
     assert [line["step"] for line in read_evaluations(copy)][:2] == [3, 6]
 
     def places(folder: Path) -> list[tuple[int, str, str]]:
-        ends = {"train": 6}  # the steps of the first run
-        lines = [line for line in read_samples(folder) if line["step"] < ends.get(line["set"], 7)]
+        lines = [line for line in read_samples(folder) if line["step"] <= 6]  # the steps of the first run
         return sorted((line["step"], line["set"], line["prompt"]) for line in lines)
 
     assert places(copy) == places(first_run)
@@ -216,8 +279,8 @@ def test_one_step_off_generates_under_training(unsteady_run: tuple[Path, str]) -
     spans = [event for event in events["traceEvents"] if event["ph"] == "X"]
     rollouts = {e["args"]["step"]: e for e in spans if e["name"] == "rollout"}
     trains = {e["args"]["step"]: e for e in spans if e["name"] in ("log-probs", "train")}
-    under = [s for s in range(5) if rollouts[s + 1]["ts"] < trains[s]["ts"] + trains[s]["dur"]]
-    assert under == list(range(5)), "batch s + 1 begins before step s has trained"
+    under = [s for s in range(1, 6) if rollouts[s + 1]["ts"] < trains[s]["ts"] + trains[s]["dur"]]
+    assert under == list(range(1, 6)), "batch s + 1 begins before step s has trained"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

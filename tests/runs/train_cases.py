@@ -30,6 +30,7 @@ STARTS_PROCESSES = True  # see ranks.py
 ROOT = Path(__file__).resolve().parents[2]
 TEST_FOLDER, BROKEN = "MEGASYNC_TEST_FOLDER", "rewards are broken"
 TORCHRUN = [str(ROOT / "launch" / "torchrun_one_node.sh")]
+COMMAND = [sys.executable, "-m", "megasync"]
 SUBMIT = [sys.executable, "-m", "megasync.submit", "--num-ranks", "2"]
 # What a run calls its files in /tmp: its own folder, and what lies in that. Beside other tests only the first is surely its own.
 OURS = ("ms-*",) if "PYTEST_XDIST_WORKER" in os.environ else ("ms-*", "ray-*", "megasync-vllm-*", "torchelastic_*", "vllm_dist_*")

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from engine import checkpoint
-from engine.checkpoint.folder import INDEX_FILE
+from engine.resume import INDEX_FILE
 from engine.engine import Engine
 from bridge.layout.digest import digest_tensor
 from tests.engine.engine_cases import engine, everywhere, random_samples

@@ -90,7 +90,7 @@ def test_a_fresh_run_leaves_a_former_one_as_it_is(tmp_path: Path) -> None:
     assert content(former) == before and steps_of(former) == [3, 4, 5]
     assert str(former) in told
     run("run.steps=3", "checkpoint.resume=auto")
-    assert steps_of(folder) == [1, 2, 3] and [line["step"] for line in metrics(folder)] == [0, 1, 2]
+    assert steps_of(folder) == [1, 2, 3] and [line["step"] for line in metrics(folder)] == [1, 2, 3]
     assert content(former) == before
     overrides = ["checkpoint.resume=never", f"model.path={folder}/checkpoints/step_00000003/hf"]
     with pytest.raises(ConfigError, match=r"model\.path = .*: lies in the run's folder") as caught:

@@ -30,6 +30,8 @@ def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": config.data.train})})
     check_config(config, 2)
     check_config(config, 8)
+    assert not config.run.folder.exists()
+    check_config(config, 8, makes_folder=True)
     assert list(config.run.folder.iterdir()) == []
 
 

@@ -49,14 +49,14 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 def test_resume_keeps_the_steps_before(tmp_path_factory: pytest.TempPathFactory, logged: int, first_step: int, cut: int) -> None:
     folder = tmp_path_factory.mktemp("run")
     with log_of(folder) as log:
-        for step in range(logged):
+        for step in range(1, logged + 1):
             log.step(step, {"x": step})
     path = folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 99, "x"'[:cut])  # killed while it wrote
     with log_of(folder, first_step=first_step) as log:
-        log.step(first_step, {"x": -1})
+        log.step(first_step + 1, {"x": -1})
     steps = [line["step"] for line in read_metrics(folder)]
-    assert steps == [*range(min(logged, first_step)), first_step]
+    assert steps == [*range(1, min(logged, first_step) + 1), first_step + 1]
     assert not list(folder.glob(".*"))
 
 
@@ -64,22 +64,22 @@ def test_resume_keeps_the_evaluations_before(tmp_path: Path) -> None:
     for first_step, expected in ((0, [0, 4, 8]), (8, [0, 4, 8]), (5, [0, 4, 5]), (0, [0])):
         with log_of(tmp_path, first_step=first_step) as log:
             for step in [0, 4, 8] if len(expected) == 3 and first_step == 0 else [first_step]:
-                log.evaluation(step, {"eval/accuracy": 0.5})
+                log.evaluation(step, {"eval/reward": 0.5})
         assert [line["step"] for line in read_evaluations(tmp_path)] == expected
 
 
 def test_no_sample_is_there_twice_after_a_resume(tmp_path: Path) -> None:
     """Those of steps that are trained again, and of evaluations that are done again, are dropped; so is a cut-off line."""
     with log_of(tmp_path) as log:
-        for step in range(4):
+        for step in range(1, 5):
             log.samples(step, [{"set": "train", "reward": math.nan}, {"set": "train", "prompt": "é\n"}])
-            log.samples(step + 1, [{"set": "held_out"}])
+            log.samples(step, [{"set": "held_out"}])
     path = tmp_path / "samples.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 9, "prom')
     with log_of(tmp_path, first_step=2) as log:
         log.samples(2, [{"set": "held_out"}])
     found = [(line["step"], line["set"]) for line in read_samples(tmp_path)]
-    train = [(0, "train"), (0, "train"), (1, "train"), (1, "train")]
+    train = [(1, "train"), (1, "train"), (2, "train"), (2, "train")]
     assert sorted(found) == sorted([*train, (1, "held_out"), (2, "held_out")])
     assert [line["prompt"] for line in read_samples(tmp_path) if "prompt" in line] == ["é\n", "é\n"]
     assert read_samples(tmp_path)[0]["reward"] is None and read_samples(tmp_path / "none") == []
@@ -101,18 +101,18 @@ def test_tensorboard_events_can_be_read(tmp_path: Path) -> None:
     with log_of(tmp_path, tensorboard=True) as log:
         for step in range(3):
             log.step(step, {"reward/mean": step / 2, "note": "text", "loss/policy": None})
-        log.evaluation(3, {"eval/accuracy": 0.75})
+        log.evaluation(3, {"eval/reward": 0.75})
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(3, 0.75)]
-    assert set(events.Tags()["scalars"]) == {"reward/mean", "eval/accuracy"}
+    assert [(event.step, event.value) for event in events.Scalars("eval/reward")] == [(3, 0.75)]
+    assert set(events.Tags()["scalars"]) == {"reward/mean", "eval/reward"}
 
 
 def test_summary(tmp_path: Path) -> None:
     assert read_summary(tmp_path) == {}
-    write_summary(tmp_path, {"accuracy_before": 0.25, "gap": math.nan, "num_syncs": 3})
-    assert read_summary(tmp_path) == {"accuracy_before": 0.25, "gap": None, "num_syncs": 3}
+    write_summary(tmp_path, {"eval_reward_before": 0.25, "gap": math.nan, "num_syncs": 3})
+    assert read_summary(tmp_path) == {"eval_reward_before": 0.25, "gap": None, "num_syncs": 3}
 
 
 def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
@@ -130,29 +130,29 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
 def test_run_log_writes_the_whole_folder(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="a", dir=str(tmp_path), steps=2, progress="none"))
     log = RunLog(config, first_step=0, write=True)
-    log.evaluation(0, {"eval/accuracy": 0.25})
+    log.evaluation(0, {"eval/reward": 0.25})
     with log.timeline.span("train", track="trainer"):
-        log.step(0, {"reward/mean": 0.5})
+        log.step(1, {"reward/mean": 0.5})
     log.note("a word")
     log.summary({"num_syncs": 1})
     log.close()
     assert load_config(tmp_path / "a" / "config.yaml") == config
-    assert read_metrics(config.run.folder) == [{"step": 0, "reward/mean": 0.5}]
-    assert read_evaluations(config.run.folder) == [{"step": 0, "eval/accuracy": 0.25}]
+    assert read_metrics(config.run.folder) == [{"step": 1, "reward/mean": 0.5}]
+    assert read_evaluations(config.run.folder) == [{"step": 0, "eval/reward": 0.25}]
     assert read_summary(config.run.folder) == {"num_syncs": 1}
     assert "train" in (config.run.folder / "timeline.json").read_text()
     again = RunLog(config, first_step=1, write=True)
-    again.step(1, {"reward/mean": 0.75})
+    again.step(2, {"reward/mean": 0.75})
     again.timeline.add("late", "trainer", 1.0, 2.0)
     again.close()
-    assert [line["step"] for line in read_metrics(config.run.folder)] == [0, 1]
+    assert [line["step"] for line in read_metrics(config.run.folder)] == [1, 2]
     assert {"train", "late"} <= {event["name"] for event in events_of(config.run.folder / "timeline.json")}
 
 
 def test_ranks_that_do_not_write_take_the_same_calls(tmp_path: Path) -> None:
     config = Config(run=RunConfig(name="a", dir=str(tmp_path)))
     log = RunLog(config, first_step=0, write=False)
-    log.evaluation(0, {"eval/accuracy": 0.25})
+    log.evaluation(0, {"eval/reward": 0.25})
     log.timeline.add("train", "trainer", 0.0, 1.0)
     log.step(0, {"reward/mean": 0.5})
     log.note("a word")
@@ -224,9 +224,9 @@ def test_timeline_takes_many_threads(tmp_path: Path) -> None:
 
 def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     progress = make_progress("auto", num_steps=3, first_step=1)  # captured output is no terminal
-    progress.update(1, {"reward/mean": 0.5, "loss/policy": math.nan, "note": "x", "other": 1.0})
+    progress.update(2, {"reward/mean": 0.5, "loss/policy": math.nan, "note": "x", "other": 1.0})
     progress.note("a word")
-    progress.update(2, {})
+    progress.update(3, {})
     progress.close()
     assert capsys.readouterr().out == "step 2/3  reward 0.500  loss +nan\na word\nstep 3/3\n"
 
@@ -235,7 +235,7 @@ def test_rich_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(force_terminal=True, width=160, record=True)
     monkeypatch.setattr("rich._console", console)
     progress = make_progress("rich", num_steps=3, first_step=0)
-    progress.update(0, {"reward/mean": 0.5})
+    progress.update(1, {"reward/mean": 0.5})
     progress.note("[not markup]")
     progress.close()
     text = console.export_text()
@@ -246,7 +246,7 @@ def test_rich_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress = make_progress("none", num_steps=3, first_step=0)
-    progress.update(0, {"reward/mean": 0.5})
+    progress.update(1, {"reward/mean": 0.5})
     progress.note("a word")
     progress.close()
     assert capsys.readouterr().out == ""

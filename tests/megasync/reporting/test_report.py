@@ -31,28 +31,28 @@ def traces_of(page: str) -> dict[str, dict[str, object]]:
 
 
 def fake_run(folder: Path, num_steps: int) -> None:
-    keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/accuracy")]
+    keys = [key for plot in PLOTS for key in plot.keys if key not in ("loss/sft", "eval/reward", "eval/accuracy")]
     with log_of(folder) as log:
-        log.evaluation(0, {"eval/accuracy": 0.25})
+        log.evaluation(0, {"eval/reward": 0.25})
         for step in range(num_steps):
-            log.step(step, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
-        log.evaluation(num_steps, {"eval/accuracy": 0.75})
+            log.step(step + 1, dict.fromkeys(keys, step + 0.5) | {"staleness/max": math.nan if step == 1 else 1.0})
+        log.evaluation(num_steps, {"eval/reward": 0.75})
     write_atomically(folder / "config.yaml", "run: {name: '<my run>', seed: 3}\nengine: {wrap: ddp}\n")
 
 
 def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
     fake_run(tmp_path, num_steps=4)
-    write_summary(tmp_path, {"accuracy_before": 0.25, "accuracy_after": 0.75, "sync_bytes": 1234567})
+    write_summary(tmp_path, {"eval_reward_before": 0.25, "eval_reward_after": 0.75, "sync_bytes": 1234567})
     page = write_report(tmp_path).read_text()
     traces = traces_of(page)
-    assert set(traces) == {key for plot in PLOTS for key in plot.keys} - {"loss/sft"}
-    assert traces["reward/mean"]["x"] == [0, 1, 2, 3]
+    assert set(traces) == {key for plot in PLOTS for key in plot.keys} - {"loss/sft", "eval/accuracy"}
+    assert traces["reward/mean"]["x"] == [1, 2, 3, 4]
     assert traces["reward/mean"]["y"] == [0.5, 1.5, 2.5, 3.5]
-    assert traces["eval/accuracy"]["x"] == [0, 4]
-    assert traces["staleness/max"]["x"] == [0, 2, 3]
+    assert traces["eval/reward"]["x"] == [0, 4]
+    assert traces["staleness/max"]["x"] == [1, 3, 4]
     assert "&lt;my run&gt;" in page
     assert "<my run>" not in page
-    for figure in ("accuracy_after", "0.75", "1,234,567", "engine.wrap", "ddp", '"text":"Staleness"'):
+    for figure in ("eval_reward_after", "0.75", "1,234,567", "engine.wrap", "ddp", '"text":"Staleness"'):
         assert figure in page
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.replace("</script>", ""))
     assert len(page) > 1_000_000  # plotly.js is within
@@ -60,7 +60,7 @@ def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
 
 def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
     with log_of(tmp_path) as log:
-        log.step(0, {"loss/policy": 0.5})
+        log.step(1, {"loss/policy": 0.5})
     (tmp_path / "config.yaml").unlink()
     page = write_report(tmp_path).read_text()
     assert set(traces_of(page)) == {"loss/policy"}
@@ -73,7 +73,7 @@ def test_report_has_a_plot_of_each_evaluation_set(tmp_path: Path) -> None:
     with log_of(tmp_path) as log:
         for step in (0, 5):
             log.evaluation(step, {"eval/math/avg@4": step / 10, "eval/math/pass@4": 0.5, "eval/gsm/avg@1": 0.25})
-        log.step(0, {"loss/policy": 0.5})
+        log.step(1, {"loss/policy": 0.5})
     page = write_report(tmp_path).read_text()
     traces = traces_of(page)
     assert set(traces) == {"loss/policy", "eval/math/avg@4", "eval/math/pass@4", "eval/gsm/avg@1"}

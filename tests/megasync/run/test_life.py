@@ -53,9 +53,10 @@ def test_a_second_start_is_refused_and_a_rank_that_is_killed_is_told_last(tmp_pa
         run.wait_for(len(metrics(run.folder)) + 1)
         rank.kill()
     steps = [line["step"] for line in metrics(run.folder)]
-    assert steps == list(range(len(steps)))
-    cause, newest, command = run.said.read_text().splitlines()[-3:]
+    assert steps == list(range(1, len(steps) + 1))
+    cause, report, newest, command = run.said.read_text().splitlines()[-4:]
     assert cause == "rank 0 was ended by SIGKILL"
+    assert report == f"report: {run.folder}/report.html" and (run.folder / "report.html").is_file()
     checkpoint = max((run.folder / "checkpoints").glob("step_*"))
     assert newest == f"newest checkpoint: {checkpoint}"
     assert command == f"go on from it: {TORCHRUN[0]} {config} run.steps=100000 --nproc 1"

@@ -1,0 +1,122 @@
+"""What a run will do, in words: said at its start by rank 0, and by `--check`. No torch in here.
+
+Leaves out keys without effect (unused.py).
+
+    print(banner(config, num_ranks=2, data=load_data(config)))
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from safetensors import safe_open
+
+from megasync.checks.resume import resumed_checkpoint
+from megasync.config.errors import explain
+from megasync.config.files import has_results
+from megasync.config.schema import Config
+from megasync.data.data import PromptOrder
+from megasync.data.prompts import RunData
+from megasync.hf.folder import model_shape
+from megasync.rewards.resolve import weights
+
+SHOWN = 240  # characters of the first prompt
+
+
+def banner(config: Config, num_ranks: int, data: RunData | None) -> str:
+    """Several lines. `data`: None where it was not read."""
+    checkpoint = resumed_checkpoint(config)
+    first_step = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+    lines = {"model": _model(config), "layout": _layout(config, num_ranks)}
+    if config.algorithm.name == "grpo":
+        lines |= {"rollouts": _rollouts(config), "reward": _reward(config)}
+    lines |= _data(data, first_step * config.data.batch_size, config) if data is not None else {}
+    lines["folder"] = str(config.run.folder)
+    lines["resumes"] = f"from {checkpoint}" if checkpoint else _beginning(config)
+    lines["will do"] = _plan(config, first_step)
+    return explain(f"megasync: {config.algorithm.name} run {config.run.name!r}", **lines)
+
+
+def num_parameters(folder: Path) -> int:
+    """By the headers of its weights."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 # no dict
+    return total
+
+
+def _model(config: Config) -> str:
+    folder, lora = Path(config.model.path), config.engine.lora
+    kind = f"{model_shape(folder).model_type}, {_count(num_parameters(folder))} parameters, {config.model.dtype}"
+    adapter = f"; adapters of rank {lora.rank}, sent {'merged' if lora.sync == 'merged' else 'alone'}" if lora.rank else ""
+    return f"{folder}: {kind}{adapter}"
+
+
+def _count(number: int) -> str:
+    units = ((1e9, " B"), (1e6, " M"), (1e3, " k"), (1.0, ""))
+    scale, unit = next(((scale, unit) for scale, unit in units if number >= scale), units[-1])
+    return f"{number / scale:.3g}{unit}"
+
+
+def _layout(config: Config, num_ranks: int) -> str:
+    own = config.engine.parallel
+    data = num_ranks // (own.tensor * own.pipeline * own.context)
+    sizes = {"data": data, "tensor": own.tensor, "pipeline": own.pipeline, "context": own.context, "expert": own.expert}
+    told = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{_plural(num_ranks, 'rank')}{f' ({told})' if told else ''}, wrap {config.engine.wrap}"
+
+
+def _rollouts(config: Config) -> str:
+    own, batch = config.rollout, config.data.batch_size
+    workers = f" of {own.tensor_parallel} workers" if own.tensor_parallel > 1 else ""
+    behind = f"at most {_plural(own.max_staleness, 'version')} behind" if own.max_staleness else "in turns with training"
+    where = "on the trainer's GPUs, in turns" if own.is_colocated else behind
+    samples = f"{_plural(batch, 'prompt')} x {own.group_size} samples a step, up to {own.max_new_tokens} tokens each"
+    return f"{_plural(own.replicas, 'vLLM replica')}{workers}, {where}; {samples}"
+
+
+def _reward(config: Config) -> str:
+    return ", ".join(name if weight == 1 else f"{weight:g} x {name}" for name, weight in weights(config.rollout.reward).items())
+
+
+def _data(data: RunData, num_trained: int, config: Config) -> dict[str, str]:
+    lines = {"data": "; ".join(_examples(key, kept, read) for key, (kept, read) in data.counts.items())}
+    order = PromptOrder(len(data.train), config.data.batch_size, config.run.seed, config.data.shuffle)
+    example = data.train[order.index(num_trained)]
+    text = data.prompts.prompt_text(example)
+    shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    num_tokens = len(data.prompts.prompt_ids(example))
+    lines["first prompt"] = f"{shown!r} ({_plural(num_tokens, 'token')}; answer {example.answer[:40]!r})"
+    return lines
+
+
+def _examples(key: str, kept: int, read: int) -> str:
+    return f"{key} has {_plural(kept, 'example')}" + (f" ({read - kept} of {read} dropped: too long)" if kept < read else "")
+
+
+def _beginning(config: Config) -> str:
+    aside = ", the results of a former run are moved aside" if has_results(config.run.folder) else ""
+    return f"nothing: from the weights of model.path{aside}"
+
+
+def _plan(config: Config, first_step: int) -> str:
+    run, every = config.run, config.checkpoint.every_steps
+    told = [f"steps {first_step + 1} to {run.steps}" if first_step < run.steps else f"nothing but the end of step {run.steps}"]
+    if config.data.eval:
+        due = config.rollout.evaluate_every_steps
+        when = ["before the first"] if config.rollout.evaluate_at_start else []
+        when += [_every(due)] if due else []
+        told.append(f"evaluation {', '.join([*when, 'after the last'])}")
+    told.append(f"checkpoint {_every(every)}, after the last" if every else "no checkpoint (checkpoint.every_steps = 0)")
+    told += ["weights to hf"] if run.export_hf else []
+    return "; ".join(told)
+
+
+def _every(steps: int) -> str:
+    return f"every {steps} steps" if steps > 1 else "every step"
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,69 @@
+"""`megasync VERB ...`, the one command: a table of verbs. Each is a module with `main(arguments) -> int`, imported on demand.
+
+Exit codes: 0 done; 2 the command or the config is wrong, nothing was started; 1 failed while running; 130 after Ctrl-C. Another
+verb is one more line of VERBS. Leaves out what the verbs do.
+
+    megasync train configs/quickstart.yaml engine.wrap=ddp      # or: python -m megasync train ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from megasync.config.errors import explain, nearest_name
+from megasync.launch.processes import INTERRUPTED, REFUSED, run_and_leave
+
+
+class Verb(NamedTuple):
+    """Its module, and a line of help."""
+
+    module: str
+    says: str
+
+
+VERBS = {
+    "train": Verb("megasync.train", "train by a config, on this machine's GPUs or CPU"),
+    "submit": Verb("megasync.submit", "the same as a Ray job, on a cluster or on one of its own"),
+    "quickstart": Verb("megasync.quickstart", "a small model, its data and RL, from nothing"),
+    "assets": Verb("megasync.assets", "write a model and data to try it with"),
+    "export": Verb("megasync.export", "a run's weights as a Hugging Face folder, adapters merged if wanted"),
+    "report": Verb("megasync.report", "write a run's report.html"),
+    "doctor": Verb("megasync.doctor", "look for what would make a run fail on this machine, with remedies"),
+    "bench": Verb("megasync.bench.cli", "measure weight sync, generation and training"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {verb.says}" for name, verb in VERBS.items())
+    return f"usage: megasync VERB ...\n\n{verbs}\n\nmegasync VERB --help says more."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb's exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else REFUSED
+    name, *rest = arguments
+    if name not in VERBS:
+        near = nearest_name(name, VERBS)
+        remedy = f"write megasync {near}" if near else "write one of the choices"
+        told = explain(f"megasync {name}: there is no such verb", nearest=near, choices=", ".join(VERBS), remedy=remedy)
+        print(told, file=sys.stderr)
+        return REFUSED
+    try:
+        run: Callable[[Sequence[str]], int] = importlib.import_module(VERBS[name].module).main
+        return run(rest)
+    except KeyboardInterrupt:
+        print(f"megasync {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def entry() -> NoReturn:
+    """Of the console script and `python -m megasync`."""
+    if sys.argv[1:2] == ["train"]:  # which may be a rank, with threads that can hold a process at its end
+        run_and_leave(main)
+    sys.exit(main(sys.argv[1:]))

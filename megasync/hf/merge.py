@@ -1,0 +1,97 @@
+"""An adapter merged into its base model: a Hugging Face folder with W + scale B A, in float32 and rounded once, file by file.
+
+As a run's own merges are (bridge/export/merge.py), so that the folder is what its replicas served. Leaves out checkpoints
+(megasync/export.py). torch is imported when it is done.
+
+    merge_adapter(Path("checkpoints/step_00000010/adapter"), Path("models/base"), "bfloat16", Path("models/merged"))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, read_fields
+from megasync.config.errors import ConfigError, refuse_if
+
+OF_EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+PARAMETERS = {  # an expert's weight: the parameter of all experts, and which half of its rows
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj", None)),
+}
+Factors = tuple[Any, Any]  # A [rank, columns] and B [rows, rank]; of experts [experts * rank, columns] and [rows, rank * experts]
+
+
+def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
+    """Write the merged model to `target`, an empty folder, in `dtype`.
+
+    Raises:
+        ConfigError: the adapter is of another base model, or adapts what the base has not.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from bridge.export.merge import merge_into
+    from engine.checkpoint.hf_folder import finish_folder
+
+    fields, factors = read_fields(adapter), _factors(adapter)
+    _check_base(adapter, base)
+    rank, used = fields["r"], set[str]()
+    scale = fields["lora_alpha"] / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    files = sorted(base.glob("*.safetensors"))
+    for number, file in enumerate(files, start=1):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            weight = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+            linear, expert, half = _place(name)
+            if linear in factors:
+                a, b = factors[linear] if expert is None else _of_expert(*factors[linear], rank, expert, half)
+                weight = merge_into(torch.empty_like(weight), weight, a, b, scale)
+                used.add(linear)
+            tensors[name] = weight
+        save_file(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
+    missing = sorted(factors.keys() - used)
+    message = f"{adapter}: adapts {', '.join(missing[:3])}, which {base} does not have as a tensor of its own"
+    refuse_if(missing, message, remedy="merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload()")
+    finish_folder(target, base)
+
+
+def _check_base(adapter: Path, base: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(adapter / WEIGHTS_FILE, framework="np") as file:
+        then = (file.metadata() or {}).get("base_fingerprint")
+    message = f"{adapter}: was trained on other weights than those in {base}"
+    refuse_if(then is not None and then != fingerprint(base), message, remedy="put its base model there")
+
+
+def _factors(adapter: Path) -> dict[str, Factors]:
+    """By the linear, or the parameter of all experts, in Hugging Face's names."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    halves: dict[str, dict[str, Any]] = {}
+    for key, (linear, kind) in adapted_linears(adapter, read_fields(adapter), list(tensors)).items():
+        halves.setdefault(linear, {})[kind] = tensors[key]
+    if not halves:
+        raise ConfigError(f"{adapter}: holds no adapter", remedy="take another checkpoint with --step")
+    return {linear: (pair["A"], pair["B"]) for linear, pair in halves.items()}
+
+
+def _place(name: str) -> tuple[str, int | None, int | None]:
+    """The linear, or parameter of all experts, that a tensor of the base belongs to; the expert; which half of the rows."""
+    match = OF_EXPERT.fullmatch(name)
+    if match is None or match[3] not in PARAMETERS:
+        return name.removesuffix(".weight"), None, None
+    parameter, half = PARAMETERS[match[3]]
+    return f"{match[1]}.mlp.experts.{parameter}", int(match[2]), half
+
+
+def _of_expert(a: Any, b: Any, rank: int, expert: int, half: int | None) -> Factors:
+    """One expert's part of PEFT's stacked factors, in whose B the expert counts fastest (engine/peft/experts.py)."""
+    num_experts = a.shape[0] // rank
+    own_b = b.view(b.shape[0], rank, num_experts)[:, :, expert]
+    return a.view(num_experts, rank, -1)[expert], own_b if half is None else own_b.chunk(2)[half]
