@@ -22,6 +22,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "doctor", "cli"),
+    *("generate", "evaluate"),
 ]
 COMMANDS = ["train", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
 # A room imports from itself and from those before it.
@@ -36,7 +37,8 @@ ROOMS = {
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "diagnosis", "run"),
-        *("assets", "report", "export", "doctor", "quickstart", "train", "submit", "bench", "cli", "__main__"),
+        *("assets", "report", "export", "serving", "generate", "evaluate", "doctor"),
+        *("quickstart", "train", "submit", "bench", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
