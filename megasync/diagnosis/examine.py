@@ -59,7 +59,10 @@ def _of_installation(machine: Machine) -> Iterator[Finding]:
     there = packages.installed()
     pins = packages.read_lock(packages.LOCKS / f"{machine.lane}.txt")
     yield from packages.check_python(tuple(sys.version_info[:3]), machine.lane)
-    yield from packages.check_packages(pins, there, machine.lane)
+    if pins:
+        yield from packages.check_packages(pins, there, machine.lane)
+    else:
+        yield from packages.check_requirements(packages.required(), there, machine.lane)
     yield from packages.check_apex(there, sys.path)
     yield from packages.check_plugin([each.value for each in entry_points(group="vllm.general_plugins")])
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from megasync.diagnosis.finding import Finding, error, ok, some, warning
 
@@ -40,6 +42,14 @@ def installed(paths: Sequence[str] | None = None) -> dict[str, str]:
     return {canonical(each.name): each.version for each in reversed(list(found)) if each.name}
 
 
+def required() -> list[str]:
+    """What the metadata of this package asks for; nothing where it has none."""
+    try:
+        return requires("megasync") or []
+    except PackageNotFoundError:
+        return []
+
+
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -58,11 +68,11 @@ def check_python(version: tuple[int, ...], lane: str) -> list[Finding]:
 def check_packages(pins: Mapping[str, str], there: Mapping[str, str], lane: str) -> list[Finding]:
     """What is missing or of another version than the lock of the lane says."""
     vital = {*VITAL, VLLM[lane]}
-    pins = {canonical(name): version for name, version in pins.items()} or dict.fromkeys(vital, "")
+    pins = {canonical(name): version for name, version in pins.items()}
     missing = sorted(name for name in pins if name not in there)
     fatal, others = [name for name in missing if name in vital], [name for name in missing if name not in vital]
     others = [name for name in others if name not in FOR_DEVELOPERS]
-    differing = [f"{name} {there[name]} (lock: {pin})" for name, pin in pins.items() if pin and there.get(name, pin) != pin]
+    differing = [f"{name} {there[name]} (lock: {pin})" for name, pin in pins.items() if there.get(name, pin) != pin]
     tried = [text for text in differing if text.partition(" ")[0] in TRIED]
     found = []
     if fatal:
@@ -75,9 +85,26 @@ def check_packages(pins: Mapping[str, str], there: Mapping[str, str], lane: str)
     if tried or len(differing) > len(tried):
         words = some([*tried, *(text for text in differing if text not in tried)], 5)
         found += warning("packages", f"other versions than the lock's: {words}", f"{SET_UP}; docs/versions.md has what was tried")
-    if found:
-        return found
-    return ok("packages", f"{len(pins)} as locks/{lane}.txt pins them" if any(pins.values()) else "those that a run imports")
+    return found or ok("packages", f"{len(pins)} as locks/{lane}.txt pins them")
+
+
+def check_requirements(texts: Sequence[str], there: Mapping[str, str], lane: str) -> list[Finding]:
+    """In the place of a lock, where there is none: `texts` are what the metadata of this package asks for."""
+    asked = [Requirement(text) for text in texts]
+    asked = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": lane})]
+    missing = [each.name for each in asked if canonical(each.name) not in there]
+    present = [each for each in asked if canonical(each.name) in there]
+    wrong = [f"{each.name} {there[canonical(each.name)]} ({each.specifier})" for each in present if not _is_allowed(each, there)]
+    remedy = f"pip install 'megasync[{lane}]', or ./launch/setup.sh in a clone, which installs what a lock pins"
+    if missing:
+        return error("packages", f"not installed: {some(missing)}", remedy)
+    if wrong:
+        return warning("packages", f"other versions than asked for: {some(wrong)}", remedy)
+    return ok("packages", f"{len(asked)} as the package asks for; there is no lock beside it")
+
+
+def _is_allowed(asked: Requirement, there: Mapping[str, str]) -> bool:
+    return asked.specifier.contains(there[canonical(asked.name)], prereleases=True)
 
 
 def check_apex(there: Mapping[str, str], search: Sequence[str]) -> list[Finding]:

