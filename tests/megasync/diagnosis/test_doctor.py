@@ -48,12 +48,33 @@ def case(level: str, seen: str, remedy: str) -> Callable[[Check], Check]:
 
 @case("error", "3.10.4: at least 3.11", "install Python 3.11")
 def old_python(_: Path) -> list[Finding]:
-    return packages.check_python((3, 10, 4), "cpu")
+    return packages.check_python((3, 10, 4), "cpu", "/usr/bin/python")
 
 
 @case("warning", "3.11.9: lane gpu was tried with 3.12", "install Python 3.12")
 def another_python(_: Path) -> list[Finding]:
-    return packages.check_python((3, 11, 9), "gpu")
+    return packages.check_python((3, 11, 9), "gpu", "/usr/bin/python")
+
+
+@case("error", "whose path has a space", "another folder")
+def python_with_a_space(_: Path) -> list[Finding]:
+    return packages.check_python((3, 11, 9), "cpu", "/home/me/my clone/.venv/bin/python")
+
+
+@case("error", "no AVX2", "a machine with AVX2")
+def old_processor(folder: Path) -> list[Finding]:
+    (folder / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx\n")
+    return packages.check_processor("x86_64", packages.processor_flags(folder / "cpuinfo"), "cpu")
+
+
+@case("error", "none, which Triton needs", "install gcc")
+def no_compiler(folder: Path) -> list[Finding]:
+    return packages.check_compiler(None, folder, "gpu")
+
+
+@case("error", "holds no Python.h", "python3.12-dev")
+def no_headers(folder: Path) -> list[Finding]:
+    return packages.check_compiler("/usr/bin/gcc", folder, "gpu")
 
 
 @case("error", "not installed: megatron-core", "launch/setup.sh")
@@ -458,7 +479,8 @@ def test_what_is_sound_is_ok(tmp_path: Path) -> None:
     links, peers = parse_links(broken.TOPOLOGY.format(link="NV18")), parse_links(broken.PEERS.format(state="OK"))
     assert links == {(0, 1): "NV18", (1, 0): "NV18"} and peers == {(0, 1): "OK", (1, 0): "OK"}
     found = [
-        *packages.check_python((3, 12, 1), "gpu"),
+        *packages.check_python((3, 12, 1), "gpu", "/usr/bin/python"),
+        *packages.check_processor("x86_64", {"avx2"}, "cpu"),
         *packages.check_packages(PINS, PINS, "cpu"),
         *packages.check_requirements(REQUIRES, {"numpy": "2.3.0", "torch": "2.13.0+cpu"}, "cpu"),
         *packages.check_apex({}, []),
