@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -22,7 +23,8 @@ SKEW_SECONDS = 5.0
 
 def check_shared_memory(free: int, needs: Needs, folder: str = "/dev/shm") -> list[Finding]:  # noqa: S108
     """`free`: bytes; -1 where there is no such folder."""
-    remedy = f"docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory at {folder}; or a smaller sync.bucket_bytes"
+    size = f"{math.ceil(needs.roomy_shared_memory / 2**30)}g"
+    remedy = f"docker: --shm-size={size}, Kubernetes: an emptyDir of medium Memory at {folder}; or a smaller sync.bucket_bytes"
     if free < 0:
         return error(folder, "there is no such folder, through which processes talk", f"mount -t tmpfs tmpfs {folder}")
     if free < needs.shared_memory:
@@ -78,10 +80,11 @@ def check_run_folder(folder: Path, holder: str | None) -> list[Finding]:
     nearest, remedy = existing(folder), "write run.dir=FOLDER for a folder of yours"
     if not nearest.is_dir():
         return error("run folder", f"{nearest} is a file", remedy)
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return error("run folder", f"{nearest} cannot be written", remedy)
-    if os.statvfs(nearest).f_flag & os.ST_RDONLY:
-        return error("run folder", f"{nearest} is on a file system that is mounted to be read only", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=nearest, prefix=".probe-"):  # whose name goes at once
+            pass
+    except OSError as problem:
+        return error("run folder", f"{nearest} cannot be written: {problem.strerror}", remedy)
     return ok("run folder", f"{folder}{'' if folder.exists() else ', to be made'}")
 
 

@@ -229,6 +229,11 @@ def run_folder_below_a_file(folder: Path) -> list[Finding]:
     return storage.check_run_folder(folder / "runs" / "first", None)
 
 
+@case("error", "/proc cannot be written", "run.dir=FOLDER")
+def run_folder_that_cannot_be_written(_: Path) -> list[Finding]:
+    return storage.check_run_folder(Path("/proc/runs/first"), None)
+
+
 @case("error", "a run is going on in it: process", "run.name=NAME")
 def run_folder_in_use(folder: Path) -> list[Finding]:
     program = "from pathlib import Path; from megasync.config.files import lock; import sys\n"
