@@ -36,12 +36,11 @@ class Process:
 
 
 def snapshot() -> list[Process]:
-    """All but this one and those above it."""
-    above = {os.getpid(), *(each.pid for each in psutil.Process().parents())}
+    """All but this one."""
     found = []
     for each in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if each.pid not in above and each.status() != psutil.STATUS_ZOMBIE:
+            if each.pid != os.getpid() and each.status() != psutil.STATUS_ZOMBIE:
                 folder = ""
                 with suppress(psutil.Error, OSError):
                     folder = each.environ().get("TMPDIR", "")
