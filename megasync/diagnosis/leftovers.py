@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,9 @@ from bridge.processes import MEMORY_FOLDER, SHARED_MEMORY
 from megasync.diagnosis.finding import Finding, error, gib, ok, some, warning
 
 SEGMENTS = (*SHARED_MEMORY, "cuda.shm.*", "torch_*")
-FOLDERS = ("ms-*", "ray-*", "megasync-vllm-*")  # of launch/scope.py, launch/ray_cluster.py and bridge/processes.py
+# of launch/scope.py, launch/ray_cluster.py and bridge/processes.py, as Python's tempfile ends their names
+FOLDER = re.compile(r"(ms|ray)-[a-z0-9_]{8}|megasync-vllm-(\d+)-[a-z0-9_]{8}")
+SHOWN = 12
 RANK = re.compile(r"megasync\.train\b|megasync\.rewards\.program|ray::(TrainerRank|Replica)\b|VLLM::")
 LAUNCHERS = re.compile(r"megasync\.(launch\.torchrun|submit|quickstart|launch\.driver)\b")
 SECONDS = 3.0
@@ -110,25 +113,30 @@ def check_segments(folder: Path, in_use: Iterable[int]) -> list[Finding]:
         return []
     names, total = some([path.name for path, _ in lost], 3), gib(sum(size for _, size in lost))
     seen = f"{len(lost)} files in {folder} that no process uses, {total}: {names}"
-    return warning("leftovers", seen, f"rm {some([str(path) for path, _ in lost], 12).replace(', ', ' ')}")
+    return warning("leftovers", seen, command("rm", [str(path) for path, _ in lost]))
 
 
 def check_folders(roots: Iterable[Path], processes: Sequence[Process]) -> list[Finding]:
     """Temporary folders of runs that no process has in its command or for its TMPDIR."""
-    found = {path for root in roots for name in FOLDERS for path in root.glob(name) if path.is_dir()}
+    found = {path: match for root in roots for path in root.glob("*") if (match := FOLDER.fullmatch(path.name)) and path.is_dir()}
     texts = [f"{each.command} {each.folder}" for each in processes]
     pids = {each.pid for each in processes}
     lost = []
-    for path in sorted(found):
-        match = re.fullmatch(r"megasync-vllm-(\d+)-.*", path.name)
-        is_used = int(match[1]) in pids if match else any(str(path) in text for text in texts)
+    for path, match in sorted(found.items()):
+        is_used = int(match[2]) in pids if match[2] else any(str(path) in text for text in texts)
         with suppress(OSError):
             if not is_used and path.stat().st_uid == os.geteuid():
                 lost.append(str(path))
     if not lost:
         return []
     seen = f"{len(lost)} folders of runs that are over: {some(lost, 3)}"
-    return warning("leftovers", seen, f"rm -r {some(lost, 12).replace(', ', ' ')}")
+    return warning("leftovers", seen, command("rm -r", lost))
+
+
+def command(verb: str, paths: Sequence[str]) -> str:
+    """For a shell, with the first of the paths."""
+    more = f"  # and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return f"{verb} {shlex.join(paths[:SHOWN])}{more}"
 
 
 def check_orphans(processes: Sequence[Process]) -> list[Finding]:

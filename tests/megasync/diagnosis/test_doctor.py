@@ -340,10 +340,10 @@ def lost_shared_memory(folder: Path) -> list[Finding]:
 
 @case("warning", "folders of runs that are over", "rm -r ")
 def lost_folders(folder: Path) -> list[Finding]:
-    for name in ("ms-lost", "ms-used", "megasync-vllm-12-x"):
+    for name in ("ms-lost_123", "ms-used1234", "megasync-vllm-12-abcdefgh", "ms-of-somebody-else"):
         (folder / name).mkdir()
-    found = leftovers.check_folders([folder], [Process(12, 1, "python", str(folder / "ms-used"))])
-    assert "ms-lost" in found[0].remedy and "ms-used" not in found[0].remedy and "megasync-vllm-12" not in found[0].remedy
+    found = leftovers.check_folders([folder], [Process(12, 1, "python", str(folder / "ms-used1234"))])
+    assert found[0].remedy == f"rm -r {folder / 'ms-lost_123'}"
     return found
 
 
