@@ -111,9 +111,9 @@ def sync() -> str:
 
 
 def learning() -> str:
-    """The run of docs/bench/smollm2_h200.json: sampled reward a step, and greedy accuracy on held-out problems."""
+    """The run of docs/bench/smollm2_h200.json: sampled reward a step, and greedy reward on held-out problems."""
     run = json.loads((Path(__file__).parent / "bench" / "smollm2_h200.json").read_text(encoding="utf-8"))
-    picture = Picture(860, 300, "SmolLM2-135M-Instruct learns sums: greedy accuracy 0.11 to 0.25 in 100 steps")
+    picture = Picture(860, 300, "SmolLM2-135M-Instruct learns sums: held-out reward 0.11 to 0.25 in 100 steps")
     left, right, bottom, top = 60, 840, 250, 30
 
     def place(step: float, value: float) -> tuple[float, float]:
@@ -123,11 +123,11 @@ def learning() -> str:
         picture.curve([place(0, value), place(100, value)], "grid")
         picture.text(left - 8, place(0, value)[1] + 4, f"{value:.1f}", "small", "end")
     picture.curve([place(step, reward) for step, reward, *_ in run["steps"]], "line")
-    for step, accuracy in run["evaluations"]:
-        picture.dot(*place(step, accuracy), f"{accuracy:.3f}")
+    for step, reward in run["evaluations"]:
+        picture.dot(*place(step, reward), f"{reward:.3f}")
         picture.text(place(step, 0)[0], bottom + 20, str(step), "small")
     picture.text((left + right) / 2, bottom + 42, "step", "small")
-    picture.text(left, 20, "line: mean reward of sampled responses; dots: greedy accuracy on 256 held-out problems", "small", "start")
+    picture.text(left, 20, "line: mean reward of sampled responses; dots: greedy reward on 256 held-out problems", "small", "start")
     return picture.svg()
 
 

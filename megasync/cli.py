@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megasync.config.errors import explain, nearest_name
@@ -65,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def entry() -> NoReturn:
-    """Of the console script and `python -m megasync`."""
+    """Of the console script and `python -m megasync`. Rewards are imported from the folder where it is started, in both cases."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     if sys.argv[1:2] == ["train"]:  # which may be a rank, with threads that can hold a process at its end
         run_and_leave(main)
     sys.exit(main(sys.argv[1:]))

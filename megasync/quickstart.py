@@ -7,7 +7,7 @@ every other key goes to RL alone. A second quickstart in the same folder starts 
 Without GPUs there are 2 ranks on the CPU. On one GPU trainer and replica take turns (`rollout.placement=colocated`); on more
 of them the replica has one of its own, and the trainer one or two.
 
-    python -m megasync.quickstart [key=value ...] [--nproc N]      # or ./launch/quickstart.sh, which installs all first
+    megasync quickstart [key=value ...] [--nproc N]      # or ./launch/quickstart.sh, which installs all first
 """
 
 from __future__ import annotations

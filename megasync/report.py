@@ -1,6 +1,6 @@
 """Writes a run's report.html again: its curves and figures as one file.
 
-python -m megasync.report runs/quickstart/rl        # writes runs/quickstart/rl/report.html
+megasync report runs/quickstart/rl        # writes runs/quickstart/rl/report.html
 """
 
 from __future__ import annotations

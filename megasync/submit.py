@@ -1,10 +1,11 @@
 """Starts a run through Ray's job API: the program that torchrun starts, with one Ray actor a trainer rank.
 
-With --address the job goes to that cluster, and the code and configs of this repository travel with it; model, data
-and run folder must lie on a file system that its nodes share. Without, a local cluster is started and ends with the
-run. Logs are followed, the exit code is the run's, Ctrl-C stops the job. Exit code 2: config or command are wrong.
+With --address the job goes to that cluster. The code and configs of this repository travel with it, and what --include names,
+such as your rewards; model, data and run folder must lie on a file system that its nodes share. Without, a local cluster is
+started and ends with the run. Logs are followed, the exit code is the run's, Ctrl-C stops the job. Exit code 2: config or command
+are wrong.
 
-    python -m megasync.submit CONFIG.yaml [key=value ...] [--address http://HOST:8265] [--num-ranks N] [--no-wait]
+    megasync submit CONFIG.yaml [key=value ...] [--address http://HOST:8265] [--num-ranks N] [--include PATH ...] [--no-wait]
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
+from megasync.launch.included import import_roots, included_modules, refuse_excluded
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import INTERRUPTED, REFUSED
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
+from megasync.train import done_words, is_done
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"
@@ -55,6 +58,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
     parser.add_argument("--address", help="a cluster's job server; left out: a local cluster for this run")
     parser.add_argument("--num-ranks", type=int, help="trainer ranks (default: 2, or the GPUs less the replicas')")
+    include_help = "a package, a module or a folder of them, such as your rewards': importable in the job, and travels with it"
+    parser.add_argument("--include", action="append", default=[], type=Path, metavar="PATH", help=include_help)
     parser.add_argument("--no-wait", action="store_true", help="leave once the job is submitted (needs --address)")
     parser.add_argument("--program", default=TRAINER, help="module:function(argv) that every rank runs")
     options = parser.parse_intermixed_args(argv)
@@ -72,7 +77,11 @@ def check(options: argparse.Namespace, num_ranks: int) -> int:
     if options.program != TRAINER:
         return 0
     command = [sys.executable, "-m", "megasync.train", "--check", "--world-size", str(num_ranks)]
-    return subprocess.run([*command, options.config, *options.overrides], check=False).returncode
+    roots = [*import_roots(included_modules(options.include)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+    return subprocess.run(
+        [*command, options.config, *options.overrides], env=environment, check=False, stdout=subprocess.DEVNULL
+    ).returncode
 
 
 def absolute_paths(config: Config) -> list[str]:
@@ -89,13 +98,15 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     """
     path = Path(options.config).resolve()
     environment = {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    runtime_env: dict[str, Any] = {"env_vars": environment}
+    modules = included_modules(options.include)
+    runtime_env: dict[str, Any] = {"env_vars": environment, **({"py_modules": list(map(str, modules))} if modules else {})}
     interpreter, config_path = sys.executable, str(path)
     if options.address:
         if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):
             remedy = f"move it below {ROOT / 'configs'}, which travels to the cluster"
             raise ConfigError(f"{path}: the cluster would not see this config", remedy=remedy)
         excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
+        refuse_excluded(modules, excludes)
         runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
         interpreter, config_path = "python", str(path.relative_to(ROOT))
     driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
@@ -256,6 +267,9 @@ def main(argv: Sequence[str]) -> int:
         job_arguments = job(options, config, num_ranks)
     if code := check(options, num_ranks):
         return code
+    if options.program == TRAINER and is_done(config):
+        print(done_words(config))
+        return 0
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process
     words = partial(last_words, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))

@@ -65,10 +65,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
     parser.add_argument("--check", action="store_true", help="only say what would start")
     help_ = "trainer ranks on this machine (default: the environment's NPROC; 2 without GPUs, else the GPUs less the replicas')"
-    parser.add_argument("--nproc", "--world-size", dest="num_ranks", type=int, metavar="N", help=help_)
+    of_environment = os.environ.get("WORLD_SIZE" if "RANK" in os.environ else "NPROC") or None
+    flags = ("--nproc", "--world-size")
+    parser.add_argument(*flags, dest="num_ranks", type=int, default=of_environment, metavar="N", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
-    if given.num_ranks is None and (of_environment := os.environ.get("WORLD_SIZE") or os.environ.get("NPROC")):
-        given.num_ranks = int(of_environment)
     if given.num_ranks is not None and given.num_ranks < 1:
         parser.error(f"--nproc {given.num_ranks}: at least 1")
     return given
@@ -123,12 +123,12 @@ def run(config: Config, data: RunData | None) -> int:
 
     rank = int(os.environ.get("RANK", "0"))
     end_on_sigterm()
-    session, is_well = None, False
+    session, is_well, told = None, False, ""
     try:
         with main_errors(speak=rank == 0):
             session = Session(config, data)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
-        session.finish()
+        told = session.finish()
         is_well = True
     except Exception as error:
         get_error_handler().record_exception(error)  # for the launcher, which says it last
@@ -145,6 +145,8 @@ def run(config: Config, data: RunData | None) -> int:
         parallel.shutdown()
         if session is not None and is_well:
             session.heartbeat.leave()
+    if told and config.run.progress != "none":
+        print(told, flush=True)  # once all that could say something is down
     return 0
 
 

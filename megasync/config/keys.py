@@ -181,9 +181,11 @@ def nearest_key(keys: Iterable[str], unknown: str) -> str:
     siblings = {key.rpartition(".")[2]: key for key in below(keys, above)}
     if name in ADVICE and name not in by_last:
         return ""
-    if name in by_last and unknown not in ALIASES:
+    parts = unknown.split(".")
+    endings = [".".join(parts[start:]) for start in range(len(parts))]  # actor_rollout_ref.rollout.n, rollout.n, n
+    if name in by_last and not any(ending in ALIASES for ending in endings[:-1] or endings):
         return nearest_name(unknown, [key for key in keys if key.endswith(f".{name}")]) or by_last[name]
-    if alias := ALIASES.get(unknown) or ALIASES.get(name):
+    if alias := next((ALIASES[ending] for ending in endings if ending in ALIASES), ""):
         return alias if alias in keys else ""
     if near := nearest_name(name, siblings):
         return siblings[near]

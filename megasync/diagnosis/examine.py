@@ -70,6 +70,7 @@ def _of_installation(machine: Machine, given: Mapping[str, str]) -> Iterator[Fin
         yield from packages.check_packages(pins, there, machine.lane)
     else:
         yield from packages.check_requirements(packages.required(), there, machine.lane)
+    yield from packages.check_companions(there, packages.import_problem)
     yield from packages.check_apex(there, sys.path)
     yield from packages.check_plugin([each.value for each in entry_points(group="vllm.general_plugins")])
 

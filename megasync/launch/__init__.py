@@ -2,6 +2,7 @@
 
 driver.py       runs within a Ray job: one actor a trainer rank
 torchrun.py     torchrun on one machine
+included.py     packages and modules of the user's that travel with a job
 last_words.py   what a run that failed says last
 ray_cluster.py  a Ray of a run's own
 scope.py        a run's processes, temporary files and sockets, and their end

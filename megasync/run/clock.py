@@ -3,6 +3,7 @@
 A step's time is that since the line before, so that evaluation and checkpoint after step 10 are in the line of step 11; those
 after the last step are the end's. Leaves out what happens beside the steps, such as rollouts ahead of them (timeline.json).
 
+    clock = StepClock(psutil.Process().create_time())
     clock.start()                                   # the first step begins
     with clock.phase("train"): ...
     clock.take(generates=True)                      # {"step/seconds": 1.5, "step/train_seconds": 0.6, ...}
@@ -21,9 +22,9 @@ OF_GENERATION = ("rollout", "sync")
 class StepClock:
     """Of one rank. A phase within another counts as the outer one."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
-        self.now = now
-        self.begin_seconds = now()
+    def __init__(self, begin_seconds: float, now: Callable[[], float] = time.time) -> None:
+        """`begin_seconds`: when the process was started, by the clock `now`."""
+        self.now, self.begin_seconds = now, begin_seconds
         self.start_seconds = self.steps_seconds = 0.0  # before the first step, and of all steps whose lines are written
         self._line_seconds: float | None = None
         self._phases: dict[str, float] = {}

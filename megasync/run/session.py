@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
 from engine.engine import Engine
@@ -43,7 +45,7 @@ class Session:
 
     def __init__(self, config: Config, data: RunData | None) -> None:
         self.config = config
-        self.clock = StepClock()
+        self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
         is_colocated = config.rollout.is_colocated
@@ -269,8 +271,8 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ the end
 
-    def finish(self) -> None:
-        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary.json and report.html."""
+    def finish(self) -> str:
+        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
         if self._is_unsaved(done) and self.config.checkpoint.every_steps:
             self._checkpoint(done)
@@ -279,12 +281,13 @@ class Session:
             self.evaluate(done)
         if self.config.run.export_hf:
             self.weights.export(self.config.run.folder / "hf")
-        if self.layout.rank == 0:
-            found = summary(self.config, done, self.weights.syncs, self.clock.summary())
-            self.log.summary(found)
-            self.log.timeline.write()
-            write_report(self.config.run.folder)
-            self.log.note(closing_lines(self.config, found))
+        if self.layout.rank != 0:
+            return ""
+        found = summary(self.config, done, self.weights.syncs, self.clock.summary())
+        self.log.summary(found)
+        self.log.timeline.write()
+        write_report(self.config.run.folder)
+        return closing_lines(self.config, found)
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.

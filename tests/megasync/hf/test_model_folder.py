@@ -26,6 +26,9 @@ def test_model_path(runnable: Path, tmp_path: Path) -> None:
     message = cannot_run(runnable, "model.path=Qwen/Qwen2.5-3B-Instruct")
     assert "there is no such folder" in message
     assert "hf download Qwen/Qwen2.5-3B-Instruct" in message
+    for path in (f"{tmp_path}/models/none", "models/none/deeper", f"{tmp_path}/none"):
+        message = cannot_run(runnable, f"model.path={path}")
+        assert "hf download" not in message and "write model.path=FOLDER" in message
     assert "is a file" in cannot_run(runnable, f"model.path={runnable}")
     (tmp_path / "void").mkdir()
     assert "holds no config.json" in cannot_run(runnable, f"model.path={tmp_path}/void")

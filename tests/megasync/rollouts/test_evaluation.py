@@ -119,6 +119,7 @@ def test_sets_that_could_not_work_are_refused(runnable: Path, override: str, wor
         ("{math: {path: a, temperature: 0.001}}", "data.eval.math.temperature = 0.001: vLLM samples at no such temperature"),
         ("{math: {path: a, temperature: 3.0}}", "data.eval.math.temperature = 3.0: out of range"),
         ("{math: {path: a, samples: 0}}", "data.eval.math.samples = 0: out of range"),
+        ("{math: {path: a, limit: 0}}", "data.eval.math.limit = 0: out of range"),
         ("{math: {path: a, top_p: high}}", "data.eval.math.top_p = 'high': a number is expected"),
         ("[a.jsonl]", "data.eval = ['a.jsonl']: a text is expected"),
     ],
@@ -139,6 +140,9 @@ def test_a_folder_with_several_splits_is_evaluated_on_one(runnable: Path) -> Non
     assert [e.prompt for e in (*data.train, *data.eval_sets["gsm"])] == ["train", "test"]
     assert "write data.split=t" in cannot_run(runnable, f"data.train={folder}")
     assert "write data.eval.NAME.split=t" in cannot_run(runnable, f"data.eval={folder}")
+    limited = [f"data.eval={{gsm: {{path: {runnable.parent / 'train.jsonl'}, limit: 1}}}}"]
+    data = load_data(load_config(runnable, limited))
+    assert data.eval_sets["gsm"] == data.train[:1] and data.counts["data.eval.gsm"] == (1, 1)
     assert "write data.eval.gsm.split=test" in cannot_run(runnable, f"data.eval.gsm={{path: {folder}, split: tets}}")
 
 

@@ -1,0 +1,94 @@
+"""What a run says of itself before it starts, by its config, its data and the checkpoint in its folder. No torch is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from engine.resume import model_of
+from megasync.checks.banner import banner, num_parameters
+from megasync.checks.check import check_config
+from megasync.config.load import load_config
+from tests.support.config_files import cannot_run, write, write_runnable
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    return write_runnable(tmp_path)
+
+
+def told(path: Path, *overrides: str, num_ranks: int = 2) -> dict[str, str]:
+    """The banner's lines by their names."""
+    config = load_config(path, overrides)
+    text = banner(config, num_ranks, check_config(config, num_ranks))
+    return dict(re.findall(r"^  ([\w ]+): +(.*)$", text, flags=re.MULTILINE))
+
+
+def write_checkpoint(run: Path, step: int, model: dict[str, Any], **more: object) -> Path:
+    """As far as a check looks at it."""
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    (folder / "hf").mkdir(parents=True)
+    (folder / "index.json").write_text(json.dumps({"format": 2, "model": model, **more}))
+    return folder
+
+
+def test_layout_rollouts_and_rewards_are_named(runnable: Path) -> None:
+    rewards = "rollout.reward={exact_match: 1, token_count: 0.5}"
+    lines = told(runnable, "engine.parallel.tensor=2", "engine.wrap=ddp", rewards, num_ranks=4)
+    assert lines["layout"] == "4 ranks (data 2, tensor 2), wrap ddp"
+    assert lines["reward"] == "exact_match, 0.5 x token_count"
+    assert "1 vLLM replica, in turns with training" in lines["rollouts"]
+    assert "at most 1 version behind" in told(runnable, "rollout.max_staleness=1")["rollouts"]
+    sft = told(runnable, "algorithm.name=sft")
+    assert "reward" not in sft and "rollouts" not in sft
+
+
+def test_what_is_dropped_and_the_first_prompt_are_shown(runnable: Path) -> None:
+    lines = [json.dumps({"question": "1" * length, "answer": "2"}) for length in (3, 40, 4)]
+    train = write(runnable.parent / "some.jsonl", "\n".join(lines))
+    limits = ["rollout.max_model_len=32", "rollout.max_new_tokens=8", "data.batch_size=1", "data.shuffle=false"]
+    found = told(runnable, f"data.train={train}", *limits)
+    assert found["data"] == "data.train has 2 examples (1 of 3 dropped: too long)"
+    assert found["first prompt"].startswith("'111' (") and found["first prompt"].endswith("; answer '2')")
+
+
+def test_where_it_goes_on_and_what_it_will_do(runnable: Path) -> None:
+    config = load_config(runnable)
+    assert told(runnable)["resumes"] == "nothing: from the weights of model.path"
+    write(config.run.folder / "metrics.jsonl", '{"step": 1}\n')
+    assert "former run are moved aside" in told(runnable)["resumes"]
+    checkpoint = write_checkpoint(config.run.folder, 3, model_of(config.model.dtype, config.engine.lora))
+    found = told(runnable, "run.steps=5", "checkpoint.every_steps=1")
+    assert found["resumes"] == f"from {checkpoint}" and found["folder"] == str(config.run.folder)
+    assert found["will do"] == "steps 4 to 5; checkpoint every step, after the last"
+    assert told(runnable, "run.steps=3")["will do"].startswith("nothing but the end of step 3")
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnable: Path) -> None:
+    config = load_config(runnable)
+    run, model = config.run.folder, model_of(config.model.dtype, config.engine.lora)
+    write_checkpoint(run, 1, model)
+    check_config(config, 2)
+    newest = write_checkpoint(run, 2, model | {"dtype": "torch.float64", "lora_rank": 8})
+    message = cannot_run(runnable)
+    assert f"{newest}: cannot resume with another model: dtype is torch." in message
+    assert "lora_rank is 0, the checkpoint has 8" in message
+    assert f"model.path={newest}/hf" in message and "checkpoint.resume=never" in message
+    check_config(load_config(runnable, ["checkpoint.resume=never"]), 2)
+    for text, words in (("{", "is damaged"), (json.dumps({"format": 1}), "this version reads 2")):
+        (newest / "index.json").write_text(text)
+        assert words in cannot_run(runnable)
+    (newest / "index.json").unlink()
+    assert "has no index.json" in cannot_run(runnable)
+
+
+def test_parameters_are_counted_by_the_headers(tmp_path: Path) -> None:
+    for number, shape in enumerate([(3, 5), (7,), (2, 2, 2)]):
+        save_file({"a": np.zeros(shape, np.float32), "b": np.zeros(shape, np.int8)}, tmp_path / f"model-{number}.safetensors")
+    assert num_parameters(tmp_path) == 2 * (15 + 7 + 8)

