@@ -14,7 +14,7 @@ from megasync.launch.ray_cluster import free_port
 from megasync.launch.scope import ON_LOOPBACK
 
 ROOT = Path(__file__).resolve().parents[2]
-PROBE, NUM_RANKS = "megasync.diagnosis.probe", 2
+PROBE, NUM_RANKS, DONE = "megasync.diagnosis.probe", 2, "all-reduce: "
 NAMES = {"gloo": "gloo", "nccl": "NCCL"}
 REMEDIES = {
     "gloo": "unset GLOO_SOCKET_IFNAME, or let it name an interface that `ip addr` lists; see that torch can be imported",
@@ -30,7 +30,7 @@ def check_collective(backend: str, environment: Mapping[str, str], seconds: floa
         return error(name, f"two processes did not find each other within {seconds:g} s: {said}", REMEDIES[backend])
     if code:
         return error(name, f"two processes failed: {said}", REMEDIES[backend])
-    took, rate = map(float, said.split())
+    took, rate = map(float, said.removeprefix(DONE).split())
     told = f"two processes: {took * 1e3:.1f} ms, {rate:.1f} GB/s an all-reduce"
     if rate < LEAST_GB_PER_SECOND[backend]:
         return warning(name, told, "see `GPU links` and NCCL_* variables: GPUs of one host reach more")
@@ -39,7 +39,8 @@ def check_collective(backend: str, environment: Mapping[str, str], seconds: floa
 
 def run_pair(backend: str, environment: Mapping[str, str], seconds: float) -> tuple[int | None, str]:
     """The first exit code that is not 0, None where a process had to be ended, and the last line of that process."""
-    own = {**ON_LOOPBACK, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}"}
+    inherited = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}  # torchrun's store
+    own = {**ON_LOOPBACK, **inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}"}
     deadline, port = time.monotonic() + seconds, str(free_port())
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(NUM_RANKS)]
@@ -64,7 +65,10 @@ def run_pair(backend: str, environment: Mapping[str, str], seconds: float) -> tu
 
 
 def _last_line(file: Path) -> str:
-    """The last that says something; of a traceback the error."""
+    """What was measured; else the last that says something, of a traceback the error."""
     lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.partition(":")[0]]
-    return ((errors or lines or ["without a word"])[-1])[:300]
+    done, errors = (
+        [line for line in lines if line.startswith(DONE)],
+        [line for line in lines if "Error" in line.partition(":")[0]],
+    )
+    return ((done or errors or lines or ["without a word"])[-1])[:300]

@@ -1,6 +1,6 @@
 """One of two processes that add numbers up over gloo or NCCL, as trainer ranks do. Started by collectives.py.
 
-python -m megasync.diagnosis.probe gloo 0 29500        # backend, rank, port; the last line: seconds and GB/s
+python -m megasync.diagnosis.probe gloo 0 29500        # backend, rank, port; prints seconds and GB/s
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 NUM_RANKS, ROUNDS = 2, 5
 NUM_BYTES = {"gloo": 2**20, "nccl": 2**28}
 SECONDS = 60
+DONE = "all-reduce: "  # as collectives.py looks for it
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     total = float(values[0])  # waits for the device
     seconds = (time.monotonic() - begin) / ROUNDS
     dist.destroy_process_group()
-    print(f"{seconds:.6f} {values.nbytes / seconds / 1e9:.2f}" if is_right else f"wrong sum: {total}", flush=True)
+    print(f"{DONE}{seconds:.6f} {values.nbytes / seconds / 1e9:.2f}" if is_right else f"wrong sum: {total}", flush=True)
     return 0 if is_right else 1
 
 
