@@ -55,6 +55,13 @@ _UNSET = "unset it"
 _INTERFACE = "unset it, or name one that `ip addr` lists"
 RULES = (
     Rule(
+        "MEGASYNC_LANE",
+        "error",
+        lambda v, _: v not in ("", "cpu", "gpu"),
+        "there is no such lane, and the scripts in launch/ stop",
+        "write MEGASYNC_LANE=cpu or MEGASYNC_LANE=gpu, or unset it",
+    ),
+    Rule(
         "VLLM_PLUGINS",
         "error",
         lambda v, p: p.has_rollouts and "megasync" not in v.split(","),

@@ -43,7 +43,9 @@ class Machine(NamedTuple):
 
 def look(given: Mapping[str, str]) -> Machine:
     found = gpus.read_gpus()
-    lane = given.get("MEGASYNC_LANE") or ("gpu" if found or DEVICE_FILE.exists() else "cpu")
+    lane = given.get("MEGASYNC_LANE", "")
+    if lane not in packages.PYTHONS:  # `environment` says so
+        lane = "gpu" if found or DEVICE_FILE.exists() else "cpu"
     return Machine(lane, found, gpus.visible(found, given.get("CUDA_VISIBLE_DEVICES"))[0], leftovers.snapshot())
 
 

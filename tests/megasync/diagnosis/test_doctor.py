@@ -306,6 +306,11 @@ def plugins_without_ours(_: Path) -> list[Finding]:
     return check_environment({"VLLM_PLUGINS": "lora_filesystem_resolver"}, Place())
 
 
+@case("error", "MEGASYNC_LANE=tpu: there is no such lane", "MEGASYNC_LANE=cpu")
+def lane_that_there_is_not(_: Path) -> list[Finding]:
+    return check_environment({"MEGASYNC_LANE": "tpu"}, Place())
+
+
 @case("error", "NCCL_SOCKET_IFNAME=ib0: no such network interface", "ip addr")
 def nccl_on_no_interface(_: Path) -> list[Finding]:
     return check_environment({"NCCL_SOCKET_IFNAME": "ib0"}, ON_GPUS)
