@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.generation import Sampling
-from megasync.config.errors import main_errors
+from megasync.config.errors import main_errors, refuse_if
 from megasync.config.schema import Config
 from megasync.data.data import Example, load_examples
 from megasync.data.prompts import Prompts
@@ -74,7 +74,11 @@ def examples(config: Config, given: argparse.Namespace) -> list[Example]:
     """Of --prompt, or of --data by data.prompt_key."""
     if given.prompt:
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
-    return load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")
+    found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")
+    turns = next((example for example in found if example.turns and not config.data.chat_template), None)
+    message = f"{given.data}: line {turns.line if turns else 0} holds a list of messages, and data.chat_template = false"
+    refuse_if(turns, message, remedy="write data.chat_template=true, or make one text of it")
+    return found
 
 
 def sampling(config: Config, given: argparse.Namespace) -> Sampling:

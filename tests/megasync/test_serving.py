@@ -141,6 +141,13 @@ def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: 
         assert stop.value.code == 2 and "write --max-new-tokens" in said, said
 
 
+def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "turns.jsonl", '{"q": [{"role": "user", "content": "1+1="}]}\n')
+    with pytest.raises(SystemExit) as stop:
+        generate.main([str(run), "--data", str(file), "data.prompt_key=q"], serve=no_replicas)
+    assert stop.value.code == 2 and "line 1 holds a list of messages" in capsys.readouterr().err
+
+
 @given(GROUPS, st.sampled_from([0.5, 1.0]))
 def test_means_are_those_of_the_runs_metrics(rewards: list[list[float]], pass_reward: float) -> None:
     found = {f"eval/x/{name}": each for name, each in estimates(rewards, pass_reward).items()}
