@@ -556,7 +556,7 @@ def test_needs_follow_the_config(tmp_path: Path) -> None:
     assert count_parameters(tmp_path / "model") == 64 + 15
     on_cpu, on_gpus = (needs_of(config, 10**9, 4, has_gpus=has_gpus) for has_gpus in (False, True))
     assert on_cpu.shared_memory == 128 * MIB and on_gpus.shared_memory == 0 and on_gpus.replica_gpus == 1
-    assert on_cpu.disk == 2 * 12 * 10**9, "of 100 steps two checkpoints: weights and two moments"
+    assert on_cpu.disk == 2 * 16 * 10**9, "of 100 steps two checkpoints: weights, main weights and two moments"
     assert on_cpu.host_memory > (4 + 4 + 8 + 4) * 10**9 > on_gpus.host_memory
     ddp = config.model_copy(update={"engine": config.engine.model_copy(update={"wrap": "ddp"})})
     more = needs_of(ddp, 10**9, 4, has_gpus=False).host_memory - on_cpu.host_memory
