@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 
 LIGHT = [
     *("jinja2>=3.1,<4", "numpy>=2.1,<3", "omegaconf>=2.3,<3", "psutil>=6,<8", "pyarrow>=20", "pydantic>=2.11,<3", "pyyaml>=6,<7"),
+    "packaging>=24",
     *("pydantic-core>=2.33,<3", "rich>=13", "safetensors>=0.6,<1", "setuptools>=70.1", "tokenizers>=0.22,<1"),
     *("transformers>=5.17,<6", "typing-extensions>=4.12,<5"),
 ]

@@ -7,6 +7,9 @@ quickstart.py  model, data, warm-up and RL in one command
 assets.py      writes a model and data to try it with
 export.py      a run's weights as a Hugging Face folder
 report.py      a run's report.html
+doctor.py      whether this machine is fit for a run
+generate.py    responses to prompts
+evaluate.py    held-out results with confidence intervals
 
 Each room imports only from those above it, verbs from all:
 
@@ -20,5 +23,7 @@ rewards/       what a response is worth, in processes of their own
 rollouts/      batches: a stream of groups, generated and rewarded
 run/           a run on one rank: session, loop, weights
 checks/        whether a config can run here
+diagnosis/     whether this machine is fit for it
+serving/       weights of a run or folder, served for generate and evaluate
 bench/         figures of this machine: weight sync, generation, training
 """

@@ -279,7 +279,7 @@ def main(argv: Sequence[str]) -> int:
         with run_scope(), local_cluster(num_cpus(config, num_ranks)) as address:
             return follow_to_end(*submit(address, job_arguments), words)
     except (RuntimeError, OSError) as error:
-        print(f"the Ray cluster failed: {error}", file=sys.stderr)
+        print(f"the Ray cluster failed: {error}\n`megasync doctor` looks at this machine", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -142,7 +142,8 @@ def run(config: Config, data: RunData | None) -> int:
             raise
         at, last = (f"step {session.step + 1}: ", session.last_checkpoint) if session is not None else ("", None)
         if rank == 0:
-            print(f"{at}{error}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
+            hint = "\n`megasync doctor CONFIG` looks at this machine" if "did not start" in str(error) else ""
+            print(f"{at}{error}{hint}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         return 1
     finally:
         if session is not None:

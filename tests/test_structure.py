@@ -21,9 +21,10 @@ FORBIDDEN = {
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
-    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "cli"),
+    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "doctor", "cli"),
+    *("generate", "evaluate"),
 ]
-COMMANDS = ["train", "submit", "quickstart", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
+COMMANDS = ["train", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
 # A room imports from itself and from those before it.
 ROOMS = {
     "engine": [
@@ -35,8 +36,9 @@ ROOMS = {
         *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
-        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "run"),
-        *("assets", "report", "export", "quickstart", "train", "submit", "bench", "cli", "__main__"),
+        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "diagnosis", "run"),
+        *("assets", "report", "export", "serving", "generate", "evaluate", "doctor"),
+        *("quickstart", "train", "submit", "bench", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]

@@ -44,7 +44,7 @@ def load_examples(
 ) -> list[Example]:
     """All examples in their order. A key a.b that is no column itself is field b of column a.
 
-    `section` and `split_key`: which keys of the config an error tells to write.
+    `answer_key` empty: answers are empty. `section` and `split_key`: which keys of the config an error tells to write.
 
     Raises:
         ConfigError: names file, line or row, key, reason and remedy.
@@ -62,7 +62,8 @@ def load_examples(
 
 
 def _example(place: str, row: Row, number: int, prompt_key: tuple[str, str], answer_key: tuple[str, str]) -> Example:
-    prompt, answer = _value(place, row, *prompt_key), _text(place, answer_key[0], _value(place, row, *answer_key))
+    prompt = _value(place, row, *prompt_key)
+    answer = _text(place, answer_key[0], _value(place, row, *answer_key)) if answer_key[0] else ""
     line = place.rpartition(":")[2]
     turns = _turns(f"{place}: {prompt_key[0]!r}", prompt) if isinstance(prompt, list) else ()
     text = turns[-1][1] if turns else _text(place, prompt_key[0], prompt)

@@ -170,31 +170,33 @@ class RunData:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: examples that fit, and all that there are
 
 
-def load_data(config: Config) -> RunData:
-    """Read the data files, tokenise them, and drop or refuse what is too long (`data.too_long`).
+def load_data(config: Config, *, trains: bool = True) -> RunData:
+    """Read the data files, tokenise them, and drop or refuse what is too long (`data.too_long`); data.train where it `trains`.
 
     Raises:
         ConfigError: a file or the tokenizer cannot be used, or too few examples are short enough.
     """
     prompts, notes = Prompts(config.model.path, config.data), list[str]()
-    read = read_files(config)
+    read = read_files(config, trains=trains)
     fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read.items()}
     counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
-    return RunData(prompts, fitting["data.train"], fitting.get("data.eval", []), notes, sets, counts)
+    return RunData(prompts, fitting.get("data.train", []), fitting.get("data.eval", []), notes, sets, counts)
 
 
-def read_files(config: Config) -> dict[str, list[Example]]:
-    """All examples of data.train, data.eval and data.eval.NAME, those that are given.
+def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example]]:
+    """All examples of data.train, where it `trains`, data.eval and data.eval.NAME, those that are given.
 
     Raises:
         ConfigError: names the key, the file and the line.
     """
     data = config.data
-    if not data.train:
+    if trains and not data.train:
         raise ConfigError("data.train is not set", remedy="set data.train to a JSONL file")
     examples: dict[str, list[Example]] = {}
     for key, source in _sources(config).items():
+        if key == "data.train" and not trains:
+            continue
         columns = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
         section = key if key.startswith("data.eval.") else "data"
         split_key = f"{key}.NAME.split" if key == "data.eval" else f"{section}.split"

@@ -80,7 +80,13 @@ SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok
 
 def check_model_folder(folder: str | Path) -> ModelShape:
     """ConfigError names the folder or file, what is wrong and the remedy."""
-    folder = Path(folder)
+    shape = check_model_config(Path(folder))
+    check_weights(Path(folder))
+    return shape
+
+
+def check_model_config(folder: Path) -> ModelShape:
+    """The same, without its weights."""
     if not folder.is_dir():
         problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
         is_hub_name = len(folder.parts) == 2 and not (folder.is_absolute() or folder.parent.exists())
@@ -89,7 +95,6 @@ def check_model_folder(folder: str | Path) -> ModelShape:
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
     _refuse_unsupported(folder / "config.json", shape.model_type, fields)
-    check_weights(folder)
     return shape
 
 

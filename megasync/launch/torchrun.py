@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from megasync.launch.scope import LOOPBACK, run_scope
 
 BACKEND = "loopback"
 TRAINER = "megasync.train"
+OF_MACHINE = (signal.SIGKILL, signal.SIGBUS)  # of Linux, where memory, or /dev/shm, is used up
+MACHINE = ": is there too little memory? `megasync doctor CONFIG` looks at this machine"
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -66,7 +69,7 @@ def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
     """Exit code and words for the rank that a signal ended, else for the one that failed first."""
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
     if failure.exitcode < 0:
-        return 1, f"rank {rank} was ended by {failure.signal_name()}"
+        return 1, f"rank {rank} was ended by {failure.signal_name()}{MACHINE if -failure.exitcode in OF_MACHINE else ''}"
     message: Any = failure.message  # annotated as text, but what a rank has recorded is a dict
     if isinstance(message, dict):
         return failure.exitcode, f"rank {rank} failed: {message['message'].splitlines()[0]}"

@@ -10,13 +10,20 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megasync import evaluate, generate
+from megasync.config.load import load_config
+from megasync.diagnosis.needs import count_parameters, needs_of
+from megasync.diagnosis.storage import bytes_below
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.run.clock import PHASES
+from megasync.serving.replicas import replicas
+from megasync.serving.source import find_source
 from tests.runs.table_cases import BUFFER, STOPS, table_config
 from tests.runs.train_cases import (
     COMMAND,
@@ -161,6 +168,46 @@ def test_rewards_are_shown_as_given_and_beside_them_what_the_penalty_for_length_
     for step in metrics(first_run):
         assert step["reward/mean"] == pytest.approx(step["response/tokens_mean"] / 8)
         assert -1 <= step["reward/penalty_mean"] <= -max(0, step["response/tokens_mean"] - (8 - BUFFER)) / BUFFER + 1e-9
+
+
+def test_checkpoints_take_what_doctor_expects(first_run: Path) -> None:
+    config = load_config(first_run / "config.yaml")
+    parameters = count_parameters(Path(config.model.path))
+    expected = needs_of(config, parameters, 2, has_gpus=False).disk
+    assert bytes_below(first_run / "checkpoints") == pytest.approx(expected, rel=0.05)
+
+
+def test_evaluate_and_generate_find_what_the_run_found(
+    first_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On its last checkpoint: each set's metrics, sampled ones too, and the same responses."""
+    own = {f"{line['set']} {line['prompt']}": line for line in read_samples(first_run) if line["step"] == 6}
+    with replicas(find_source(first_run, tmp_path, None, []).config) as pool:
+
+        def said(command: Any, *arguments: str) -> str:
+            capsys.readouterr()
+            assert command.main([str(first_run), *arguments], serve=lambda _: nullcontext(pool)) == 0
+            return capsys.readouterr().out
+
+        found = json.loads(said(evaluate, "--json", "--to", str(tmp_path / "answers.jsonl")))
+        small = str(first_run.parents[1] / "small.jsonl")
+        generated = said(generate, "--data", small, "data.prompt_key=q").splitlines()
+        greedy = said(evaluate, "--data", small, "data.prompt_key=q", "data.answer_key=a", "--samples", "1")
+    expected = read_evaluations(first_run)[-1]
+    assert found["sets"].keys() == {"sums", "small"} and found["weights"].endswith("step_00000006")
+    for name, values in found["sets"].items():
+        metrics = {f"eval/{name}/{metric}": value["mean"] for metric, value in values.items() if "@" in metric}
+        metrics[f"eval/{name}/truncated"] = values["truncated"]
+        assert metrics == {key: value for key, value in expected.items() if key.startswith(f"eval/{name}/")}
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 12 * 3 + 2
+    firsts = {f"{line['set']} {line['prompt']}": line for line in answers if line["sample"] == 0}
+    assert own.keys() <= firsts.keys() | {key for key in own if key.startswith("train ")}
+    for key, line in firsts.items():
+        same = ("response", "answer", "reward", "tokens", "finish_reason")
+        assert key not in own or {name: line[name] for name in same} == {name: own[key][name] for name in same}
+    assert [json.loads(line)["response"] for line in generated] == [a["response"] for a in answers if a["set"] == "small"]
+    assert f"avg@1    {found['sets']['small']['avg@1']['mean']:.4f}  [" in greedy
 
 
 def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:

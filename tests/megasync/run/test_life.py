@@ -55,7 +55,7 @@ def test_a_second_start_is_refused_and_a_rank_that_is_killed_is_told_last(tmp_pa
     steps = [line["step"] for line in metrics(run.folder)]
     assert steps == list(range(1, len(steps) + 1))
     cause, report, newest, command = run.said.read_text().splitlines()[-4:]
-    assert cause == "rank 0 was ended by SIGKILL"
+    assert cause.startswith("rank 0 was ended by SIGKILL: ") and "`megasync doctor CONFIG`" in cause
     assert report == f"report: {run.folder}/report.html" and (run.folder / "report.html").is_file()
     checkpoint = max((run.folder / "checkpoints").glob("step_*"))
     assert newest == f"newest checkpoint: {checkpoint}"

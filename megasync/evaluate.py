@@ -1,0 +1,136 @@
+"""Held-out results of a run, a checkpoint or a Hugging Face folder: avg@k and pass@k with confidence intervals.
+
+    megasync evaluate runs/rl                                          # the run's own sets, as its eval/... metrics
+    megasync evaluate runs/rl --data test.jsonl --samples 8 --temperature 1.0 --to answers.jsonl
+    megasync evaluate models/mine --data test.jsonl --reward math_verify data.prompt_key=problem
+
+Prompts, chat template, stop texts, dtype and reward are those of the run's config.yaml. Exit codes: 0 done; 2 nothing was
+started; 1 failed while it was going on. Leaves out metrics of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasync.config.errors import ConfigError, main_errors
+from megasync.config.schema import Config, EvalSet
+from megasync.data.prompts import load_data
+from megasync.rewards.failure import RewardError
+from megasync.rewards.resolve import resolve_rewards
+from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations
+from megasync.serving import answers
+from megasync.serving.interval import Estimate, estimates
+from megasync.serving.replicas import served
+from megasync.serving.source import Source, find_source
+
+if TYPE_CHECKING:
+    from bridge.replicas.pool import ReplicaPool
+
+Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megasync evaluate", description="avg@k and pass@k on held-out examples.")
+    answers.add_options(parser)
+    parser.add_argument("--data", metavar="FILE", help="as data.train takes (default: the sets of the run's data.eval)")
+    parser.add_argument("--split", default="", help="of --data, where it is a folder with several")
+    parser.add_argument("--limit", type=answers.positive, metavar="N", help="so many first examples")
+    parser.add_argument("--reward", help="as rollout.reward (default: the run's)")
+    parser.add_argument("--pass-reward", type=float, metavar="R", help="a response with this reward or more passes (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one object instead of a table")
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def main(arguments: Sequence[str], serve: Serve = served) -> int:
+    """The exit code. `serve`: replicas that have the config's weights."""
+    given = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch, contextlib.ExitStack() as files:
+        with main_errors():
+            overrides = [*given.overrides, *([f"rollout.reward={given.reward}"] if given.reward else [])]
+            source = find_source(given.what, Path(scratch), given.step, overrides)
+            config = with_sets(source, given)
+            answers.check_servable(config)
+            resolve_rewards(config.rollout.reward)
+            data = load_data(config, trains=False)
+            chosen = evaluations(config, data)
+            config = config if source.is_of_run else answers.with_length(config, chosen, data.prompts)
+            file = files.enter_context(answers.opened(given.to)) if given.to else None
+        for note in data.notes:
+            print(note, file=sys.stderr)
+        found: dict[str, Any] = {"weights": source.name, "model": config.model.path, "reward": config.rollout.reward, "sets": {}}
+        try:
+            with serve(config) as pool:
+                for each in chosen:
+                    got = answers.ask(pool, each, data.prompts, config.run.seed)
+                    rewards = answers.score(config, each, data.prompts, got)
+                    found["sets"][each.name] = result(each, rewards, got)
+                    if file is not None:
+                        answers.write(file, answers.lines(each, data.prompts, got, rewards))
+        except (RuntimeError, RewardError, ValueError) as error:
+            print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
+            return 1
+    print(json.dumps(found, indent=2) if given.json else table(found))
+    return 0
+
+
+def with_sets(source: Source, given: argparse.Namespace) -> Config:
+    """The config with the sets that are to be evaluated: --data alone, or the run's own, each with the options given.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    data = source.config.data
+    sets = data.eval_sets or ({HELD_OUT: EvalSet(path=data.eval)} if isinstance(data.eval, str) and data.eval else {})
+    if given.data:
+        sets = {Path(given.data).stem or "data": EvalSet(path=given.data, split=given.split)}
+    if not sets:
+        raise ConfigError(f"{source.name}: names no evaluation sets", remedy="write --data FILE")
+    changes = {"samples": given.samples, "temperature": given.temperature, "max_new_tokens": given.max_new_tokens}
+    changes |= {"limit": given.limit, "pass_reward": given.pass_reward}
+    if (given.samples or 1) > 1 and given.temperature is None and all(each.temperature == 0 for each in sets.values()):
+        changes["temperature"] = source.config.rollout.temperature  # greedy samples would all be the same
+    told = {name: value for name, value in changes.items() if value is not None}
+    sets = {name: each.model_copy(update=told) for name, each in sets.items()}
+    return source.config.model_copy(update={"data": data.model_copy(update={"eval": sets})})
+
+
+def result(evaluation: Evaluation, rewards: Sequence[Sequence[float]], got: answers.Answers) -> dict[str, Any]:
+    """Of one set, for --json and the table."""
+    sampling, ends = evaluation.sampling, [one.finish_reason == "length" for group in got for one in group]
+    return {
+        "prompts": len(rewards),
+        "samples": sampling.num_samples,
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "pass_reward": evaluation.pass_reward,
+        "truncated": sum(ends) / len(ends),
+        **{name: asdict(each) for name, each in estimates(rewards, evaluation.pass_reward).items()},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """A few lines for each set."""
+    shown = [f"{found['weights']}: reward {found['reward']}"]
+    for name, values in found["sets"].items():
+        sampled = f"temperature {values['temperature']:g}" if values["temperature"] else "greedy"
+        samples = f"{values['samples']} sample{'' if values['samples'] == 1 else 's'} each"
+        shown.append(f"{name}: {values['prompts']} prompts, {samples}, {sampled}, {values['truncated']:.1%} cut off")
+        shown += [f"  {metric:<8} {interval(Estimate(**values[metric]))}" for metric in values if "@" in metric]
+    return "\n".join([*shown, "in brackets the 95 % confidence interval over prompts"])
+
+
+def interval(each: Estimate) -> str:
+    return f"{each.mean:.4f}" if each.low is None else f"{each.mean:.4f}  [{each.low:.4f}, {each.high:.4f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

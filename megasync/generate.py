@@ -1,0 +1,93 @@
+"""Responses of a run, a checkpoint or a Hugging Face folder to prompts, as JSON lines.
+
+    megasync generate runs/rl --prompt "12+34="
+    megasync generate models/mine --data prompts.jsonl --samples 4 --temperature 0.8 --to answers.jsonl data.prompt_key=problem
+
+Through the same replicas as in training, with the run's chat template, stop texts and dtype. Greedy for one sample, else at
+rollout.temperature. Exit codes: 0 done; 2 nothing was started; 1 failed while it was going on. Leaves out rewards (evaluate.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.generation import Sampling
+from megasync.config.errors import main_errors, refuse_if
+from megasync.config.schema import Config
+from megasync.data.data import Example, load_examples
+from megasync.data.prompts import Prompts
+from megasync.rollouts.evaluation import Evaluation
+from megasync.serving import answers
+from megasync.serving.replicas import served
+from megasync.serving.source import find_source
+
+if TYPE_CHECKING:
+    from bridge.replicas.pool import ReplicaPool
+
+Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megasync generate", description="Responses to prompts, as JSON lines.")
+    answers.add_options(parser)
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    prompts.add_argument("--data", metavar="FILE", help="as data.train takes; answers in it are not needed")
+    parser.add_argument("--split", default="", help="of --data, where it is a folder with several")
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def main(arguments: Sequence[str], serve: Serve = served) -> int:
+    """The exit code. `serve`: replicas that have the config's weights."""
+    given = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch, contextlib.ExitStack() as files:
+        with main_errors():
+            source = find_source(given.what, Path(scratch), given.step, given.overrides)
+            config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
+            answers.check_servable(config)
+            prompts, asked = (
+                Prompts(config.model.path, config.data),
+                Evaluation("generate", examples(config, given), sampling(config, given)),
+            )
+            answers.check_lengths(config, asked, prompts)
+            config = config if source.is_of_run else answers.with_length(config, [asked], prompts)
+            file = files.enter_context(answers.opened(given.to)) if given.to else sys.stdout
+        try:
+            with serve(config) as pool:
+                got = answers.ask(pool, asked, prompts, config.run.seed)
+        except (RuntimeError, ValueError) as error:
+            print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
+            return 1
+        answers.write(file, answers.lines(asked, prompts, got, None))
+    return 0
+
+
+def examples(config: Config, given: argparse.Namespace) -> list[Example]:
+    """Of --prompt, or of --data by data.prompt_key."""
+    if given.prompt:
+        return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
+    found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")
+    turns = next((example for example in found if example.turns and not config.data.chat_template), None)
+    message = f"{given.data}: line {turns.line if turns else 0} holds a list of messages, and data.chat_template = false"
+    refuse_if(turns, message, remedy="write data.chat_template=true, or make one text of it")
+    return found
+
+
+def sampling(config: Config, given: argparse.Namespace) -> Sampling:
+    rollout, samples = config.rollout, given.samples or 1
+    temperature = given.temperature if given.temperature is not None else rollout.temperature if samples > 1 else 0.0
+    longest = given.max_new_tokens or rollout.max_new_tokens
+    found = Sampling(num_samples=samples, max_new_tokens=longest, temperature=temperature, stop=rollout.stop)
+    return replace(found, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) if temperature else found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

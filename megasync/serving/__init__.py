@@ -1,0 +1,7 @@
+"""Weights of a run, a checkpoint or a Hugging Face folder, served by the replicas that runs have: for generate and evaluate.
+
+source.py    which weights, and by which config they are asked
+replicas.py  a Ray and replicas for them
+answers.py   what they are asked, and what the answers are worth
+interval.py  a mean over prompts with its confidence interval
+"""

@@ -1,0 +1,137 @@
+"""Examples answered by replicas and scored by rewards, just as a run's own evaluations are (rollouts/evaluation.py).
+
+Leaves out which examples there are, and the replicas (replicas.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megasync.checks.data import check_data, check_engine_arguments
+from megasync.config.errors import ConfigError, refuse_if
+from megasync.config.schema import MAX_TEMPERATURE, MIN_TEMPERATURE, Config
+from megasync.hf.folder import check_model_folder
+from megasync.rewards.pool import RewardPool
+from megasync.rollouts.evaluation import Evaluation, requests_of
+from megasync.rollouts.requests import reward_inputs, sample_line
+
+if TYPE_CHECKING:
+    from bridge.generation import Completion
+    from bridge.replicas.pool import ReplicaPool
+    from megasync.data.prompts import Prompts
+    from megasync.rewards.functions import RewardInput
+
+Answers = list[list["Completion"]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which weights, and how they are sampled from."""
+    parser.add_argument("what", type=Path, metavar="RUN|CHECKPOINT|HF_FOLDER", help="such as runs/rl")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config, such as rollout.replicas=2")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step of a run (default: the newest)")
+    parser.add_argument("--samples", type=positive, metavar="K", help="responses a prompt (default: 1)")
+    parser.add_argument("--temperature", type=_temperature, metavar="T", help="0: greedy, for one sample")
+    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="of one response (default: rollout.max_new_tokens)")
+    parser.add_argument("--to", type=Path, metavar="FILE.jsonl", help="one line a response")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not (number == 0 or MIN_TEMPERATURE <= number <= MAX_TEMPERATURE):
+        raise argparse.ArgumentTypeError(f"{text}: 0 or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
+    return number
+
+
+def check_servable(config: Config) -> None:
+    """ConfigError where model, sets or vLLM's arguments cannot be used."""
+    check_model_folder(config.model.path)
+    check_data(config)
+    check_engine_arguments(config)
+
+
+def with_length(config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
+    """rollout.max_model_len, where nothing is given, as long as the longest of what is asked: vLLM's cache is to hold it."""
+    if config.rollout.max_model_len is not None:
+        return config
+    lengths = [
+        len(prompts.prompt_ids(example)) + each.sampling.max_new_tokens for each in evaluations for example in each.examples
+    ]
+    shape = check_model_folder(config.model.path)
+    most = min(max(lengths), shape.max_position_embeddings or max(lengths))
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_model_len": most})})
+
+
+def check_lengths(config: Config, evaluation: Evaluation, prompts: Prompts) -> None:
+    """ConfigError for a prompt that leaves no room for its response."""
+    limit = config.rollout.max_model_len or check_model_folder(config.model.path).max_position_embeddings
+    for example in evaluation.examples if limit else ():
+        length, response = len(prompts.prompt_ids(example)), evaluation.sampling.max_new_tokens
+        message = f"prompt {example.line}: its {length} tokens and {response} new ones are more than the {limit} that fit"
+        remedy = f"write --max-new-tokens {max(1, limit - length)}, or shorten it"
+        refuse_if(length + response > limit, message, remedy=remedy)
+
+
+def ask(pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts, run_seed: int) -> Answers:
+    """Completions of every example, in order; the same as those of a run's evaluation with this name and seed."""
+    return pool.generate(requests_of(evaluation, prompts, run_seed)).result()
+
+
+def score(config: Config, evaluation: Evaluation, prompts: Prompts, answers: Answers) -> list[list[float]]:
+    """What `rollout.reward` gives for each.
+
+    Raises:
+        RewardError: a reward failed, and rollout.reward_on_failure is stop.
+    """
+    limit = evaluation.sampling.max_new_tokens
+    groups = [
+        reward_inputs(example, group, prompts.texts([one.token_ids for one in group]), limit)
+        for example, group in zip(evaluation.examples, answers, strict=True)
+    ]
+    return asyncio.run(_score_all(config, groups))
+
+
+async def _score_all(config: Config, groups: list[list[RewardInput]]) -> list[list[float]]:
+    with RewardPool(config.rollout) as rewards:
+        scored = await asyncio.gather(*map(rewards.score_group, groups))
+    return [[each.total for each in group] for group in scored]
+
+
+def lines(
+    evaluation: Evaluation, prompts: Prompts, answers: Answers, rewards: Sequence[Sequence[float]] | None
+) -> Iterator[dict[str, Any]]:
+    """One for each response, as in samples.jsonl; without rewards where there are none."""
+    for place, (example, group) in enumerate(zip(evaluation.examples, answers, strict=True)):
+        for sample, completion in enumerate(group):
+            reward = rewards[place][sample] if rewards is not None else 0.0
+            line = {**sample_line(prompts, example, completion, reward, evaluation.name), "sample": sample}
+            left_out = ("versions", *(("reward", "set") if rewards is None else ()))
+            yield {name: value for name, value in line.items() if name not in left_out}
+
+
+def write(file: TextIO, found: Iterator[dict[str, Any]]) -> None:
+    file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in found)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """Refused before anything is asked where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--to {path}: cannot be written: {error.strerror}", remedy="name a file of yours") from error
+    with file:
+        yield file

@@ -1,0 +1,52 @@
+"""A Ray and replicas that serve the weights of a folder, and their end.
+
+with served(config) as pool:
+    completions = pool.generate(requests).result()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megasync.config.schema import Config
+from megasync.launch.processes import end_on_sigterm
+from megasync.launch.ray_cluster import start_ray
+from megasync.launch.scope import listen_on_loopback, run_scope
+
+if TYPE_CHECKING:
+    from bridge.replicas.pool import ReplicaPool
+
+
+@contextmanager
+def served(config: Config) -> Iterator[ReplicaPool]:
+    """For a command: what it starts and leaves on the disk ends with the block, whatever happens in it."""
+    if config.rollout.ray_address == "local":
+        listen_on_loopback()
+    end_on_sigterm()
+    with run_scope(), replicas(config) as pool:
+        yield pool
+
+
+@contextmanager
+def replicas(config: Config) -> Iterator[ReplicaPool]:
+    """`rollout.replicas` of them, as a run has them.
+
+    Raises:
+        RuntimeError: one did not start, with vLLM's own error.
+        ValueError: there are too few GPUs.
+    """
+    from bridge.replicas.pool import ReplicaPool
+    from megasync.run.weights import replica_config
+
+    stop_ray = start_ray(config.rollout.ray_address)
+    try:
+        pool = ReplicaPool.start(replica_config(config), config.rollout.replicas)
+        try:
+            yield pool
+        finally:
+            pool.close()
+    finally:
+        if stop_ray is not None:
+            stop_ray()

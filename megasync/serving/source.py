@@ -1,0 +1,125 @@
+"""Which weights are served, and by which config they are asked: a run's own, or one made for a Hugging Face folder.
+
+source = find_source(Path("runs/rl"), scratch, step=None, overrides=["rollout.replicas=2"])
+source.config.model.path      # the folder that vLLM loads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
+from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.export import CHECKPOINT, export, find_weights
+from megasync.hf.folder import check_model_folder, read_json_object
+from megasync.reporting.log import CONFIG_FILE
+
+HF, ADAPTER, CHECKPOINTS = "hf", "adapter", "checkpoints"
+
+
+@dataclass(frozen=True)
+class Source:
+    """`config.model.path` is the folder of the weights; the rest of the config says how they are asked."""
+
+    config: Config
+    name: str
+    is_of_run: bool
+
+
+def find_source(target: Path, scratch: Path, step: int | None, overrides: list[str]) -> Source:
+    """`target`: a run's folder, a checkpoint's, or one in the Hugging Face format, also one of a run or a checkpoint.
+
+    `scratch`: a folder for what is made on the way, such as an adapter merged with its base model.
+
+    Raises:
+        ConfigError: it is none of these, or what it holds cannot be served.
+    """
+    place = _place_in_run(target.resolve(), step)
+    if place is not None:
+        run, step, folder = place
+        config = load_config(run / CONFIG_FILE, overrides)
+        weights = folder or _weights_of(run, step, scratch)
+        name = f"{_short(run)}, {'its final weights' if weights == run / HF else weights.parent.name}"
+        return Source(_to_serve(config, weights), name if weights.parent != scratch else f"{_short(run)}, adapter merged", True)
+    if step is not None:
+        raise ConfigError(f"--step {step}: {target} is no run", remedy="leave --step out, or name a run's folder")
+    if not target.is_dir():
+        there = sorted(path.name for path in target.parent.glob("*/")) if target.parent.is_dir() else []
+        near = nearest_name(target.name, there)
+        raise ConfigError(
+            f"{target}: there is no such folder",
+            nearest=str(target.parent / near) if near else "",
+            remedy="name a run's folder, a checkpoint's or one in the Hugging Face format, on this machine",
+        )
+    if (target / "adapter_config.json").is_file():
+        remedy = "name the run or the checkpoint that it is of, or merge it: PeftModel.from_pretrained(...).merge_and_unload()"
+        raise ConfigError(f"{target}: an adapter alone", remedy=remedy)
+    if not (target / "config.json").is_file():
+        holds = ", ".join(sorted(path.name for path in target.iterdir())[:12]) or "nothing"
+        remedy = "name a run's folder (config.yaml), a checkpoint (step_...) or a Hugging Face folder (config.json)"
+        raise ConfigError(f"{target}: neither a run, nor a checkpoint, nor a model", holds=holds, remedy=remedy)
+    check_model_folder(target)
+    return Source(_to_serve(_config_for(target, scratch, overrides), target), str(target), False)
+
+
+def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:
+    """The run that the folder is of, or in; the checkpoint's step; the weights, where they are given themselves."""
+    folder = target if target.name == HF else None
+    inner = target.parent if target.name in (HF, ADAPTER) else target
+    match = CHECKPOINT.fullmatch(inner.name)
+    run = inner.parents[1] if match and inner.parent.name == CHECKPOINTS else inner
+    if not (run / CONFIG_FILE).is_file():
+        return None
+    return run, int(match[1]) if match else step, folder
+
+
+def _weights_of(run: Path, step: int | None, scratch: Path) -> Path:
+    """A checkpoint of an adapter becomes one of the whole model, as the replicas of a run have it (megasync export --merge)."""
+    weights = find_weights(run, step)
+    if weights.is_dir() or not weights.with_name(ADAPTER).is_dir():
+        return weights
+    merged = scratch / "merged"
+    export(run, merged, step, merge=True)
+    return merged
+
+
+def _config_for(folder: Path, scratch: Path, overrides: list[str]) -> Config:
+    """Its own dtype, its chat template where it has one."""
+    told = read_json_object(folder / "config.json")
+    dtype = told.get("dtype") or told.get("torch_dtype")
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "dtype": dtype if dtype in DTYPE_BYTES else "bfloat16"},
+        "data": {"chat_template": _has_template(folder)},
+    }
+    path = scratch / CONFIG_FILE
+    path.write_text(yaml.safe_dump(sections), encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def _has_template(folder: Path) -> bool:
+    path = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (path.is_file() and bool(read_json_object(path).get("chat_template")))
+
+
+def _to_serve(config: Config, weights: Path) -> Config:
+    """Whole weights, on GPUs of their own, with nothing of the training."""
+    rollout = {"placement": "separate", "max_staleness": 0, "on_update": "drain"}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": str(weights)}),
+            "engine": config.engine.model_copy(update={"lora": LoraConfig()}),
+            "algorithm": AlgorithmConfig(),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+def _short(path: Path) -> str:
+    """Below the current folder without it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,181 @@
+"""Which weights generate and evaluate serve, how they ask, and what they print. With replicas: tests/runs/test_train.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from megasync import evaluate, generate
+from megasync.config.errors import ConfigError
+from megasync.config.load import load_config, save_config
+from megasync.export import export
+from megasync.rollouts.evaluation import pass_at_k, set_metrics
+from megasync.serving.interval import Estimate, estimate, estimates
+from megasync.serving.source import find_source
+from tests.megasync.test_export_cli import adapter_run
+from tests.support.config_files import write, write_runnable
+from tests.support.tiny_models import write_tiny_model
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+REWARDS = st.sampled_from([0.0, 0.5, 1.0])
+GROUPS = st.integers(1, 8).flatmap(lambda size: st.lists(st.lists(REWARDS, min_size=size, max_size=size), min_size=1))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two checkpoints and exported weights, of a config with sets of its own."""
+    overrides = ["rollout.placement=colocated", "rollout.temperature=0.7", "rollout.max_new_tokens=8", "model.dtype=float32"]
+    config = load_config(write_runnable(tmp_path), overrides)
+    held_out = write(tmp_path / "test.jsonl", "".join(f'{{"q": "{n}+1=", "a": {n + 1}}}\n' for n in range(9)))
+    sets = {"sums": {"path": str(held_out), "prompt_key": "q", "answer_key": "a"}}
+    data = config.data.model_validate(config.data.model_dump() | {"eval": sets})
+    folder = tmp_path / "runs" / "rl"
+    for name in ("checkpoints/step_00000005", "checkpoints/step_00000010", "."):
+        write_tiny_model(folder / name / "hf", "qwen3")
+    save_config(config.model_copy(update={"data": data}), folder / "config.yaml")
+    return folder
+
+
+def test_weights_are_those_of_the_run_checkpoint_or_folder_that_is_named(run: Path, tmp_path: Path) -> None:
+    newest, older = (run / "checkpoints" / name for name in ("step_00000010", "step_00000005"))
+    named = {run: newest, newest: newest, older: older, older / "hf": older, run / "hf": run}
+    for target, expected in named.items():
+        source = find_source(target, tmp_path, None, [])
+        assert Path(source.config.model.path) == expected / "hf" and source.is_of_run, target
+        assert source.config.rollout.temperature == 0.7 and not source.config.rollout.is_colocated
+        assert source.config.model.dtype == "float32"
+    assert Path(find_source(run, tmp_path, 5, []).config.model.path) == older / "hf"
+    assert find_source(run, tmp_path, None, ["rollout.replicas=2"]).config.rollout.replicas == 2
+    with pytest.raises(ConfigError, match="no checkpoint of step 7"):
+        find_source(run, tmp_path, 7, [])
+
+
+def test_a_folder_is_asked_by_its_own_dtype_and_chat_template(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "llama")
+    plain = find_source(model, tmp_path, None, ["rollout.stop=[x]"])
+    assert (plain.config.data.chat_template, plain.config.model.dtype, plain.config.rollout.stop) == (False, "float32", ("x",))
+    assert plain.config.model.path == str(model) and not plain.is_of_run
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    assert find_source(model, tmp_path, None, []).config.data.chat_template
+
+
+def test_an_adapter_is_served_merged(tmp_path: Path) -> None:
+    run, scratch = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"]), tmp_path / "scratch"
+    scratch.mkdir()
+    export(run, tmp_path / "expected", merge=True)
+    for target in (run, run / "checkpoints/step_00000003", run / "checkpoints/step_00000003/adapter"):
+        source = find_source(target, scratch, None, [])
+        assert source.config.model.path == str(scratch / "merged") and source.name.endswith("adapter merged")
+        ours, expected = (load_file(folder / "model.safetensors") for folder in (scratch / "merged", tmp_path / "expected"))
+        assert ours.keys() == expected.keys() and all((ours[name] == expected[name]).all() for name in ours)
+        (scratch / "merged").rename(scratch / f"merged {target.name}")
+    alone = tmp_path / "alone"
+    (run / "checkpoints/step_00000003/adapter").rename(alone)
+    with pytest.raises(ConfigError, match="an adapter alone"):
+        find_source(alone, scratch, None, [])
+
+
+def test_what_is_neither_is_said(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(ConfigError, match=r"neither a run.*\n.*holds:.*notes"):
+        find_source(tmp_path, tmp_path, None, [])
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        find_source(tmp_path / "nowhere", tmp_path, None, [])
+    with pytest.raises(ConfigError, match="is no run"):
+        find_source(tmp_path, tmp_path, 3, [])
+
+
+def test_sets_are_the_runs_own_or_the_file_given(run: Path, tmp_path: Path) -> None:
+    source, file = find_source(run, tmp_path, None, []), str(tmp_path / "more.jsonl")
+
+    def sets(*arguments: str) -> dict[str, tuple[str, int, float, int | None]]:
+        config = evaluate.with_sets(source, evaluate.parse([str(run), *arguments]))
+        return {name: (each.path, each.samples, each.temperature, each.limit) for name, each in config.data.eval_sets.items()}
+
+    own = str(tmp_path / "test.jsonl")
+    assert sets() == {"sums": (own, 1, 0.0, None)}
+    assert sets("--samples", "4", "--limit", "3") == {"sums": (own, 4, 0.7, 3)}, "several samples are drawn as in training"
+    assert sets("--data", file, "--samples", "2", "--temperature", "1.5") == {"more": (file, 2, 1.5, None)}
+    config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
+    nothing = type(source)(config, "runs/rl", is_of_run=True)
+    with pytest.raises(ConfigError, match="write --data FILE"):
+        evaluate.with_sets(nothing, evaluate.parse([str(run)]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--data", "{folder}/gone.jsonl"], "there is no such data file"),
+        (["--reward", "exact_matches"], "nearest:  *exact_match"),
+        (["--samples", "0"], "at least 1"),
+        (["--samples", "4", "--temperature", "0"], "they are all the same"),
+        (["--to", "{folder}/test.jsonl/x"], "cannot be written"),
+        (["rollout.temprature=1"], "rollout.temperature"),
+    ],
+)
+def test_wrong_use_is_refused_before_anything_starts(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main([str(run), *(word.replace("{folder}", str(tmp_path)) for word in arguments)], serve=no_replicas)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and re.search(told, said), said
+
+
+def no_replicas(config: object) -> object:
+    raise AssertionError("nothing is to be started")
+
+
+def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--prompt", "1+1="], ["--data", str(tmp_path / "test.jsonl"), "data.prompt_key=q"]):
+        with pytest.raises(SystemExit) as stop:
+            generate.main([str(run), *arguments, "--max-new-tokens", "100000"], serve=no_replicas)
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and "write --max-new-tokens" in said, said
+
+
+def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "turns.jsonl", '{"q": [{"role": "user", "content": "1+1="}]}\n')
+    with pytest.raises(SystemExit) as stop:
+        generate.main([str(run), "--data", str(file), "data.prompt_key=q"], serve=no_replicas)
+    assert stop.value.code == 2 and "line 1 holds a list of messages" in capsys.readouterr().err
+
+
+@given(GROUPS, st.sampled_from([0.5, 1.0]))
+def test_means_are_those_of_the_runs_metrics(rewards: list[list[float]], pass_reward: float) -> None:
+    found = {f"eval/x/{name}": each for name, each in estimates(rewards, pass_reward).items()}
+    expected = set_metrics("x", rewards, pass_reward)
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        assert each.mean == pytest.approx(expected[name]) and each.num_prompts == len(rewards)
+        assert (each.low is None) == (len(rewards) == 1)
+        assert each.low is None or each.high is None or each.low <= each.mean <= each.high
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
+def test_the_interval_is_the_normal_one_and_four_times_the_prompts_halve_it(values: list[float]) -> None:
+    one, four = estimate(values), estimate(values * 4)
+    assert one.low is not None and one.high is not None and four.low is not None and four.high is not None
+    assert one.high - one.mean == pytest.approx(one.mean - one.low)
+    assert one.high - one.mean == pytest.approx(1.959964 * statistics.stdev(values) / len(values) ** 0.5, rel=1e-5)
+    n = len(values)
+    assert four.high - four.low == pytest.approx((one.high - one.low) / 2 * (4 * (n - 1) / (4 * n - 1)) ** 0.5, abs=1e-9)
+
+
+def test_the_table_has_intervals() -> None:
+    values = {"prompts": 4, "samples": 2, "temperature": 1.0, "truncated": 0.25}
+    rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
+    metrics = {name: each.__dict__ for name, each in estimates(rewards, 1.0).items()}
+    shown = evaluate.table({"weights": "runs/rl, step 3", "reward": "exact_match", "sets": {"sums": {**values, **metrics}}})
+    assert "sums: 4 prompts, 2 samples each, temperature 1, 25.0% cut off" in shown
+    assert "  avg@2    0.5000  [0.0999, 0.9001]" in shown and "  pass@2   0.7500  [0.2600, 1.2400]" in shown
+    assert evaluate.interval(Estimate(0.5, None, None, 1)) == "0.5000"
+    assert estimates(rewards, 1.0)["pass@2"].mean == statistics.fmean(pass_at_k(2, int(sum(group)), 2) for group in rewards)
+    assert json.loads(json.dumps(metrics))["avg@2"]["num_prompts"] == 4
