@@ -9,5 +9,6 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
+    package_data={"megasync.planning": ["measured.json"]},
     entry_points={"vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"]},
 )

@@ -6,6 +6,7 @@ quickstart.py  model, data, warm-up and RL in one command
 assets.py      writes a model and data to try it with
 export.py      a run's weights as a Hugging Face folder
 report.py      a run's report.html
+plan.py        what a run will take, before it starts
 
 Each room imports only from those above it, verbs from all:
 
@@ -17,6 +18,7 @@ examples/      a small real model and tasks for it, fetched by pip
 data/          examples and prompts, from files to tokens
 rewards/       what a response is worth, in processes of their own
 rollouts/      batches: a stream of groups, generated and rewarded
+planning/      memory and seconds of a run, predicted and compared
 run/           a run on one rank: session, loop, weights
 checks/        whether a config can run here
 bench/         figures of this machine: weight sync, generation, training

@@ -21,9 +21,9 @@ FORBIDDEN = {
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
-    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report"),
+    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "plan"),
 ]
-COMMANDS = ["train", "submit", "quickstart", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
+COMMANDS = ["train", "plan", "submit", "quickstart", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
 # A room imports from itself and from those before it.
 ROOMS = {
     "engine": [
@@ -35,8 +35,8 @@ ROOMS = {
         *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
-        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "run"),
-        *("assets", "report", "export", "quickstart", "train", "submit", "bench"),
+        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "planning", "run"),
+        *("assets", "report", "export", "plan", "quickstart", "train", "submit", "bench"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]

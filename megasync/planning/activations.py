@@ -6,6 +6,7 @@ Leaves out schedules: how many micro-batches wait at once for their backward pas
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from megasync.planning import stand_ins
 from megasync.planning.meta import META, MetaRank, OnMeta
 from megasync.planning.tracker import Tracker
 
+FEW_LAYERS = (3, 6)
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -34,8 +37,11 @@ class Activations:
 
 
 def trace(rank: MetaRank, engine: EngineConfig, lengths: tuple[int, ...], *, has_entropy: bool = False) -> Activations:
-    """`lengths`: tokens of the micro-batch's sequences, over all context ranks."""
-    found = [_trace_chunk(rank, chunk, engine, lengths, has_entropy) for chunk in rank.chunks]
+    """`lengths`: tokens of the micro-batch's sequences, over all context ranks.
+
+    Of many layers that are alike some are run, twice, and the others take as much as the difference says.
+    """
+    found = [_trace_layers(rank, chunk, engine, lengths, has_entropy) for chunk in rank.chunks]
     held = [each.held for each in found]
     others = [sum(held) - own for own in held]
     peak = max(each.peak + other for each, other in zip(found, others, strict=True))
@@ -59,6 +65,33 @@ def packed(lengths: tuple[int, ...], engine: EngineConfig) -> PackedSequences:
         sequences.context = part = ContextPart.from_lengths(lengths, group, torch.device("cpu"), uses_ulysses=uses_ulysses)
         assert part.prefixes  # which is kept, and made of numbers that the meta device does not have
     return sequences
+
+
+def _trace_layers(
+    rank: MetaRank, chunk: torch.nn.Module, engine: EngineConfig, lengths: tuple[int, ...], has_entropy: bool
+) -> Activations:
+    decoder = gpt_model(chunk).decoder
+    layers, count = decoder.layers, len(decoder.layers)
+    if count <= FEW_LAYERS[1] or not _are_alike(layers):
+        return _trace_chunk(rank, chunk, engine, lengths, has_entropy)
+    found = []
+    for some in FEW_LAYERS:
+        decoder.layers, decoder.num_layers_per_pipeline_rank = layers[:some], some
+        found.append(_trace_chunk(rank, chunk, engine, lengths, has_entropy))
+    decoder.layers, decoder.num_layers_per_pipeline_rank = layers, count
+    steps = (count - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+    few, more = (dataclasses.astuple(each) for each in found)
+    return Activations(*(round(a + (b - a) * steps) for a, b in zip(few, more, strict=True)))
+
+
+def _are_alike(layers: Any) -> bool:
+    """Of the same modules and sizes; not those with a window beside those without."""
+    kinds = {
+        tuple((name, type(module).__name__, getattr(module, "window", None)) for name, module in layer.named_modules())
+        + tuple(tuple(parameter.shape) for parameter in layer.parameters())
+        for layer in layers
+    }
+    return len(kinds) == 1
 
 
 def _trace_chunk(

@@ -8,14 +8,16 @@ Leaves out what would fit instead (remedies.py) and how it is shown (text.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from engine.config import DTYPE_BYTES, EngineConfig
+from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
+from megasync.checks.unused import check_unused
 from megasync.config.errors import refuse_if
 from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape, model_shape
@@ -23,7 +25,7 @@ from megasync.planning import seconds as times
 from megasync.planning.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.hardware import GIB, Hardware, seconds
 from megasync.planning.memory import RankMemory, rank_memory
-from megasync.planning.meta import Counts, MetaRank, build_rank, world
+from megasync.planning.meta import Counts, build_rank, world
 from megasync.planning.replicas import WorkerMemory, worker_memory
 from megasync.planning.shapes import Grid, Request, Work
 
@@ -112,7 +114,11 @@ def check(config: Config, num_ranks: int) -> ModelShape:
         ConfigError: the first thing that cannot work.
     """
     check_ranks(config, num_ranks)
+    for name, value in config.engine.overrides.items():
+        reason = ddp_fields.refusal(config.engine.wrap, name, value)
+        refuse_if(reason, f"engine.overrides.{name} = {value!r}: {reason}", remedy=f"leave engine.overrides.{name} out")
     check_objective(config)
+    check_unused(config)
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a folder with a config.json")
     shape = model_shape(config.model.path)
     check_engine(config, shape)
@@ -123,42 +129,63 @@ def check(config: Config, num_ranks: int) -> ModelShape:
 
 
 def make_plan(config: Config, request: Request) -> Plan:
-    """For a run that has not begun, in a world of its own.
+    """For a run that has not begun: every stage in a world of its own, with one rank for each shard.
 
     Raises:
         ConfigError: see `check`.
     """
-    grid = Grid.of(config, request.num_ranks)
+    parallel = config.engine.parallel
+    alone = Grid.of(config, parallel.tensor * parallel.pipeline * math.lcm(parallel.context, parallel.expert))
+    last = alone.pipeline - 1
+    looked_at = range(alone.pipeline) if alone.pipeline <= MOST_STAGES else (0, 1, last - 1, last)
 
-    def in_world(stage: int) -> AbstractContextManager[None]:
-        return world(request.num_ranks, grid.stage_rank(stage), config.engine.parallel)
+    def trace_stage(number: int, lengths: tuple[int, ...]) -> Traced:
+        engine = meta_engine(config.engine, request.hardware)
+        key = config.model.model_dump_json() + engine.model_copy(update={"wrap": "ddp"}).model_dump_json()
+        key += f"{number} {lengths} {_has_entropy(config)}"
+        if key not in _TRACED:
+            with world(alone.num_ranks, alone.stage_rank(number), parallel):
+                _TRACED[key] = _trace(config, engine, lengths)
+        return _TRACED[key]
 
-    last = grid.pipeline - 1
-    looked_at = range(grid.pipeline) if grid.pipeline <= MOST_STAGES else (0, 1, last - 1, last)
-    return _plan(config, request, looked_at, in_world)
+    return _plan(config, request, tuple(looked_at), trace_stage)
 
 
 def plan_of_rank(config: Config, request: Request, stage: int) -> Plan:
     """For a run whose process groups are there: of this rank's own stage."""
-    return _plan(config, request, (stage,), lambda _: nullcontext())
+    engine = meta_engine(config.engine, request.hardware)
+    return _plan(config, request, (stage,), lambda _, lengths: _trace(config, engine, lengths))
 
 
-def _plan(config: Config, request: Request, looked_at: Any, in_world: Callable[[int], AbstractContextManager[None]]) -> Plan:
+Traced = tuple[Counts, Activations, times.ModelCosts]
+_TRACED: dict[str, Traced] = {}  # what was traced in this process: layouts that are tried share much of it
+
+
+def _trace(config: Config, engine: EngineConfig, lengths: tuple[int, ...]) -> Traced:
+    rank = build_rank(config.model, engine)
+    return rank.counts, trace(rank, engine, lengths, has_entropy=_has_entropy(config)), times.ModelCosts.of(rank.bridge)
+
+
+def _has_entropy(config: Config) -> bool:
+    return config.algorithm.name == "grpo" and config.algorithm.log_entropy
+
+
+def _plan(
+    config: Config, request: Request, looked_at: tuple[int, ...], trace_stage: Callable[[int, tuple[int, ...]], Traced]
+) -> Plan:
     shape, grid = check(config, request.num_ranks), Grid.of(config, request.num_ranks)
-    work, stages = Work.of(config, request.mean_response_tokens, request.prompt_tokens), list[Stage]()
-    model_costs: times.ModelCosts | None = None
-    for number in looked_at:
-        with in_world(number):
-            rank = build_rank(config.model, meta_engine(config.engine, request.hardware))
-            stages.append(_stage(config, request, grid, work, number, rank, shape))
-            model_costs = times.ModelCosts.of(rank.bridge)
-    assert model_costs is not None
+    work = Work.of(config, request.mean_response_tokens, request.prompt_tokens)
+    multiple = multiple_of_tokens(config.engine, shape.num_experts, shape.num_experts_per_tok)
+    lengths = work.sequences(work.microbatch_tokens(grid), multiple)
+    traced = {number: trace_stage(number, lengths) for number in looked_at}
+    stages = [_stage(config, request, grid, work, number, *found[:2]) for number, found in traced.items()]
+    *_, model_costs = traced[looked_at[0]]
     num_parameters = _num_parameters(grid, stages)
     hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
     worker = worker_memory(config, shape, num_parameters, hardware) if is_grpo else None
-    found = _seconds(config, request, grid, work, stages, worker, model_costs, num_parameters, shape)
+    found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
     problems = _problems(config, hardware, stages, worker, request.num_ranks)
-    return Plan(config, request, grid, work, tuple(stages), worker, found, num_parameters, problems)
+    return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
 
 
 def meta_engine(engine: EngineConfig, hardware: Hardware) -> EngineConfig:
@@ -174,42 +201,34 @@ def _num_parameters(grid: Grid, stages: list[Stage]) -> int:
     return sum(sizes) + middle * (grid.pipeline - len(sizes))
 
 
-def _stage(
-    config: Config, request: Request, grid: Grid, work: Work, number: int, rank: MetaRank, shape: ModelShape
-) -> Stage:
-    engine = meta_engine(config.engine, request.hardware)
-    multiple = multiple_of_tokens(engine, shape.num_experts, shape.num_experts_per_tok)
-    lengths = work.sequences(work.microbatch_tokens(grid), multiple)
+def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int, counts: Counts, found: Activations) -> Stage:
     is_grpo = config.algorithm.name == "grpo"
-    found = trace(rank, engine, lengths, has_entropy=is_grpo and config.algorithm.log_entropy)
-    sends = is_grpo and number == 0 if grid.pipeline == 1 else is_grpo
     memory = rank_memory(
-        rank.counts,
+        counts,
         found,
-        engine=engine,
+        engine=config.engine,
         dtype=config.model.dtype,
         grid=grid,
         in_flight=grid.in_flight(number, work.num_microbatches(grid)),
         has_reference=is_grpo and config.algorithm.kl_coefficient > 0,
-        bucket_bytes=config.sync.bucket_bytes if sends else 0,
+        bucket_bytes=config.sync.bucket_bytes if is_grpo else 0,
         is_cpu=request.hardware.is_cpu,
         offload_on_host=is_grpo and config.rollout.is_colocated,
     )
-    return Stage(number, rank.counts, found, memory)
+    return Stage(number, counts, found, memory)
 
 
 def _seconds(  # noqa: PLR0913 - one call, of what the caller has at hand
     config: Config,
-    request: Request,
+    hardware: Hardware,
     grid: Grid,
     work: Work,
     stages: list[Stage],
     worker: WorkerMemory | None,
     model_costs: times.ModelCosts,
-    num_parameters: int,
     shape: ModelShape,
 ) -> times.StepSeconds:
-    hardware, algorithm = request.hardware, config.algorithm
+    algorithm, num_parameters = config.algorithm, _num_parameters(grid, stages)
     train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
     separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
     passes = separate + (algorithm.name == "grpo" and algorithm.kl_coefficient > 0) + algorithm.log_router_gap
@@ -224,8 +243,7 @@ def _seconds(  # noqa: PLR0913 - one call, of what the caller has at hand
     }
     overlapped = 0.0
     if worker is not None:
-        active = model_costs.layers + model_costs.output
-        generation = times.generation_seconds(config, shape, active, num_parameters, work, worker, hardware)
+        generation = times.generation_seconds(config, shape, model_costs, num_parameters, work, worker, hardware)
         parts["generation"], overlapped = generation
         sent = num_parameters * DTYPE_BYTES[config.model.dtype]
         if config.engine.lora.rank and config.engine.lora.sync == "adapter":

@@ -42,7 +42,7 @@ class OnMeta(TorchFunctionMode):  # type: ignore[misc]
 
 @contextmanager
 def world(size: int, rank: int, parallel: ParallelConfig) -> Iterator[None]:
-    """Within the block this process is `rank` of `size`, with megatron-core's groups; there are no others, and nothing is sent."""
+    """Within the block this process is `rank` of `size`, with megatron-core's groups; no other is there, and nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -111,7 +111,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def count(chunks: list[torch.nn.Module]) -> Counts:
     """Tied embeddings once, as they are stored."""
-    sums: dict[str, int] = {name: 0 for name in ("dense", "dense_trained", "experts", "experts_trained", "output")}
+    sums: dict[str, int] = dict.fromkeys(("dense", "dense_trained", "experts", "experts_trained", "output"), 0)
     layers: dict[str, int] = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         kind = "experts" if getattr(parameter, "allreduce", True) is False else "dense"

@@ -1,4 +1,4 @@
-"""Seconds of a step and of its parts, from the engine's own counts of multiplications (engine/batch/costs.py) and measured shares.
+"""Seconds of a step and of its parts, from the engine's counts of multiplications (engine/batch/costs.py) and measured shares.
 
 Leaves out rewards, evaluations and checkpoints. Pure functions of a model's config; what speeds are is in hardware.py.
 """
@@ -22,7 +22,9 @@ from megasync.planning.meta import Counts
 from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
 from megasync.planning.shapes import Grid, Work
 
-ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
+ADAM_BYTES = (
+    34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ModelCosts:
     attention_length: float  # tokens of a sequence whose attention costs as much as all else
     windows: tuple[int, ...]
     num_layers: int
+    hidden_size: int
     has_experts: bool
 
     @staticmethod
@@ -50,6 +53,7 @@ class ModelCosts:
             attention_length=costs.attention_length(config, vocabulary),
             windows=tuple(windows.layer_windows(bridge.hf_config.to_dict())),
             num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
             has_experts=bool(config.num_moe_experts),
         )
 
@@ -96,7 +100,7 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
     launch = 0.0 if hardware.is_cpu else seconds("layer_launch") * costs_.num_layers / grid.pipeline * count
-    sent = _communication_seconds(config, grid, work, tokens, costs_, hardware)
+    sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     train = max(2 * passes * tokens / split / speed, launch) * bubble + sent
     alone = max(2 * forward * tokens / split / speed, launch / 3) * bubble + sent / 3
     return train, alone
@@ -116,24 +120,13 @@ def _share(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -
     return found * (share("fsdp") if is_sharded else 1.0)
 
 
-def _communication_seconds(
-    config: Config, grid: Grid, work: Work, tokens: float, costs_: ModelCosts, hardware: Hardware
-) -> float:
+def _communication_seconds(config: Config, grid: Grid, tokens: float, costs_: ModelCosts, hardware: Hardware) -> float:
     """Of tensor and expert parallelism, which nothing hides."""
-    item = DTYPE_BYTES[config.model.dtype]
-    hidden = costs_.output / max(1, _vocabulary(costs_, config))
-    moved = 0.0
-    if grid.tensor > 1:
-        moved += 12 * (grid.tensor - 1) / grid.tensor  # two gathers and two reductions a layer, forward, backward and again
-    if grid.expert > 1:
-        moved += 12 * (grid.expert - 1) / grid.expert
-    return moved * tokens / grid.context * hidden * item * costs_.num_layers / grid.pipeline / hardware.link
-
-
-def _vocabulary(costs_: ModelCosts, config: Config) -> int:
-    from megasync.hf.folder import model_shape
-
-    return model_shape(config.model.path).vocab_size
+    item, moved = DTYPE_BYTES[config.model.dtype], 0.0
+    for size in (grid.tensor, grid.expert):
+        moved += 12 * (size - 1) / size  # two exchanges a layer each way, forward and backward, some of them twice
+    layers = costs_.num_layers / grid.pipeline
+    return moved * tokens / grid.context * costs_.hidden_size * item * layers / hardware.link
 
 
 def optimizer_seconds(config: Config, counts: Counts, grid: Grid, work: Work, hardware: Hardware) -> float:
@@ -145,10 +138,16 @@ def optimizer_seconds(config: Config, counts: Counts, grid: Grid, work: Work, ha
 
 
 def generation_seconds(
-    config: Config, shape: ModelShape, num_active: float, num_parameters: int, work: Work, worker: WorkerMemory, hardware: Hardware
+    config: Config,
+    shape: ModelShape,
+    costs_: ModelCosts,
+    num_parameters: int,
+    work: Work,
+    worker: WorkerMemory,
+    hardware: Hardware,
 ) -> tuple[float, float]:
     """Of a batch that is generated alone; and where replicas are always full, as between batches that overlap."""
-    rollout, item = config.rollout, DTYPE_BYTES[config.model.dtype]
+    rollout, item, num_active = config.rollout, DTYPE_BYTES[config.model.dtype], costs_.layers + costs_.output
     samples = -(-work.num_samples // rollout.replicas)
     at_once = min(samples, running_at_once(config, worker, work.mean_tokens))
     base = seconds("decode_step_eager" if rollout.enforce_eager else "decode_step")
@@ -165,6 +164,7 @@ def generation_seconds(
 
     prefill_speed = hardware.product_flops * share("cpu_products" if hardware.is_cpu else "dense")
     prefill = 2 * num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel / prefill_speed
+    prefill += samples * seconds("sample")
     alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
     mean = work.mean_tokens - work.prompt_tokens
     return alone, min(alone, samples * mean / at_once * one_step(at_once) + prefill)
@@ -179,7 +179,7 @@ def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardwar
 
 
 def step_seconds(config: Config, parts: dict[str, float], overlapped: float) -> StepSeconds:
-    """`parts`: train, optimizer, log_probs, generation, sync and moving; `overlapped`: generation by replicas that are always full."""
+    """`parts`: of StepSeconds all that are not made of others; `overlapped`: generation by replicas that are always full."""
     rollout = config.rollout
     trainer = parts["train"] + parts["optimizer"] + parts["log_probs"]
     synchronous = trainer + parts["generation"] + parts["sync"] + parts["moving"]

@@ -67,7 +67,13 @@ class Grid:
         return min(num_microbatches, chunks / self.virtual)
 
     def describe(self) -> str:
-        names = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert, "data": self.data}
+        names = {
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "context": self.context,
+            "expert": self.expert,
+            "data": self.data,
+        }
         shown = " x ".join(f"{name} {size}" for name, size in names.items() if size > 1 and name != "expert")
         experts = f", experts over {self.expert} ranks" if self.expert > 1 else ""
         return f"{self.num_ranks} trainer ranks{': ' + shown if shown else ''}{experts}"

@@ -6,8 +6,10 @@ each; experts get equal numbers of tokens. All else is the engine's own code. Le
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,16 +19,15 @@ import torch
 from engine.attention import context, core, flash, fused
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
+from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl
 from megasync.planning.tracker import Tracker
 
-import megatron.core.fusions.fused_bias_swiglu as swiglu
-from megatron.core.transformer.moe import token_dispatcher
-
-COMPILED = {
-    fused: ("_rotate", "_rotate_back", "_log_sum_exp", "_logits_gradient"),
-    entropy: ("_within_fused",),
-    swiglu: ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"),
-}
+COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+    (fused, ("_rotate", "_rotate_back", "_log_sum_exp", "_logits_gradient")),
+    (entropy, ("_within_fused",)),
+    (sys.modules[bias_swiglu_impl.__module__], ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")),
+)
+DISPATCHERS = sys.modules[MoEAlltoAllTokenDispatcher.__module__]
 
 
 class _Attention(torch.autograd.Function):
@@ -39,8 +40,8 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, *_ = ctx.saved_tensors
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, *_rest = ctx.saved_tensors
         found = tuple(torch.empty_like(x) for x in (query, key, value))
         added_up = [query.new_empty(query.shape, dtype=torch.float32)]
         if key.shape[1] != query.shape[1]:
@@ -58,8 +59,8 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, _ = ctx.saved_tensors
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _norms = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -111,7 +112,7 @@ def _backward(tensors: Any, gradients: Any = None, **_: Any) -> None:
 
 
 def _sorted_chunks(
-    tokens: torch.Tensor, _sizes: Any, _order: Any, probs: torch.Tensor | None = None, fused: bool = False
+    tokens: torch.Tensor, _sizes: Any, _order: Any, probs: torch.Tensor | None = None, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """moe_utils.py:sort_chunks_by_idxs: split, and concatenated in another order."""
     return torch.cat([tokens]), None if probs is None else torch.cat([probs])
@@ -121,7 +122,7 @@ def _sorted_chunks(
 def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
     """Within the block the engine's code runs on meta tensors."""
     with ExitStack() as stack:
-        for module, names in COMPILED.items():
+        for module, names in COMPILED:
             for name in names if use_fused else ():
                 stack.enter_context(patch.object(module, name, tracker.opaque(getattr(module, name))))
         for owner, name, stand_in in (
@@ -133,7 +134,7 @@ def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
             (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
             (TokenDispatcher, "preprocess", _equal_shares),
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
-            (token_dispatcher, "sort_chunks_by_idxs", _sorted_chunks),
+            (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),
             (torch.autograd, "backward", _backward),
             (torch._dynamo, "maybe_mark_dynamic", lambda *_: None),
         ):

@@ -22,6 +22,7 @@ from megasync.config.files import CHECKPOINTS, set_aside
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
+from megasync.planning.record import outcome, write_plan
 from megasync.reporting.log import RunLog, read_evaluations
 from megasync.reporting.page import write_report
 from megasync.rewards.pool import RewardPool
@@ -34,6 +35,7 @@ from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
 from megasync.run.weights import Weights
 
+PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
 GIVE_UP_SECONDS = 60.0  # a checkpoint that is being written when the run fails
 
 
@@ -80,6 +82,16 @@ class Session:
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
+        if self.layout.rank == 0 and (problem := self._write_plan()):
+            self.log.note(problem)
+
+    def _write_plan(self) -> str | None:
+        """plan.json, on rank 0; a note where there can be none."""
+        data, lengths = self._data_of_rank, []
+        for example in data.train[:PLANNED_EXAMPLES] if data is not None else ():
+            sample = data.prompts.supervised(example)
+            lengths.append((len(sample.prompt_ids), len(sample.response_ids)))
+        return write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths)
 
     # ------------------------------------------------------------------------------------------------ steps and log
 
@@ -289,8 +301,8 @@ class Session:
             "hf_folder": str(folder) if self.config.run.export_hf else None,
             "report": str(self.config.run.folder / "report.html"),
         }
-        self.log.summary(summary)
         self.log.timeline.write()
+        self.log.summary(summary | outcome(self.config.run.folder))
         write_report(self.config.run.folder)
 
     def close(self, *, is_done: bool = False) -> None:
