@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.attention import context, fused, latent
@@ -49,8 +50,8 @@ def trace(rank: MetaRank, engine: EngineConfig, lengths: tuple[int, ...], *, has
 
 
 def packed(lengths: tuple[int, ...], engine: EngineConfig) -> PackedSequences:
-    """On the meta device."""
-    ends = torch.empty(len(lengths) + 1, dtype=torch.int32, device=META)
+    """Numbers that are read as such are on the CPU, whatever device all else is on."""
+    ends = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
     longest = max(lengths)
     sequences = PackedSequences(
         qkv_format="thd",

@@ -174,7 +174,7 @@ def _plan(
     config: Config, request: Request, looked_at: tuple[int, ...], trace_stage: Callable[[int, tuple[int, ...]], Traced]
 ) -> Plan:
     shape, grid = check(config, request.num_ranks), Grid.of(config, request.num_ranks)
-    work = Work.of(config, request.mean_response_tokens, request.prompt_tokens)
+    work = Work.of(config, request)
     multiple = multiple_of_tokens(config.engine, shape.num_experts, shape.num_experts_per_tok)
     lengths = work.sequences(work.microbatch_tokens(grid), multiple)
     traced = {number: trace_stage(number, lengths) for number in looked_at}
@@ -218,7 +218,7 @@ def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int
     return Stage(number, counts, found, memory)
 
 
-def _seconds(  # noqa: PLR0913 - one call, of what the caller has at hand
+def _seconds(
     config: Config,
     hardware: Hardware,
     grid: Grid,

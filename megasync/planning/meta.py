@@ -28,7 +28,7 @@ from engine.runtime.random_state import unchanged_random_state
 META = torch.device("meta")
 
 
-class OnMeta(TorchFunctionMode):  # type: ignore[misc]
+class OnMeta(TorchFunctionMode):
     """Whatever device is asked for, new tensors are on the meta device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +100,7 @@ def build_rank(model: ModelConfig, engine: EngineConfig) -> MetaRank:
             if engine.lora.rank:
                 lora.add_adapters(chunks, engine.lora, 0)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad):
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
     return MetaRank(bridge, chunks, count(chunks))
 
 

@@ -5,6 +5,7 @@ Only what the engine's own checks let through is looked at. Leaves out what a pl
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,6 @@ from typing import Any
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.planning.make import Plan, make_plan
-from megasync.planning.shapes import Request
 
 Changes = dict[str, Any]  # values by full key
 LEAST_TOKENS = 1024
@@ -53,7 +53,7 @@ def try_plan(plan: Plan, changes: Changes, num_ranks: int | None = None) -> Plan
     """None where training would refuse it."""
     request = plan.request
     if num_ranks is not None:
-        request = Request(num_ranks, request.hardware, request.mean_response_tokens, request.prompt_tokens)
+        request = dataclasses.replace(request, num_ranks=num_ranks)
     try:
         return make_plan(with_changes(plan.config, changes), request)
     except ConfigError:

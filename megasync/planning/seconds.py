@@ -38,7 +38,7 @@ class ModelCosts:
     windows: tuple[int, ...]
     num_layers: int
     hidden_size: int
-    has_experts: bool
+    experts_per_token: int  # 0: no experts
 
     @staticmethod
     def of(bridge: Any) -> ModelCosts:
@@ -54,7 +54,7 @@ class ModelCosts:
             windows=tuple(windows.layer_windows(bridge.hf_config.to_dict())),
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
-            has_experts=bool(config.num_moe_experts),
+            experts_per_token=config.moe_router_topk if config.num_moe_experts else 0,
         )
 
     def attention(self, lengths: tuple[int, ...]) -> float:
@@ -111,7 +111,7 @@ def _share(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -
     if hardware.is_cpu:
         return share("cpu_products")
     engine = config.engine
-    found = share("experts") if costs_.has_experts else share("dense")
+    found = share("experts") if costs_.experts_per_token else share("dense")
     if engine.recompute == "full":
         found *= share("full_recompute") / share("dense")
     if engine.fusions == "none":
@@ -123,8 +123,8 @@ def _share(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -
 def _communication_seconds(config: Config, grid: Grid, tokens: float, costs_: ModelCosts, hardware: Hardware) -> float:
     """Of tensor and expert parallelism, which nothing hides."""
     item, moved = DTYPE_BYTES[config.model.dtype], 0.0
-    for size in (grid.tensor, grid.expert):
-        moved += 12 * (size - 1) / size  # two exchanges a layer each way, forward and backward, some of them twice
+    moved += 12 * (grid.tensor - 1) / grid.tensor  # gathers and reductions of a layer, forward and backward, some of them twice
+    moved += 4 * costs_.experts_per_token * (grid.expert - 1) / grid.expert  # copies of a token to its experts and back
     layers = costs_.num_layers / grid.pipeline
     return moved * tokens / grid.context * costs_.hidden_size * item * layers / hardware.link
 

@@ -21,6 +21,7 @@ class Request:
     hardware: Hardware
     mean_response_tokens: float
     prompt_tokens: int = PROMPT_TOKENS
+    lengths: tuple[int, ...] = ()  # of responses, where they are known; else quantiles around the mean
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,14 @@ class Work:
     longest: int
 
     @staticmethod
-    def of(config: Config, mean_response: float, prompt_tokens: int) -> Work:
+    def of(config: Config, request: Request) -> Work:
         rollout, is_grpo = config.rollout, config.algorithm.name == "grpo"
         samples = config.data.batch_size * (rollout.group_size if is_grpo else 1)
-        limit = rollout.max_model_len or (prompt_tokens + rollout.max_new_tokens)
-        lengths = quantiles(mean_response, rollout.max_new_tokens)
+        limit = rollout.max_model_len or (request.prompt_tokens + rollout.max_new_tokens)
+        lengths = request.lengths or quantiles(request.mean_response_tokens, rollout.max_new_tokens)
+        limit = limit if is_grpo else request.prompt_tokens + max(lengths)
         sizes = config.algorithm.num_minibatches, config.engine.tokens_per_microbatch, limit
-        return Work(prompt_tokens, lengths, samples, *sizes)
+        return Work(request.prompt_tokens, lengths, samples, *sizes)
 
     @property
     def mean_tokens(self) -> float:

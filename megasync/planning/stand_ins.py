@@ -128,7 +128,7 @@ def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
         for owner, name, stand_in in (
             (fused, "_mark_dynamic", lambda *_: None),
             (core.CoreAttention, "_packed", _attend_packed),
-            (core.context, "attend", _attend_over_context),
+            (context, "attend", _attend_over_context),
             (flash, "attend_prefixes", _attend),
             (flash, "_alone", _attend),
             (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ def _trainer(plan: Plan) -> list[str]:
     memory = stage.memory
     which = f" (stage {stage.number}, the largest)" if plan.grid.pipeline > 1 else ""
     room = gib(plan.request.hardware.memory_bytes)
-    recompute = config.engine.recompute
+    recompute: str = config.engine.recompute
     if recompute == "selective":
         recompute += " " + "+".join(config.engine.recompute_modules)
     head = f"a trainer rank{which}, GiB of {room}; {config.engine.wrap}, recompute {recompute}:"

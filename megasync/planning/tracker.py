@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_iter
 ROUNDED_TO = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[misc]
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode for one thread. `bytes_now` and `peak_bytes` leave out what is given to `leave_out`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes_now = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}  # by the storage's address, which is its own while it lives
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -109,5 +109,5 @@ def _collective(function: Any, args: Any) -> Any:
     """What c10d's operators return, at once and without a peer: the tensors that are written, and the work that is done."""
     from torch._C._distributed_c10d import FakeWork
 
-    work = FakeWork().boxed()  # type: ignore[attr-defined]
+    work = FakeWork().boxed()
     return (args[0], work) if len(function._schema.returns) > 1 else work

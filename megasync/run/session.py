@@ -87,10 +87,9 @@ class Session:
 
     def _write_plan(self) -> str | None:
         """plan.json, on rank 0; a note where there can be none."""
-        data, lengths = self._data_of_rank, []
-        for example in data.train[:PLANNED_EXAMPLES] if data is not None else ():
-            sample = data.prompts.supervised(example)
-            lengths.append((len(sample.prompt_ids), len(sample.response_ids)))
+        data = self._data_of_rank
+        samples = [data.prompts.supervised(example) for example in data.train[:PLANNED_EXAMPLES]] if data is not None else []
+        lengths = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
         return write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths)
 
     # ------------------------------------------------------------------------------------------------ steps and log
