@@ -19,7 +19,7 @@ import torch
 from engine.attention import context, core, flash, fused
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
-from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl
+from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl, parallel_state
 from megasync.planning.tracker import Tracker
 
 COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
@@ -125,7 +125,10 @@ def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
         for module, names in COMPILED:
             for name in names if use_fused else ():
                 stack.enter_context(patch.object(module, name, tracker.opaque(getattr(module, name))))
+        # what gathers for sequence parallelism are kept in: those of a run's engine are no meta tensors, and stay as they are
+        buffer = type(parallel_state.get_global_memory_buffer())()
         for owner, name, stand_in in (
+            (parallel_state, "_GLOBAL_MEMORY_BUFFER", buffer),
             (fused, "_mark_dynamic", lambda *_: None),
             (core.CoreAttention, "_packed", _attend_packed),
             (context, "attend", _attend_over_context),
