@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from megasync.planning.hardware import hardware, kind_of
 from megasync.planning.make import Plan, make_plan
 from megasync.planning.shapes import Request
 
-EXPERTS = "plan-moe"  # plan_cases.sh: the folder of a model with so many layers
+EXPERTS = re.compile(r"plan-moe(\d+)$")  # plan_cases.sh: the folder of a model with so many layers
 Row = dict[str, Any]
 
 
@@ -44,9 +45,9 @@ def plan_of(results: dict[str, Any], variant: str, kind: str, folder: Path) -> P
     )
     path = folder / "config.json"
     shapes = SHAPES[bench["shapes"]]
-    _, is_cut, layers = config["model"]["path"].rpartition(EXPERTS)
-    if is_cut:
-        shapes = SHAPES["30b-a3b"]._replace(num_hidden_layers=int(layers))
+    if cut := EXPERTS.search(config["model"]["path"]):
+        shapes = SHAPES["30b-a3b"]._replace(num_hidden_layers=int(cut[1]))
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({**shapes.hf_config(length), "torch_dtype": config["model"]["dtype"]}))
     split = engine.parallel.tensor * engine.parallel.pipeline * engine.parallel.context
     samples = bench["num_ranks"] // split * bench["num_microbatches"] * bench["num_sequences"]
@@ -114,7 +115,7 @@ def main() -> None:
     given = parser.parse_args()
     files = [file for path in given.paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for file in files for row in rows_of(file, Path(folder))]
+        rows = [row for number, file in enumerate(files) for row in rows_of(file, Path(folder) / str(number))]
     for row in rows:
         if "peak" not in row:
             print(f"{row['case']:<44} plan: {'fits' if row['fits'] else 'too large'}; out of memory: {row['ran_out_of_memory']}")

@@ -87,7 +87,7 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     tokens = work.tokens / grid.data
     attention = costs_.attention(lengths)
     forward = costs_.layers + costs_.output + attention
-    passes = (2.0 if engine.lora.rank else 3.0) * (costs_.layers + costs_.output) + 3 * attention
+    passes = (LORA_PASSES if engine.lora.rank else 3.0) * (costs_.layers + costs_.output) + 3 * attention
     if engine.recompute == "full":
         passes += costs_.layers + attention
     elif engine.recompute == "selective":
@@ -99,7 +99,8 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     speed = hardware.product_flops * _share(config, costs_, grid, hardware)
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
-    launch = 0.0 if hardware.is_cpu else seconds("layer_launch") * costs_.num_layers / grid.pipeline * count
+    launched = "layer_launch_selective" if engine.recompute == "selective" else "layer_launch"
+    launch = 0.0 if hardware.is_cpu else seconds(launched) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     train = max(2 * passes * tokens / split / speed, launch) * bubble + sent
     alone = max(2 * forward * tokens / split / speed, launch / 3) * bubble + sent / 3
@@ -112,8 +113,6 @@ def _share(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -
         return share("cpu_products")
     engine = config.engine
     found = share("experts") if costs_.experts_per_token else share("dense")
-    if engine.recompute == "full":
-        found *= share("full_recompute") / share("dense")
     if engine.fusions == "none":
         found *= share("no_fusions") / share("dense")
     is_sharded = SHARDS_PARAMETERS[engine.wrap] and grid.shards > 1
