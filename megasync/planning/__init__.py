@@ -7,6 +7,7 @@ tracker.py     counts the bytes of storages while code runs on meta tensors
 stand_ins.py   kernels and collectives that meta tensors cannot go through
 meta.py        one rank's model chunks on the meta device, in a world that needs no processes
 activations.py one micro-batch through them
+request.py     what is asked for: ranks and hardware (no torch)
 shapes.py      what is known of a plan's model, layout and work (no torch)
 memory.py      bytes of a trainer rank by part
 replicas.py    bytes of a vLLM worker by part (no torch)

@@ -22,6 +22,7 @@ from megasync.planning.meta import Counts
 from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
 from megasync.planning.shapes import Grid, Work
 
+LORA_PASSES = 2.15  # of frozen weights: forward, and the gradients of inputs; and the adapters own
 ADAM_BYTES = (
     34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
 )
