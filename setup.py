@@ -32,6 +32,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
+    package_data={"megasync.planning": ["measured.json"]},
     install_requires=LIGHT,
     extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, "test": TESTS},
     entry_points={

@@ -7,6 +7,7 @@ quickstart.py  model, data, warm-up and RL in one command
 assets.py      writes a model and data to try it with
 export.py      a run's weights as a Hugging Face folder
 report.py      a run's report.html
+plan.py        what a run will take, before it starts
 doctor.py      whether this machine is fit for a run
 generate.py    responses to prompts
 evaluate.py    held-out results with confidence intervals
@@ -21,6 +22,7 @@ examples/      a small real model and tasks for it, fetched by pip
 data/          examples and prompts, from files to tokens
 rewards/       what a response is worth, in processes of their own
 rollouts/      batches: a stream of groups, generated and rewarded
+planning/      memory and seconds of a run, predicted and compared
 run/           a run on one rank: session, loop, weights
 checks/        whether a config can run here
 diagnosis/     whether this machine is fit for it

@@ -32,6 +32,7 @@ VERBS = {
     "assets": Verb("megasync.assets", "write a model and data to try it with"),
     "export": Verb("megasync.export", "a run's weights as a Hugging Face folder, adapters merged if wanted"),
     "report": Verb("megasync.report", "write a run's report.html"),
+    "plan": Verb("megasync.plan", "memory and seconds that a run will take, before it starts"),
     "generate": Verb("megasync.generate", "responses of a run or a model to prompts"),
     "evaluate": Verb("megasync.evaluate", "avg@k and pass@k of a run or a model, with confidence intervals"),
     "doctor": Verb("megasync.doctor", "look for what would make a run fail on this machine, with remedies"),

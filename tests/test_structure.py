@@ -21,10 +21,13 @@ FORBIDDEN = {
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
-    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "doctor", "cli"),
+    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
     *("generate", "evaluate"),
 ]
-COMMANDS = ["train", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
+COMMANDS = [
+    *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
+    "config.json_schema",
+]
 # A room imports from itself and from those before it.
 ROOMS = {
     "engine": [
@@ -36,8 +39,8 @@ ROOMS = {
         *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
-        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "diagnosis", "run"),
-        *("assets", "report", "export", "serving", "generate", "evaluate", "doctor"),
+        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "planning", "diagnosis"),
+        *("run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "doctor"),
         *("quickstart", "train", "submit", "bench", "cli", "__main__"),
     ],
 }

@@ -23,6 +23,7 @@ from megasync.config.files import CHECKPOINTS, set_aside
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
+from megasync.planning.record import outcome, write_plan
 from megasync.reporting.log import RunLog
 from megasync.reporting.page import write_report
 from megasync.rewards.pool import RewardPool
@@ -37,6 +38,7 @@ from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
 from megasync.run.weights import Weights
 
+PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
 GIVE_UP_SECONDS = 60.0  # a checkpoint that is being written when the run fails
 
 
@@ -83,7 +85,16 @@ class Session:
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
+        if self.layout.rank == 0 and (problem := self._write_plan()):
+            self.log.note(problem)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
+
+    def _write_plan(self) -> str | None:
+        """plan.json, on rank 0; a note where there can be none."""
+        data = self._data_of_rank
+        samples = [data.prompts.supervised(example) for example in data.train[:PLANNED_EXAMPLES]] if data is not None else []
+        lengths = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
+        return write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths)
 
     # ------------------------------------------------------------------------------------------------ steps and log
 
@@ -284,8 +295,8 @@ class Session:
         if self.layout.rank != 0:
             return ""
         found = summary(self.config, done, self.weights.syncs, self.clock.summary())
-        self.log.summary(found)
         self.log.timeline.write()
+        self.log.summary(found | outcome(self.config.run.folder))
         write_report(self.config.run.folder)
         return closing_lines(self.config, found)
 

@@ -111,11 +111,14 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
     for key in ("sync/seconds", "sync/bytes", "sync/gb_per_second", "sync/pause_seconds", "step/seconds"):
         assert all(line[key] > 0 for line in lines), key
-    for name in ("config.yaml", "timeline.json", "report.html", "summary.json"):
+    for name in ("config.yaml", "plan.json", "timeline.json", "report.html", "summary.json"):
         assert (first_run / name).stat().st_size > 0
     assert list(first_run.glob("events.out.tfevents.*"))
     assert sorted(p.name for p in (first_run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
-    assert json.loads((first_run / "summary.json").read_text())["num_syncs"] == 7
+    summary = json.loads((first_run / "summary.json").read_text())
+    assert summary["num_syncs"] == 7
+    for name in ("memory/host_bytes", "step/seconds", "train", "rollout/seconds", "sync/seconds"):
+        assert summary[f"predicted/actual {name}"] > 0, name
 
 
 def test_the_phases_of_a_run_add_up_to_its_wall_time(first_run: Path) -> None:

@@ -105,8 +105,9 @@ def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
         "build_seconds": time.perf_counter() - begin,
     }
     rounds, peaks = train(config, built, shapes.vocab_size)
+    reserved = reserved_and_used()  # before the products below take memory of their own
     ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
-    measured |= {"steps": rounds, **memory_and_ceiling(built, peaks, ceiling)}
+    measured |= {"steps": rounds, **reserved, **memory_and_ceiling(built, peaks, ceiling)}
     measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
     yield measured
     if variant_name in bench.profile and device.has_cuda():
@@ -142,6 +143,17 @@ def restart_peak() -> int:
     peak = status_bytes(os.getpid())["VmHWM"]
     Path("/proc/self/clear_refs").write_text("5")
     return peak
+
+
+def reserved_and_used() -> Measured:
+    """With CUDA, in bytes: what torch's allocator has reserved, and what all processes use of this rank's GPU.
+
+    Their difference is the context: kernels, libraries' workspaces, NCCL. The allocator keeps what it has reserved.
+    """
+    if not device.has_cuda():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"reserved_bytes": torch.cuda.memory_reserved(), "device_bytes": total - free, "device_total_bytes": total}
 
 
 def memory_and_ceiling(built: Engine, peaks: tuple[int, int], ceiling: float) -> Measured:

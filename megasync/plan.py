@@ -1,0 +1,80 @@
+"""What a run will take, before it starts: memory of every process by part, seconds of a step, and what fits instead.
+
+Needs no GPU and of the model its config.json alone. Exit code 0: it fits; 1: it does not; 2: training would refuse the config.
+
+    python -m megasync.plan CONFIG [key=value ...] [--gpus N] [--gpu h100|h200|a100|b200|cpu] [--suggest] [--json FILE]
+    python -m megasync.plan --compare RUN
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasync.config.errors import main_errors
+from megasync.planning.hardware import KINDS
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megasync.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: those here, else what the config needs)")
+    parser.add_argument("--gpu", choices=KINDS, help="their kind (default: that of those here, else cpu)")
+    parser.add_argument("--mean-response-tokens", type=float, metavar="N", help="default: half of rollout.max_new_tokens")
+    parser.add_argument("--mean-prompt-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take lengths of responses from a run's metrics")
+    parser.add_argument("--suggest", action="store_true", help="try layouts, placements and staleness; print the best three")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
+    parser.add_argument("--compare", type=Path, metavar="RUN", help="print what a run was predicted to take, and what it took")
+    given = parser.parse_intermixed_args(argv)
+    if given.compare is None and given.config is None:
+        parser.error("a config, or --compare RUN, is expected")
+    if given.gpus is not None and given.gpus < 1:
+        parser.error(f"--gpus {given.gpus}: at least 1")
+    return given
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan."""
+    given = parse(arguments)
+    with main_errors():
+        if given.compare is not None:
+            from megasync.planning.record import compare
+
+            print(compare(given.compare))
+            return 0
+        return _plan(given)
+
+
+def _plan(given: argparse.Namespace) -> int:
+    from megasync.config.files import write_atomically
+    from megasync.config.load import load_config
+    from megasync.planning.request import find_request
+
+    config = load_config(given.config, given.overrides)
+    request = find_request(config, given)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # nothing is computed: no device, no compiler
+    from megasync.planning import remedies
+    from megasync.planning.make import make_plan
+    from megasync.planning.text import show
+
+    plan = make_plan(config, request)
+    print(show(plan))
+    if not plan.fits:
+        print(remedies.nearest(plan))
+    if given.suggest:
+        print(remedies.suggest(plan))
+    if given.json:
+        write_atomically(given.json, json.dumps(plan.as_dict(), indent=1) + "\n")
+    return int(not plan.fits)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""One micro-batch forward and backward through a rank's chunks on the meta device: what it takes beside weights and state.
+
+The engine's own output layer reads log-probs in chunks as in training; a stage that is not the last ends with its hidden states.
+Leaves out schedules: how many micro-batches wait at once for their backward pass is shapes.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention import context, fused, latent
+from engine.batch.packed import ContextPart, PackedSequences, Routing
+from engine.config import EngineConfig
+from engine.model import vocabulary
+from engine.model.build import gpt_model
+from engine.objective import logits
+from engine.runtime.megatron import parallel_state as mpu
+from megasync.planning import stand_ins
+from megasync.planning.meta import META, MetaRank, OnMeta
+from megasync.planning.tracker import Tracker
+
+FEW_LAYERS = (3, 6)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch, of all of a rank's chunks."""
+
+    held: int  # what waits for the backward pass
+    peak: int  # the most at once, `held` included
+    forward_peak: int = 0  # without gradients, as for log-probs
+
+
+def trace(rank: MetaRank, engine: EngineConfig, lengths: tuple[int, ...], *, has_entropy: bool = False) -> Activations:
+    """`lengths`: tokens of the micro-batch's sequences, over all context ranks.
+
+    Of many layers that are alike some are run, twice, and the others take as much as the difference says.
+    """
+    found = [_trace_layers(rank, chunk, engine, lengths, has_entropy) for chunk in rank.chunks]
+    held = [each.held for each in found]
+    others = [sum(held) - own for own in held]
+    peak = max(each.peak + other for each, other in zip(found, others, strict=True))
+    return Activations(sum(held), peak, max(each.forward_peak for each in found))
+
+
+def packed(lengths: tuple[int, ...], engine: EngineConfig) -> PackedSequences:
+    """Numbers that are read as such are on the CPU, whatever device all else is on."""
+    ends = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    longest = max(lengths)
+    sequences = PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+    )
+    if engine.parallel.context > 1:
+        group, uses_ulysses = mpu.get_context_parallel_group(), engine.parallel.context_attention == "ulysses"
+        sequences.context = part = ContextPart.from_lengths(lengths, group, torch.device("cpu"), uses_ulysses=uses_ulysses)
+        assert part.prefixes  # which is kept, and made of numbers that the meta device does not have
+    return sequences
+
+
+def _trace_layers(
+    rank: MetaRank, chunk: torch.nn.Module, engine: EngineConfig, lengths: tuple[int, ...], has_entropy: bool
+) -> Activations:
+    decoder = gpt_model(chunk).decoder
+    layers, count = decoder.layers, len(decoder.layers)
+    if count <= FEW_LAYERS[1] or not _are_alike(layers):
+        return _trace_chunk(rank, chunk, engine, lengths, has_entropy)
+    found = []
+    for some in FEW_LAYERS:
+        decoder.layers, decoder.num_layers_per_pipeline_rank = layers[:some], some
+        found.append(_trace_chunk(rank, chunk, engine, lengths, has_entropy))
+    decoder.layers, decoder.num_layers_per_pipeline_rank = layers, count
+    steps = (count - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+    few, more = (dataclasses.astuple(each) for each in found)
+    return Activations(*(round(a + (b - a) * steps) for a, b in zip(few, more, strict=True)))
+
+
+def _are_alike(layers: Any) -> bool:
+    """Of the same modules and sizes; not those with a window beside those without."""
+    kinds = {
+        tuple((name, type(module).__name__, getattr(module, "window", None)) for name, module in layer.named_modules())
+        + tuple(tuple(parameter.shape) for parameter in layer.parameters())
+        for layer in layers
+    }
+    return len(kinds) == 1
+
+
+def _trace_chunk(
+    rank: MetaRank, chunk: torch.nn.Module, engine: EngineConfig, lengths: tuple[int, ...], has_entropy: bool
+) -> Activations:
+    model, use_fused = gpt_model(chunk), engine.fusions == "all"
+    own_tokens = sum(lengths) // engine.parallel.context
+    tokens = torch.empty(1, own_tokens, dtype=torch.int64, device=META)
+    sequences = packed(lengths, engine)
+    with OnMeta():
+        rotation = latent.rotation(rank.bridge.hf_config)
+        if rotation is not None:
+            sequences.rotary = rotation.tables(tokens)
+        elif use_fused:
+            sequences.rotary = fused.rotary_tables(model.rotary_pos_emb, tokens, max(lengths))
+    if model.config.num_moe_experts:
+        sequences.routing = Routing(torch.ones(own_tokens, dtype=torch.bool, device=META), 1.0)
+    if not model.pre_process:
+        rows = own_tokens // (engine.parallel.tensor if engine.parallel.sequence else 1)
+        shape = rows, 1, model.config.hidden_size
+        model.set_input_tensor(torch.empty(shape, dtype=rank.bridge.dtype, device=META, requires_grad=True))
+    run = _Pass(chunk, tokens, sequences, engine, rank, has_entropy)
+    with torch.no_grad():
+        forward = run.measure(backward=False)
+    return Activations(*run.measure(backward=True)[:2], forward_peak=forward[1])
+
+
+@dataclass
+class _Pass:
+    chunk: Any
+    tokens: torch.Tensor
+    sequences: PackedSequences
+    engine: EngineConfig
+    rank: MetaRank
+    has_entropy: bool
+
+    def measure(self, *, backward: bool) -> tuple[int, int]:
+        """Bytes that wait after the forward pass, and the most of all."""
+        tracker, use_fused = Tracker(), self.engine.fusions == "all"
+        tracker.leave_out(self.chunk.parameters())
+        with stand_ins.installed(tracker, use_fused=use_fused), OnMeta(), tracker:
+            loss = self._forward(use_fused)
+            held = tracker.bytes_now
+            if backward:
+                torch.autograd.backward(loss)
+        return held, tracker.peak_bytes
+
+    def _forward(self, use_fused: bool) -> torch.Tensor:
+        """A number that the backward pass begins at."""
+        options = {"fp32_output": False} if use_fused and self.rank.bridge.dtype is not torch.float32 else {}
+        read = logits.LogProbs(1.0, use_fused, self.has_entropy)
+        shown, again = (vocabulary.mask_padding(each, self.rank.bridge) for each in (read, read.differentiable()))
+        size = self.engine.logits_chunk_tokens
+        with logits.read_in_chunks(self.chunk, self.tokens, shown, again, size):
+            output = self.chunk(self.tokens, self.tokens, None, packed_seq_params=self.sequences, **options)
+        if not gpt_model(self.chunk).post_process:
+            return output.sum()  # type: ignore[no-any-return]
+        values = logits.values(output, self._microbatch(), shown, size)
+        return values[0].sum()
+
+    def _microbatch(self) -> Any:
+        """What of a MicroBatch is read there."""
+        return SimpleNamespace(labels=self.tokens, sequences=self.sequences)
+
+
+def multiple_of_tokens(engine: EngineConfig, num_experts: int, experts_per_token: int) -> int:
+    """What a sequence is rounded up to, so that every rank and every expert gets as many tokens."""
+    parallel = engine.parallel
+    multiple = context.num_chunks(parallel) * (parallel.tensor if parallel.sequence else 1)
+    shares = max(1, num_experts // max(1, experts_per_token))
+    return multiple * shares if num_experts else multiple

@@ -1,0 +1,93 @@
+"""What a GPU can do: data sheets, and the shares of them that were measured (measured.json says in which file each was).
+
+Leaves out what follows from them (seconds.py). No torch in here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+KINDS = ("h100", "h200", "a100", "b200", "cpu")
+GIB = 2**30
+MEASURED = Path(__file__).with_name("measured.json")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device of a rank. On CPUs the device is the host, and its memory is all ranks' together."""
+
+    kind: str
+    memory_bytes: int
+    product_flops: float  # FLOP/s of large matrix products in the model's dtype
+    bandwidth: float  # of its memory, bytes/s, as much of it as kernels reach
+    link: float  # to another device, bytes/s one way
+    host_link: float  # to host memory
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+
+@cache
+def measured() -> dict[str, Any]:
+    """measured.json."""
+    content: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return content
+
+
+def share(name: str) -> float:
+    return float(measured()["shares"][name]["value"])
+
+
+def seconds(name: str) -> float:
+    return float(measured()["seconds"][name]["value"])
+
+
+def num_bytes(name: str) -> int:
+    return int(measured()["bytes"][name]["value"])
+
+
+def hardware(kind: str) -> Hardware:
+    """One of KINDS."""
+    if kind == "cpu":
+        return this_cpu()
+    gpu = measured()["gpus"][kind]
+    return Hardware(
+        kind,
+        int(gpu["memory_gib"] * GIB),
+        gpu["peak_tflops"] * 1e12 * gpu["products"],
+        gpu["bandwidth_gb"] * 1e9 * share("bandwidth"),
+        gpu["link_gb"] * 1e9,
+        gpu["host_gb"] * 1e9,
+    )
+
+
+@cache
+def this_cpu() -> Hardware:
+    """This machine, by a product of two matrices that takes some milliseconds; a rank has one thread (launch/setup.sh)."""
+    import numpy as np
+
+    size, best = 384, float("inf")
+    a = np.ones((size, size), np.float32)
+    for _ in range(4):
+        begin = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begin)
+    return Hardware("cpu", psutil.virtual_memory().total, 2 * size**3 / best, 8e9, 0.7e9, 5e9)
+
+
+def kind_of(name: str) -> str | None:
+    """One of KINDS by what nvidia-smi or torch calls a GPU; None: another one."""
+    return next((kind for kind in KINDS[:-1] if kind in name.lower()), None)
+
+
+def with_memory(known: Hardware, total_bytes: int) -> Hardware:
+    """Of a device whose memory is known."""
+    return replace(known, memory_bytes=total_bytes)

@@ -1,0 +1,72 @@
+"""How long responses are, as quantiles: from a mean, or from a run's metrics. Pure functions; no torch in here.
+
+Responses are taken to be lognormal, with a spread as models under RL have it, and cut off at rollout.max_new_tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasync.config.errors import ConfigError
+from megasync.config.schema import Config
+from megasync.reporting.log import read_metrics
+
+SPREAD = 0.8  # standard deviation of the logarithm
+METRIC = "response/tokens_mean"
+PROMPT_TOKENS = 128  # where nothing is known
+
+
+def quantiles(mean: float, longest: int, count: int = 64) -> tuple[int, ...]:
+    """`count` lengths of at least 1 and at most `longest`, ascending, whose mean is `mean` as nearly as the cut allows."""
+    normal = statistics.NormalDist()
+    shape = [math.exp(SPREAD * normal.inv_cdf((index + 0.5) / count)) for index in range(count)]
+    low, high = 0.0, 1e3 * longest
+    for _ in range(60):
+        scale = (low + high) / 2
+        if statistics.fmean(min(scale * each, longest) for each in shape) < mean:
+            low = scale
+        else:
+            high = scale
+    return tuple(max(1, min(longest, round(high * each))) for each in shape)
+
+
+def mean_response_tokens(config: Config, given: float | None, run: Path | None) -> float:
+    """What was given, else of the last steps of `run`, else half of rollout.max_new_tokens.
+
+    Raises:
+        ConfigError: the run has no such metric, or the number is out of bounds.
+    """
+    longest = config.rollout.max_new_tokens
+    if given is not None:
+        if not 1 <= given <= longest:
+            allowed = f"1 to rollout.max_new_tokens = {longest}"
+            raise ConfigError(f"--mean-response-tokens {given:g}: no mean of responses", allowed=allowed)
+        return given
+    if run is None:
+        return longest / 2
+    found = [float(line[METRIC]) for line in read_metrics(run) if METRIC in line]
+    if not found:
+        remedy = "name the folder of a run with rollouts, or write --mean-response-tokens N"
+        raise ConfigError(f"{run}: its metrics hold no {METRIC}", remedy=remedy)
+    return min(float(longest), statistics.fmean(found[-10:]))
+
+
+def decode_steps(lengths: Sequence[int], num_samples: int, at_once: int) -> list[tuple[int, int]]:
+    """(steps, running samples) of the generation of a batch alone, whose samples have these quantiles; the whole is in order.
+
+    The sum of steps x running is about num_samples x mean of the lengths. Samples above `at_once` begin when others have ended.
+    """
+    running = min(num_samples, at_once)
+    total = num_samples * statistics.fmean(lengths)
+    tail, begin = [], 0
+    for index, length in enumerate(sorted(lengths)):
+        alive = max(1, round(running * (1 - index / len(lengths))))
+        if length > begin:
+            tail.append((length - begin, alive))
+            begin = length
+    in_tail = sum(steps * alive for steps, alive in tail)
+    full = max(0.0, total - in_tail)
+    return [(round(full / running), running), *tail] if full >= running else tail

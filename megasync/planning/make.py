@@ -1,0 +1,295 @@
+"""A plan: what every process of a run takes, what does not fit, and seconds of a step. Reads config.json and no weights.
+
+    plan = make_plan(config, Request(num_ranks=2, hardware=hardware("h100")))
+
+Leaves out what would fit instead (remedies.py) and how it is shown (text.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config import DTYPE_BYTES, EngineConfig
+from engine.wrap import ddp_fields
+from megasync.checks.algorithm import check_objective, check_routing
+from megasync.checks.sizes import check_engine, check_ranks, check_rollout
+from megasync.checks.unused import check_unused
+from megasync.config.errors import refuse_if
+from megasync.config.schema import Config
+from megasync.hf.folder import ModelShape, model_shape
+from megasync.planning import seconds as times
+from megasync.planning.activations import Activations, multiple_of_tokens, trace
+from megasync.planning.hardware import GIB, Hardware, seconds
+from megasync.planning.memory import RankMemory, rank_memory
+from megasync.planning.meta import Counts, build_rank, world
+from megasync.planning.replicas import WorkerMemory, worker_memory
+from megasync.planning.shapes import Grid, Request, Work
+
+MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
+STAYS_AWAY = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}  # offload kinds in memory.py's words
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage's ranks, all alike."""
+
+    number: int
+    counts: Counts
+    activations: Activations
+    memory: RankMemory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one config on some ranks. `problems`: what does not fit, by process; empty: it fits."""
+
+    config: Config
+    request: Request
+    grid: Grid
+    work: Work
+    stages: tuple[Stage, ...]
+    worker: WorkerMemory | None
+    seconds: times.StepSeconds
+    num_parameters: int
+    problems: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def largest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.memory.device)
+
+    @property
+    def num_devices(self) -> int:
+        rollout = self.config.rollout
+        own = 0 if self.worker is None or rollout.is_colocated else rollout.replicas * rollout.tensor_parallel
+        return self.request.num_ranks + own
+
+    @property
+    def tokens_per_day(self) -> float:
+        """Of prompts and responses that are trained on."""
+        return self.work.tokens / self.seconds.step * 86400
+
+    def as_dict(self) -> dict[str, Any]:
+        """plan.json."""
+        first, rollout = self.stages[0].memory, self.config.rollout
+        return {
+            "hardware": self.request.hardware.kind,
+            "ranks": dataclasses.asdict(self.grid),
+            "placement": rollout.placement,
+            "max_staleness": rollout.max_staleness,
+            "mean_response_tokens": self.request.mean_response_tokens,
+            "parameters": self.num_parameters,
+            "trainer": [{"stage": stage.number, **_memory(stage.memory)} for stage in self.stages],
+            "replica": None if self.worker is None else {"parts": self.worker.parts, "device_bytes": self.worker.total},
+            "seconds": dataclasses.asdict(self.seconds),
+            "tokens_per_day": self.tokens_per_day,
+            "problems": list(self.problems),
+            "predicted": {
+                "memory/host_bytes": first.host,
+                **({} if self.request.hardware.is_cpu else {"memory/tensors_peak_bytes": first.tensors_peak}),
+                "step/seconds": self.seconds.step,
+                "train": self.seconds.train + self.seconds.optimizer,
+                "rollout/seconds": self.seconds.generation if self.worker else None,
+                "sync/seconds": self.seconds.sync if self.worker else None,
+            },
+        }
+
+
+def _memory(memory: RankMemory) -> dict[str, Any]:
+    sizes = {"tensors_peak_bytes": memory.tensors_peak, "device_bytes": memory.device, "host_bytes": memory.host}
+    return {"parts": memory.parts, **sizes}
+
+
+def check(config: Config, num_ranks: int) -> ModelShape:
+    """What training would refuse of sizes and layout, by its own rules. Weights and data need not be there.
+
+    Raises:
+        ConfigError: the first thing that cannot work.
+    """
+    check_ranks(config, num_ranks)
+    for name, value in config.engine.overrides.items():
+        reason = ddp_fields.refusal(config.engine.wrap, name, value)
+        refuse_if(reason, f"engine.overrides.{name} = {value!r}: {reason}", remedy=f"leave engine.overrides.{name} out")
+    check_objective(config)
+    check_unused(config)
+    refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a folder with a config.json")
+    shape = model_shape(config.model.path)
+    check_engine(config, shape)
+    check_routing(config, shape)
+    if config.algorithm.name == "grpo":
+        check_rollout(config, shape, num_ranks)
+    return shape
+
+
+def make_plan(config: Config, request: Request) -> Plan:
+    """For a run that has not begun: every stage in a world of its own, with one rank for each shard.
+
+    Raises:
+        ConfigError: see `check`.
+    """
+    parallel = config.engine.parallel
+    alone = Grid.of(config, parallel.tensor * parallel.pipeline * math.lcm(parallel.context, parallel.expert))
+    last = alone.pipeline - 1
+    looked_at = range(alone.pipeline) if alone.pipeline <= MOST_STAGES else (0, 1, last - 1, last)
+
+    def trace_stage(number: int, lengths: tuple[int, ...]) -> Traced:
+        engine = meta_engine(config.engine, request.hardware)
+        key = config.model.model_dump_json() + engine.model_copy(update={"wrap": "ddp"}).model_dump_json()
+        key += f"{number} {lengths} {_has_entropy(config)}"
+        if key not in _TRACED:
+            with world(alone.num_ranks, alone.stage_rank(number), parallel):
+                _TRACED[key] = _trace(config, engine, lengths)
+        return _TRACED[key]
+
+    return _plan(config, request, tuple(looked_at), trace_stage)
+
+
+def plan_of_rank(config: Config, request: Request, stage: int) -> Plan:
+    """For a run whose process groups are there: of this rank's own stage."""
+    engine = meta_engine(config.engine, request.hardware)
+    return _plan(config, request, (stage,), lambda _, lengths: _trace(config, engine, lengths))
+
+
+Traced = tuple[Counts, Activations, times.ModelCosts]
+_TRACED: dict[str, Traced] = {}  # what was traced in this process: layouts that are tried share much of it
+
+
+def _trace(config: Config, engine: EngineConfig, lengths: tuple[int, ...]) -> Traced:
+    rank = build_rank(config.model, engine)
+    return rank.counts, trace(rank, engine, lengths, has_entropy=_has_entropy(config)), times.ModelCosts.of(rank.bridge)
+
+
+def _has_entropy(config: Config) -> bool:
+    return config.algorithm.name == "grpo" and config.algorithm.log_entropy
+
+
+def _plan(
+    config: Config, request: Request, looked_at: tuple[int, ...], trace_stage: Callable[[int, tuple[int, ...]], Traced]
+) -> Plan:
+    shape, grid = check(config, request.num_ranks), Grid.of(config, request.num_ranks)
+    work = Work.of(config, request)
+    multiple = multiple_of_tokens(config.engine, shape.num_experts, shape.num_experts_per_tok)
+    lengths = work.sequences(work.microbatch_tokens(grid), multiple)
+    traced = {number: trace_stage(number, lengths) for number in looked_at}
+    stages = [_stage(config, request, grid, work, number, *found[:2]) for number, found in traced.items()]
+    *_, model_costs = traced[looked_at[0]]
+    num_parameters = _num_parameters(grid, stages)
+    hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
+    worker = worker_memory(config, shape, num_parameters, hardware) if is_grpo else None
+    found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
+    problems = _problems(config, hardware, stages, worker, request.num_ranks)
+    return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
+
+
+def meta_engine(engine: EngineConfig, hardware: Hardware) -> EngineConfig:
+    """With the fusions that there will be on that hardware: here no device is asked."""
+    is_fused = engine.fusions == "all" or (engine.fusions == "auto" and not hardware.is_cpu)
+    return engine.model_copy(update={"fusions": "all" if is_fused else "none"})
+
+
+def _num_parameters(grid: Grid, stages: list[Stage]) -> int:
+    """Of the whole model, from those of the stages that were looked at; those in the middle are alike."""
+    sizes = [stage.counts.dense * grid.tensor + stage.counts.experts * grid.tensor * grid.expert for stage in stages]
+    middle = sizes[len(sizes) // 2]
+    return sum(sizes) + middle * (grid.pipeline - len(sizes))
+
+
+def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int, counts: Counts, found: Activations) -> Stage:
+    is_grpo = config.algorithm.name == "grpo"
+    memory = rank_memory(
+        counts,
+        found,
+        engine=config.engine,
+        dtype=config.model.dtype,
+        grid=grid,
+        in_flight=grid.in_flight(number, work.num_microbatches(grid)),
+        has_reference=is_grpo and config.algorithm.kl_coefficient > 0,
+        bucket_bytes=config.sync.bucket_bytes if is_grpo else 0,
+        is_cpu=request.hardware.is_cpu,
+        offload_on_host=is_grpo and config.rollout.is_colocated,
+    )
+    return Stage(number, counts, found, memory)
+
+
+def _seconds(
+    config: Config,
+    hardware: Hardware,
+    grid: Grid,
+    work: Work,
+    stages: list[Stage],
+    worker: WorkerMemory | None,
+    model_costs: times.ModelCosts,
+    shape: ModelShape,
+) -> times.StepSeconds:
+    algorithm, num_parameters = config.algorithm, _num_parameters(grid, stages)
+    train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
+    separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
+    passes = separate + (algorithm.name == "grpo" and algorithm.kl_coefficient > 0) + algorithm.log_router_gap
+    counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
+    parts = {
+        "train": train,
+        "optimizer": times.optimizer_seconds(config, counts, grid, work, hardware),
+        "log_probs": alone * passes,
+        "generation": 0.0,
+        "sync": 0.0,
+        "moving": 0.0,
+    }
+    overlapped = 0.0
+    if worker is not None:
+        generation = times.generation_seconds(config, shape, model_costs, num_parameters, work, worker, hardware)
+        parts["generation"], overlapped = generation
+        sent = num_parameters * DTYPE_BYTES[config.model.dtype]
+        if config.engine.lora.rank and config.engine.lora.sync == "adapter":
+            sent = sum(stage.counts.trained for stage in stages) * grid.tensor * DTYPE_BYTES[config.model.dtype]
+        parts["sync"] = times.sync_seconds(config, sent, grid, hardware)
+    if worker is not None and config.rollout.is_colocated and not hardware.is_cpu:
+        state = stages[0].memory.parts
+        away = sum(state.get(STAYS_AWAY[kind], 0) for kind in config.rollout.offload_trainer if kind != "gradients")
+        parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
+    return times.step_seconds(config, parts, overlapped)
+
+
+def _problems(
+    config: Config, hardware: Hardware, stages: list[Stage], worker: WorkerMemory | None, num_ranks: int
+) -> tuple[str, ...]:
+    """What does not fit, with the numbers."""
+    found, room = list[str](), hardware.memory_bytes
+    if hardware.is_cpu:
+        workers = config.rollout.replicas * config.rollout.tensor_parallel if worker else 0
+        total = max(stage.memory.host for stage in stages) * num_ranks + (worker.total if worker else 0) * workers
+        return (f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB",) if total > room else ()
+    shares = worker is not None and config.rollout.is_colocated
+    for stage in stages:
+        taken = stage.memory.device + (worker.asleep if worker is not None and shares else 0)
+        if taken > room:
+            which = f"a trainer rank of stage {stage.number}" if len(stages) > 1 else "a trainer rank"
+            beside = " with vLLM asleep beside it" if shares else ""
+            found.append(f"{which}{beside} takes {gib(taken)} GiB of {gib(room)} GiB")
+    if worker is not None:
+        stays = _stays(config, stages) if shares else 0
+        if worker.total + stays > room:
+            beside = f" and what stays of the trainer, {gib(stays)}" if stays else ""
+            found.append(f"a vLLM worker takes {gib(worker.total)} GiB{beside}, of {gib(room)} GiB")
+        longest = config.rollout.max_model_len or config.rollout.max_new_tokens
+        if worker.cache_tokens < longest:
+            found.append(f"vLLM's KV cache holds {max(0, worker.cache_tokens)} tokens, a sequence has up to {longest}")
+    return tuple(found)
+
+
+def _stays(config: Config, stages: list[Stage]) -> int:
+    """Of a trainer rank on its GPU while vLLM generates there."""
+    memory = max((stage.memory for stage in stages), key=lambda each: each.device)
+    away = {STAYS_AWAY[kind] for kind in config.rollout.offload_trainer}
+    kept = ("weights", "gradients", "optimizer", "reference")
+    return memory.outside + sum(memory.parts.get(name, 0) for name in kept if name not in away)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f}"

@@ -1,0 +1,114 @@
+"""Bytes of one trainer rank by part: weights, gradients and optimizer state by wrap, activations, buckets, what CUDA takes.
+
+A rank's peak is the larger one of its passes and of its optimizer step. Pure functions of counts; what they are is in meta.py
+and activations.py. Checked against engines' own storages (tests/megasync/planning) and measured peaks (docs/plan.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.config import DTYPE_BYTES, EngineConfig
+from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.planning.activations import Activations
+from megasync.planning.hardware import num_bytes
+from megasync.planning.meta import Counts
+from megasync.planning.shapes import Grid
+
+PREFETCHED = 500_000_000  # elements that Megatron-FSDP gathers ahead (megatron_fsdp.py:444)
+QUEUED = 1_000_000_000  # elements of gradients that wait to be reduced (megatron_fsdp.py:443)
+RESERVED_SHARE = 0.02  # of what is allocated, that torch's allocator has reserved beside it
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """In bytes. `passes` and `step` are the two moments that may be the peak, both with what always lies there."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    passes: int = 0
+    step: int = 0
+    outside: int = 0  # of torch's allocator: CUDA's context, NCCL
+    host: int = 0
+
+    @property
+    def tensors_peak(self) -> int:
+        """What torch.cuda.max_memory_allocated will say."""
+        return max(self.passes, self.step)
+
+    @property
+    def device(self) -> int:
+        """What the process takes of its device."""
+        return round(self.tensors_peak * (1 + RESERVED_SHARE)) + self.outside
+
+
+def state_bytes(counts: Counts, engine: EngineConfig, dtype: str, grid: Grid) -> dict[str, int]:
+    """Weights, gradients and optimizer state of a rank, on whichever memory they lie."""
+    item, gradient = DTYPE_BYTES[dtype], DTYPE_BYTES[engine.gradient_dtype]
+    own = _shared(counts.dense, grid.shards) + _shared(counts.experts, grid.expert_shards)
+    own_trained = _shared(counts.dense_trained, grid.shards) + _shared(counts.experts_trained, grid.expert_shards)
+    is_sharded = SHARDS_PARAMETERS[engine.wrap]
+    return {
+        "weights": (own if is_sharded else counts.whole) * item,
+        "gradients": (own_trained if is_sharded else counts.trained) * (gradient if dtype == "bfloat16" else 4),
+        "optimizer": own_trained * (12 if dtype == "bfloat16" else 8),  # main weights in float32, and Adam's two moments
+    }
+
+
+def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
+    counts: Counts,
+    activations: Activations,
+    *,
+    engine: EngineConfig,
+    dtype: str,
+    grid: Grid,
+    in_flight: float,
+    has_reference: bool,
+    bucket_bytes: int,
+    is_cpu: bool,
+    offload_on_host: bool = False,
+) -> RankMemory:
+    """`bucket_bytes`: of one of the two buckets that a sender fills; 0: this run sends nothing."""
+    state = state_bytes(counts, engine, dtype, grid)
+    item, is_sharded = DTYPE_BYTES[dtype], SHARDS_PARAMETERS[engine.wrap] and grid.shards > 1
+    reference = state["weights"] if has_reference and not engine.lora.rank else 0
+    parts = {**state, "reference": reference}
+    held = round(activations.held * in_flight)
+    working = activations.peak - activations.held
+    parts |= {"activations": held, "logits and temporaries": working}
+    gathered = gathered_bytes(counts, engine, item, held) if is_sharded else (0, 0)
+    parts["gathered by FSDP"] = sum(gathered)
+    parts["sync buckets"] = 2 * bucket_bytes
+    # the gathered layers and waiting gradients come while activations go (gathered_bytes)
+    tensors = state["weights"] + state["gradients"] + reference + held + working + sum(gathered) + 2 * bucket_bytes
+    copies = state["optimizer"] // 3 if engine.gradient_dtype == "bfloat16" and dtype == "bfloat16" else 0
+    step = state["weights"] + state["gradients"] + state["optimizer"] + reference + copies + 2 * bucket_bytes
+    is_away = engine.optimizer.offload
+    outside = 0 if is_cpu else num_bytes("context") + (num_bytes("nccl") if grid.num_ranks > 1 or bucket_bytes else 0)
+    on_host = state["optimizer"] if is_away else 0
+    if offload_on_host:
+        on_host = state["weights"] + state["optimizer"]
+    passes = tensors + (0 if is_away else state["optimizer"])
+    host = num_bytes("host_process") if is_cpu else num_bytes("host_process_gpu") + on_host
+    return RankMemory(
+        {name: size for name, size in parts.items() if size},
+        passes,
+        step,
+        outside,
+        host + max(passes, step) if is_cpu else host,
+    )
+
+
+def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int) -> tuple[int, int]:
+    """Beside the shards, at the peak: what is gathered of embeddings and output layer; then of layers, and gradients that wait.
+
+    The second come in the backward pass, as activations go: they add to the peak only where they are more than those.
+    """
+    root = counts.output * item
+    layers = min(PREFETCHED, 2 * counts.largest_layer) * item
+    trained = counts.trained / max(1, counts.whole)
+    waiting = round(min(QUEUED, counts.whole - counts.output) * trained) * DTYPE_BYTES[engine.gradient_dtype]
+    return root, max(0, layers + waiting - held)
+
+
+def _shared(count: int, ranks: int) -> int:
+    return -(-count // ranks)

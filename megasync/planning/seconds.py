@@ -1,0 +1,195 @@
+"""Seconds of a step and of its parts, from the engine's counts of multiplications (engine/batch/costs.py) and measured shares.
+
+Leaves out rewards, evaluations and checkpoints. Pure functions of a model's config; what speeds are is in hardware.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.attention import windows
+from engine.batch import costs
+from engine.config import DTYPE_BYTES
+from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.config.schema import Config
+from megasync.hf.folder import ModelShape
+from megasync.planning.hardware import Hardware, seconds, share
+from megasync.planning.lengths import decode_steps
+from megasync.planning.meta import Counts
+from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
+from megasync.planning.shapes import Grid, Work
+
+LORA_PASSES = 2.15  # of frozen weights: forward, and the gradients of inputs; and the adapters own
+ADAM_BYTES = (
+    34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
+)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Multiplications of a token's forward pass by weights, and of attention in units of them."""
+
+    layers: float  # of all layers, by weights
+    mlp: float  # of them those of MLPs or experts
+    output: float  # of the output layer
+    attention_length: float  # tokens of a sequence whose attention costs as much as all else
+    windows: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    experts_per_token: int  # 0: no experts
+
+    @staticmethod
+    def of(bridge: Any) -> ModelCosts:
+        """`bridge`: mbridge's, of the whole model."""
+        config, vocabulary = bridge.config, bridge.hf_config.vocab_size
+        columns = vocabulary / costs.output_cost(config, vocabulary)
+        width = config.moe_router_topk * config.moe_ffn_hidden_size if config.num_moe_experts else config.ffn_hidden_size
+        return ModelCosts(
+            layers=config.hidden_size * columns * config.num_layers,
+            mlp=3.0 * config.hidden_size * width * config.num_layers,
+            output=float(config.hidden_size * vocabulary),
+            attention_length=costs.attention_length(config, vocabulary),
+            windows=tuple(windows.layer_windows(bridge.hf_config.to_dict())),
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            experts_per_token=config.moe_router_topk if config.num_moe_experts else 0,
+        )
+
+    def attention(self, lengths: tuple[int, ...]) -> float:
+        """Multiplications a token, mean over sequences of these lengths."""
+        sizes = np.array(lengths, np.int64)
+        whole = self.layers + self.output
+        return float(whole * costs.attention_costs(sizes, self.windows).sum() / self.attention_length / sizes.sum())
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Of one step, each where it happens; `step` is what they come to together."""
+
+    train: float
+    optimizer: float
+    log_probs: float
+    generation: float
+    sync: float
+    moving: float  # colocated: the trainer's state away and back, and vLLM's sleep
+    step: float
+    binding: str
+    staleness: float  # expected, in versions
+    synchronous: float  # the step without asynchrony, on the same devices
+
+
+def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, hardware: Hardware) -> tuple[float, float]:
+    """Forward and backward passes of all optimizer steps of a batch; and one forward pass over it, as for log-probs."""
+    engine = config.engine
+    lengths = tuple(work.prompt_tokens + length for length in work.lengths)
+    tokens = work.tokens / grid.data
+    attention = costs_.attention(lengths)
+    forward = costs_.layers + costs_.output + attention
+    passes = (LORA_PASSES if engine.lora.rank else 3.0) * (costs_.layers + costs_.output) + 3 * attention
+    if engine.recompute == "full":
+        passes += costs_.layers + attention
+    elif engine.recompute == "selective":
+        passes += attention if "core_attn" in engine.recompute_modules else 0
+        passes += costs_.mlp if {"mlp", "moe"} & set(engine.recompute_modules) else 0
+    if work.microbatch_tokens(grid) > engine.logits_chunk_tokens:
+        passes += costs_.output
+    split = grid.tensor * grid.pipeline * grid.context
+    speed = hardware.product_flops * _share(config, costs_, grid, hardware)
+    count = work.num_microbatches(grid) * work.num_minibatches
+    bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
+    launched = "layer_launch_selective" if engine.recompute == "selective" else "layer_launch"
+    launch = 0.0 if hardware.is_cpu else seconds(launched) * costs_.num_layers / grid.pipeline * count
+    sent = _communication_seconds(config, grid, tokens, costs_, hardware)
+    train = max(2 * passes * tokens / split / speed, launch) * bubble + sent
+    alone = max(2 * forward * tokens / split / speed, launch / 3) * bubble + sent / 3
+    return train, alone
+
+
+def _share(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -> float:
+    """Of the speed of large products."""
+    if hardware.is_cpu:
+        return share("cpu_products")
+    engine = config.engine
+    found = share("experts") if costs_.experts_per_token else share("dense")
+    if engine.fusions == "none":
+        found *= share("no_fusions") / share("dense")
+    is_sharded = SHARDS_PARAMETERS[engine.wrap] and grid.shards > 1
+    return found * (share("fsdp") if is_sharded else 1.0)
+
+
+def _communication_seconds(config: Config, grid: Grid, tokens: float, costs_: ModelCosts, hardware: Hardware) -> float:
+    """Of tensor and expert parallelism, which nothing hides."""
+    item, moved = DTYPE_BYTES[config.model.dtype], 0.0
+    moved += 12 * (grid.tensor - 1) / grid.tensor  # gathers and reductions of a layer, forward and backward, some of them twice
+    moved += 4 * costs_.experts_per_token * (grid.expert - 1) / grid.expert  # copies of a token to its experts and back
+    layers = costs_.num_layers / grid.pipeline
+    return moved * tokens / grid.context * costs_.hidden_size * item * layers / hardware.link
+
+
+def optimizer_seconds(config: Config, counts: Counts, grid: Grid, work: Work, hardware: Hardware) -> float:
+    own = counts.dense_trained / grid.shards + counts.experts_trained / grid.expert_shards
+    found = ADAM_BYTES * own / hardware.bandwidth
+    if config.engine.optimizer.offload:
+        found += 2 * 12 * own / hardware.host_link
+    return found * work.num_minibatches
+
+
+def generation_seconds(
+    config: Config,
+    shape: ModelShape,
+    costs_: ModelCosts,
+    num_parameters: int,
+    work: Work,
+    worker: WorkerMemory,
+    hardware: Hardware,
+) -> tuple[float, float]:
+    """Of a batch that is generated alone; and where replicas are always full, as between batches that overlap."""
+    rollout, item, num_active = config.rollout, DTYPE_BYTES[config.model.dtype], costs_.layers + costs_.output
+    samples = -(-work.num_samples // rollout.replicas)
+    at_once = min(samples, running_at_once(config, worker, work.mean_tokens))
+    base = seconds("decode_step_eager" if rollout.enforce_eager else "decode_step")
+    per_token = cache_bytes_per_token(config, shape)
+    weights = num_parameters * item / rollout.tensor_parallel
+    active = num_active * item / rollout.tensor_parallel
+
+    def one_step(running: int) -> float:
+        if hardware.is_cpu:
+            return max(2 * num_active * running / (hardware.product_flops * share("cpu_products")), 2e-3)
+        read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
+        products = 2 * num_active * running / rollout.tensor_parallel / (hardware.product_flops * share("dense"))
+        return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")
+
+    prefill_speed = hardware.product_flops * share("cpu_products" if hardware.is_cpu else "dense")
+    prefill = 2 * num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel / prefill_speed
+    prefill += samples * seconds("sample")
+    alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
+    mean = work.mean_tokens - work.prompt_tokens
+    return alone, min(alone, samples * mean / at_once * one_step(at_once) + prefill)
+
+
+def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardware) -> float:
+    if hardware.is_cpu:
+        return num_bytes / hardware.link + 0.05
+    is_sharded = SHARDS_PARAMETERS[config.engine.wrap] and grid.shards > 1
+    name = ("sync_ipc" if config.rollout.is_colocated else "sync_nccl") + ("_fsdp" if is_sharded else "")
+    return num_bytes / grid.pipeline / (hardware.link * share(name)) + seconds("sync_messages")
+
+
+def step_seconds(config: Config, parts: dict[str, float], overlapped: float) -> StepSeconds:
+    """`parts`: of StepSeconds all that are not made of others; `overlapped`: generation by replicas that are always full."""
+    rollout = config.rollout
+    trainer = parts["train"] + parts["optimizer"] + parts["log_probs"]
+    synchronous = trainer + parts["generation"] + parts["sync"] + parts["moving"]
+    if not rollout.max_staleness or config.algorithm.name == "sft":
+        at = {"generation": parts["generation"], "training": trainer, "moving state between host and device": parts["moving"]}
+        return StepSeconds(**parts, step=synchronous, binding=max(at, key=at.__getitem__), staleness=0.0, synchronous=synchronous)
+    pause = parts["sync"] + (seconds("pause") if rollout.on_update == "continue" else parts["generation"] * 0.1)
+    busiest = max(trainer + parts["sync"], overlapped + pause)
+    ahead = min(rollout.max_staleness, overlapped / busiest + (1 if trainer >= overlapped else 0))
+    binding = "training" if trainer + parts["sync"] >= overlapped + pause else "generation"
+    return StepSeconds(
+        **{**parts, "generation": overlapped}, step=busiest, binding=binding, staleness=ahead, synchronous=synchronous
+    )

@@ -1,0 +1,146 @@
+"""What meta tensors cannot go through, replaced while a step is traced: kernels keep their memory, not their arithmetic.
+
+Attention's kernels save what FlashAttention's do and have its temporaries; the fused kernels of torch.compile are one piece
+each; experts get equal numbers of tokens. All else is the engine's own code. Leaves out the counting (tracker.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from engine.attention import context, core, flash, fused
+from engine.moe.experts import TokenDispatcher
+from engine.objective import entropy
+from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl, parallel_state
+from megasync.planning.tracker import Tracker
+
+COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+    (fused, ("_rotate", "_rotate_back", "_log_sum_exp", "_logits_gradient")),
+    (entropy, ("_within_fused",)),
+    (sys.modules[bias_swiglu_impl.__module__], ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")),
+)
+DISPATCHERS = sys.modules[MoEAlltoAllTokenDispatcher.__module__]
+
+
+class _Attention(torch.autograd.Function):
+    """flash_api.cpp:mha_varlen_fwd and mha_varlen_bwd: dq is added up in float32, dk and dv are first of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, *_rest = ctx.saved_tensors
+        found = tuple(torch.empty_like(x) for x in (query, key, value))
+        added_up = [query.new_empty(query.shape, dtype=torch.float32)]
+        if key.shape[1] != query.shape[1]:
+            added_up += [torch.empty_like(query), torch.empty_like(query)]
+        del added_up
+        return found
+
+
+class _Norm(torch.autograd.Function):
+    """torch's CUDA kernel of RMSNorm saves the input and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _norms = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    result: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _attend_packed(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+    return flash.attend(query, key, value, packed, self.scale, self.window).flatten(1)
+
+
+def _attend_over_context(part: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """engine/attention/context.py:attend as it is with CUDA: keys and values of all tokens, then those that are seen."""
+    if part.uses_ulysses:
+        return _real_attend(part, query, key, value, *rest)
+    apply: Any = context._Gather.apply
+    both = [key.flatten(1), value.flatten(1)]
+    gathered = apply(torch.cat(both, 1), part, True).split([x.shape[1] for x in both], 1)
+    key, value = (x.unflatten(1, own.shape[1:]) for x, own in zip(gathered, (key, value), strict=True))
+    seen = part.prefixes[1].to("meta")
+    return _attend(query, key[seen], value[seen])
+
+
+_real_attend = context.attend
+
+
+def _equal_shares(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+    """MoEAlltoAllTokenDispatcher.preprocess where every expert gets as many tokens as the others."""
+    copies = routing_map.shape[0] * self.config.moe_router_topk
+    each = copies // self.num_experts
+    self.num_out_tokens = copies
+    self.input_splits = self.output_splits = [copies // self.ep_size] * self.ep_size
+    ranks = self.tp_size * self.ep_size
+    # from numpy: these are read, on whatever device all else is
+    self.output_splits_tp = torch.from_numpy(np.full(self.tp_size, copies))
+    self.num_global_tokens_per_local_expert = torch.from_numpy(np.full((ranks, self.num_local_experts), each))
+    return torch.from_numpy(np.full(self.num_local_experts, each * ranks))
+
+
+def _backward(tensors: Any, gradients: Any = None, **_: Any) -> None:
+    """torch.autograd.backward, which takes torch's function modes away for what runs inside of it."""
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    given = [None] * len(roots) if gradients is None else [gradients] if isinstance(gradients, torch.Tensor) else list(gradients)
+    pairs = [(root, given_) for root, given_ in zip(roots, given, strict=True) if root.requires_grad]
+    ones = tuple(torch.ones_like(root) if own is None else own for root, own in pairs)
+    run: Any = torch.autograd.graph._engine_run_backward
+    run(tuple(root for root, _ in pairs), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _sorted_chunks(
+    tokens: torch.Tensor, _sizes: Any, _order: Any, probs: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """moe_utils.py:sort_chunks_by_idxs: split, and concatenated in another order."""
+    return torch.cat([tokens]), None if probs is None else torch.cat([probs])
+
+
+@contextmanager
+def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
+    """Within the block the engine's code runs on meta tensors."""
+    with ExitStack() as stack:
+        for module, names in COMPILED:
+            for name in names if use_fused else ():
+                stack.enter_context(patch.object(module, name, tracker.opaque(getattr(module, name))))
+        # what gathers for sequence parallelism are kept in: those of a run's engine are no meta tensors, and stay as they are
+        buffer = type(parallel_state.get_global_memory_buffer())()
+        for owner, name, stand_in in (
+            (parallel_state, "_GLOBAL_MEMORY_BUFFER", buffer),
+            (fused, "_mark_dynamic", lambda *_: None),
+            (core.CoreAttention, "_packed", _attend_packed),
+            (context, "attend", _attend_over_context),
+            (flash, "attend_prefixes", _attend),
+            (flash, "_alone", _attend),
+            (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
+            (TokenDispatcher, "preprocess", _equal_shares),
+            (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
+            (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),
+            (torch.autograd, "backward", _backward),
+            (torch._dynamo, "maybe_mark_dynamic", lambda *_: None),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        stack.enter_context(tracker.counting_resizes())
+        yield

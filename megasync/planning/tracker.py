@@ -1,0 +1,113 @@
+"""Counts the bytes of storages that appear and go while code runs on meta tensors: what it would take on a device.
+
+Sizes are rounded up as torch's caching allocator does. Leaves out fragmentation, workspaces of libraries and what other
+processes use. Collectives are answered at once (stand_ins.py has what else meta tensors cannot go through).
+
+    tracker = Tracker()
+    with tracker:
+        run()
+    tracker.peak_bytes
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+ROUNDED_TO = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode for one thread. `bytes_now` and `peak_bytes` leave out what is given to `leave_out`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes_now = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}  # by the storage's address, which is its own while it lives
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._is_paused = False
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Storages that are counted elsewhere, such as weights."""
+        for tensor in tensors:
+            self._add(tensor.untyped_storage(), 0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = _collective(function, args) if function.namespace == "c10d" else function(*args, **(kwargs or {}))
+        if not self._is_paused:
+            self._add_all(result)
+        return result
+
+    def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as one kernel: its results count, what is made on the way does not."""
+        plain = getattr(function, "_torchdynamo_orig_callable", function)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            was_paused, self._is_paused = self._is_paused, True
+            try:
+                result = plain(*args, **kwargs)
+            finally:
+                self._is_paused = was_paused
+            if not was_paused:
+                self._add_all(result)
+            return result
+
+        return run
+
+    @contextmanager
+    def counting_resizes(self) -> Iterator[None]:
+        """Within the block what gives up a storage's memory, as selective recompute does, is seen."""
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            key = storage._cdata
+            if self._sizes.get(key):
+                self._grow(_rounded(size) - self._sizes[key])
+                self._sizes[key] = _rounded(size) or ROUNDED_TO
+            return real(storage, size)
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = real  # type: ignore[method-assign]
+
+    def _add_all(self, results: Any) -> None:
+        for tensor in tree_iter(results):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._add(storage, _rounded(storage.nbytes()))
+
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+
+        def gone(_: Any) -> None:
+            self._grow(-self._sizes.pop(key))
+            del self._ends[key]
+
+        self._sizes[key], self._ends[key] = size, weakref.ref(storage, gone)
+        self._grow(size)
+
+    def _grow(self, size: int) -> None:
+        self.bytes_now += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes_now)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUNDED_TO) * ROUNDED_TO
+
+
+def _collective(function: Any, args: Any) -> Any:
+    """What c10d's operators return, at once and without a peer: the tensors that are written, and the work that is done."""
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork().boxed()
+    return (args[0], work) if len(function._schema.returns) > 1 else work

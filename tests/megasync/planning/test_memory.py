@@ -1,0 +1,135 @@
+"""What a plan says of memory, beside real ranks on CPUs, measured peaks of GPUs, and a large model on 128 GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+from engine.config import EngineConfig, ModelConfig
+from megasync.hf.shapes import SHAPES
+from megasync.planning.activations import trace
+from megasync.planning.memory import state_bytes
+from megasync.planning.meta import build_rank, world
+from megasync.planning.shapes import Grid
+
+ROOT = Path(__file__).resolve().parents[3]
+BENCH = ROOT / "docs" / "bench"
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("tiny", {"wrap": "ddp"}),
+    ("tiny", {"wrap": "megatron_fsdp"}),
+    ("tiny", {"wrap": "megatron_fsdp", "gradient_dtype": "bfloat16"}),
+    ("tiny", {"wrap": "ddp", "parallel": {"tensor": 2, "sequence": True}}),
+    ("tiny", {"wrap": "ddp", "parallel": {"pipeline": 2}}),
+    ("tiny", {"wrap": "megatron_fsdp", "lora": {"rank": 8}}),
+    ("tiny-moe", {"wrap": "ddp", "parallel": {"expert": 2}}),
+]
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+
+
+def write_model(folder: Path, fields: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**fields, "torch_dtype": "bfloat16"}))
+    return folder
+
+
+@pytest.mark.parametrize(("model", "keys"), CASES)
+def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """All of it within 1 %: the wraps pad their buffers. And a trace on a run's own groups leaves its random states alone."""
+    folder = write_model(tmp_path / model, SHAPES[model].hf_config(64))
+    engine = EngineConfig.model_validate({**keys, "fusions": "none"})
+    arguments = {"folder": str(folder), "keys": {**keys, "fusions": "none"}}
+    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments):
+        grid = Grid(2, *(getattr(engine.parallel, name) for name in GRID))
+        with world(2, grid.stage_rank(real["stage"]), engine.parallel):
+            rank = build_rank(ModelConfig(path=str(folder)), engine)
+            held = trace(rank, engine, (32, 32)).held
+        assert rank.counts == real["counts"] and held == real["held"] > 0 and real["is_same"]
+        planned, kinds = state_bytes(rank.counts, engine, "bfloat16", grid), real["state"]
+        assert sum(planned.values()) == pytest.approx(sum(kinds.values()), rel=0.01), (planned, kinds)
+        assert planned["gradients"] == pytest.approx(kinds["gradients"], rel=0.01)
+
+
+GRID = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+
+
+def plan_cases() -> Any:
+    spec = importlib.util.spec_from_file_location("plan_cases", BENCH / "plan_cases.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("train_h200_one_gpu", "ddp"),
+        ("train_h200_32k", "ddp"),
+        ("train_h200_131k_cp2", "ddp"),
+        ("train_h200_moe6", "ddp"),
+        ("train_h200_kernels", "megatron_fsdp_torch_kernels"),
+    ],
+)
+def test_peaks_are_those_that_gpus_had(name: str, variant: str, tmp_path: Path) -> None:
+    """Without recompute, selective, over context ranks, with experts, both wraps; nothing of the plan was fitted to them."""
+    results = json.loads((BENCH / f"{name}.json").read_text())
+    plan = plan_cases().plan_of(results, variant, "h200", tmp_path)
+    measured = results["variants"][variant]
+    assert plan.largest.memory.tensors_peak == pytest.approx(measured.get("step_peak_bytes") or measured["peak_bytes"], rel=0.02)
+
+
+def test_a_large_model_on_128_gpus(tmp_path: Path) -> None:
+    """Through the command, with no weights and little host memory; every parameter is on some rank."""
+    model = write_model(tmp_path / "model", QWEN3_235B)
+    keys = [
+        f"model.path={model}",
+        "engine.wrap=megatron_fsdp",
+        "engine.recompute=full",
+        "engine.parallel={tensor: 4, expert: 8, pipeline: 4, sequence: true, pipeline_layers: [23, 24, 24, 23]}",
+        "rollout={placement: colocated, tensor_parallel: 8, replicas: 16, max_new_tokens: 4096, max_model_len: 8192}",
+        f"run.dir={tmp_path}",
+    ]
+    (tmp_path / "config.yaml").write_text("data: {batch_size: 128}\n")
+    program = (
+        "import resource, sys; from megasync.plan import main; code = main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024); sys.exit(code)"
+    )
+    flags = ["--gpus", "128", "--gpu", "h200", "--json", str(tmp_path / "plan.json")]
+    command = [sys.executable, "-c", program, str(tmp_path / "config.yaml"), *keys, *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.splitlines()[-1]) < 4 * 2**30
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["parameters"] == pytest.approx(235.09e9, rel=0.002) and len(plan["trainer"]) == 4
+    state = sum(stage["parts"][kind] for stage in plan["trainer"] for kind in ("weights", "gradients", "optimizer"))
+    assert state * 32 == pytest.approx(18 * 235.09e9, rel=0.01), "a stage's 32 ranks share its 18 bytes a parameter"

@@ -1,0 +1,108 @@
+"""The command: what fits, what does not and what would, and what a run came to beside its plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasync import plan as command
+from megasync.config.errors import ConfigError
+from megasync.config.load import load_config
+from megasync.hf.shapes import SHAPES
+from megasync.planning.hardware import hardware, measured, with_memory
+from megasync.planning.make import check, make_plan
+from megasync.planning.record import RATIO, compare, outcome
+from megasync.planning.remedies import nearest, suggest, with_changes
+from megasync.planning.shapes import Request
+
+from tests.megasync.planning.test_memory import BENCH, write_model
+
+
+def config_of(folder: Path, shapes: str = "3b", **sections: Any) -> Any:
+    model = write_model(folder / "model", SHAPES[shapes].hf_config(8192))
+    values: dict[str, Any] = {
+        "run": {"dir": str(folder)},
+        "model": {"path": str(model)},
+        "rollout": {"max_new_tokens": 512, "max_model_len": 1024},
+        "data": {"batch_size": 32},
+        **sections,
+    }
+    (folder / "config.yaml").write_text(json.dumps(values))
+    return load_config(folder / "config.yaml")
+
+
+def written_changes(text: str) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in text.split(": ", 1)[1].split())
+
+
+def test_the_nearest_change_fits_and_training_takes_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "tiny", engine={"wrap": "ddp"}, algorithm={"name": "sft"})
+    request = Request(1, with_memory(hardware("h100"), 1_130_000_000), 256.0, lengths=(256,))
+    plan = make_plan(config, request)
+    assert not plan.fits and "a trainer rank takes" in plan.problems[0]
+    changes = written_changes(nearest(plan))
+    fitting = load_config(tmp_path / "config.yaml", [f"{key}={value}" for key, value in changes.items()])
+    check(fitting, 1)
+    assert changes and make_plan(fitting, request).fits
+
+
+def test_suggestions_fit_and_are_no_slower(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, engine={"wrap": "ddp", "recompute": "full"}, rollout={"max_new_tokens": 512, "max_model_len": 1024}
+    )
+    plan = make_plan(config, Request(3, hardware("h200"), 256.0))
+    lines = [line for line in suggest(plan).splitlines() if line[:1].isdigit()]
+    assert 1 <= len(lines) <= 3
+    for line in lines:
+        overrides = [f"{key}={value}" for key, value in written_changes(line).items()]
+        changed = load_config(tmp_path / "config.yaml", overrides)
+        own = 0 if changed.rollout.is_colocated else changed.rollout.replicas * changed.rollout.tensor_parallel
+        check(changed, 4 - own)
+
+
+def test_a_layout_that_training_refuses_is_refused(tmp_path: Path) -> None:
+    config = with_changes(config_of(tmp_path), {"engine.parallel.tensor": 3})
+    with pytest.raises(ConfigError, match="does not divide"):
+        make_plan(config, Request(3, hardware("h100"), 256.0))
+
+
+def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_of(tmp_path, "tiny", model={"path": str(tmp_path / "model"), "dtype": "float32"})
+    file = str(tmp_path / "config.yaml")
+    assert command.main([file, "--gpu", "h100", "--gpus", "2", "--json", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("weights", "KV cache", "activations", "binds", "tokens a day", "fits"))
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["predicted"]["memory/tensors_peak_bytes"] == found["trainer"][0]["tensors_peak_bytes"]
+    assert command.main([file, "rollout.gpu_memory_utilization=0.01", "--gpu", "h100", "--gpus", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "KV cache holds" in said and "rollout.gpu_memory_utilization=0." in said
+    with pytest.raises(SystemExit) as stopped:
+        command.main([file, "--gpu", "h100", "--gpus", "1"])
+    assert stopped.value.code == 2
+    assert "leave no GPU for the trainer" in capsys.readouterr().err
+
+
+def test_what_a_run_took_stands_beside_its_plan(tmp_path: Path) -> None:
+    predicted = {"memory/tensors_peak_bytes": 2**30, "step/seconds": 2.0, "train": 1.0, "sync/seconds": None}
+    (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted}))
+    steps = [{"step": n, "step/seconds": [9.0, 1.0, 1.0][n], "memory/tensors_peak_bytes": 2**29 * (n + 1)} for n in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    spans = [{"ph": "X", "name": "train", "dur": micros} for micros in (8e6, 5e5, 5e5)]
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
+    found = {name.removeprefix(RATIO): ratio for name, ratio in outcome(tmp_path).items()}
+    assert found == {"memory/tensors_peak_bytes": pytest.approx(2 / 3), "step/seconds": 2.0, "train": 2.0}
+    assert "0.67" in compare(tmp_path) and "sync/seconds" not in compare(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no plan\.json"):
+        compare(tmp_path / "other")
+
+
+def test_every_measured_number_says_where_it_is_from() -> None:
+    known = {path.name for path in BENCH.glob("*.json")} | {f"plan/{path.name}" for path in BENCH.glob("plan/*.json")}
+    for section in ("shares", "seconds", "bytes"):
+        for name, entry in measured()[section].items():
+            files = [file for file in entry["from"] if file.endswith(".json")]
+            assert entry["from"] and entry["of"] and set(files) <= known, name

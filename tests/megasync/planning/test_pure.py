@@ -1,0 +1,76 @@
+"""Invariants of lengths, of the layout's numbers and of counted storages."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.config.schema import Config
+from megasync.planning.lengths import decode_steps, quantiles
+from megasync.planning.shapes import Grid, Request, Work
+from megasync.planning.hardware import hardware
+from megasync.planning.tracker import ROUNDED_TO, Tracker
+
+
+@given(longest=st.integers(2, 5000), share=st.floats(0.02, 0.9))
+def test_quantiles_have_the_mean(longest: int, share: float) -> None:
+    mean = max(1.0, longest * share)
+    found = quantiles(mean, longest)
+    assert list(found) == sorted(found) and found[0] >= 1 and found[-1] <= longest
+    assert abs(statistics.fmean(found) - mean) <= max(1.0, 0.02 * mean)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20),
+    samples=st.integers(1, 300),
+    at_once=st.integers(1, 300),
+)
+def test_all_tokens_are_decoded(lengths: list[int], samples: int, at_once: int) -> None:
+    steps = decode_steps(lengths, samples, at_once)
+    assert all(0 < running <= min(samples, at_once) for _, running in steps)
+    total = samples * statistics.fmean(lengths)
+    decoded = sum(count * running for count, running in steps)
+    assert sum(count for count, _ in steps) >= max(lengths)
+    assert 0.98 * total - min(samples, at_once) - max(lengths) <= decoded <= total + max(lengths) * len(lengths) + samples
+
+
+@given(pipeline=st.integers(1, 8), virtual=st.integers(1, 3), microbatches=st.integers(1, 64))
+def test_activations_in_flight(pipeline: int, virtual: int, microbatches: int) -> None:
+    grid = Grid(pipeline, 1, pipeline, virtual, 1, 1)
+    held = [grid.in_flight(stage, microbatches) for stage in range(pipeline)]
+    assert held == sorted(held, reverse=True) and held[-1] > 0 and held[0] <= microbatches
+
+
+@given(data=st.integers(1, 64), tokens=st.integers(256, 65536), minibatches=st.integers(1, 4))
+def test_microbatches_hold_a_rank_s_tokens(data: int, tokens: int, minibatches: int) -> None:
+    config = Config()
+    engine = config.engine.model_copy(update={"tokens_per_microbatch": tokens})
+    algorithm = config.algorithm.model_copy(update={"num_minibatches": minibatches})
+    config = config.model_copy(update={"engine": engine, "algorithm": algorithm})
+    work, grid = Work.of(config, Request(data, hardware("h100"), 200.0)), Grid(data, 1, 1, 1, 1, 1)
+    assert work.num_microbatches(grid) * tokens >= work.tokens_of_rank(grid)
+    assert 0 < work.microbatch_tokens(grid) <= tokens
+    assert sum(work.sequences(tokens, 8)) % 8 == 0
+
+
+@settings(deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=30))
+def test_storages_are_counted_while_they_live(steps: list[tuple[bool, int]]) -> None:
+    tracker, alive = Tracker(), list[torch.Tensor]()
+    now = peak = 0
+    with tracker:
+        for is_new, size in steps:
+            if is_new or not alive:
+                alive.append(torch.empty(size, device="meta"))
+                now += -(-4 * size // ROUNDED_TO) * ROUNDED_TO
+            else:
+                gone = alive.pop(size % len(alive))
+                now -= -(-4 * gone.numel() // ROUNDED_TO) * ROUNDED_TO
+                del gone
+            peak = max(peak, now)
+            view = alive[0].view(-1) if alive else None  # a view is no storage of its own
+            assert view is None or view.is_meta
+    assert (tracker.bytes_now, tracker.peak_bytes) == (now, peak)
