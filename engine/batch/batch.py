@@ -228,7 +228,8 @@ class MicroBatch:
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
-    old_log_probs: torch.Tensor | None = None  # float32 [T]
+    old_log_probs: torch.Tensor | None = None  # float32 [T], where they are computed before the update
+    policy_log_probs: torch.Tensor | None = None  # float32 [T]: those that the update has taken for the old ones
     reference_log_probs: torch.Tensor | None = None  # float32 [T]
     own_choice_log_probs: torch.Tensor | None = None  # float32 [T], with the experts that the trainer's routers choose
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
-from engine.engine import Engine
+from engine.engine import Engine, MiniBatch
 from engine.runtime import memory, parallel
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
@@ -27,6 +27,7 @@ from megasync.reporting.page import write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
+from megasync.rollouts.requests import first_of_groups, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
 from megasync.run.distribute import TokenScatter
@@ -79,6 +80,7 @@ class Session:
         self.weights = Weights(config, self.engine, self.log)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
+        self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
 
     # ------------------------------------------------------------------------------------------------ steps and log
@@ -103,6 +105,14 @@ class Session:
         tokens = metrics.get("train/response_tokens", 0.0)
         times = {"step/seconds": seconds, "train/tokens_per_second": tokens / seconds}
         self.log.step(self.step, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
+
+    def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
+        """Write the step's first responses down, with what both sides say of their tokens."""
+        chosen = first_of_groups(rollout.samples.columns["group"], self.config.run.log_samples)
+        if chosen:
+            log_probs = self.engine.old_log_probs(trained, rollout.samples, chosen)
+            lines, self.unlogged = self.unlogged, []
+            self.log.samples(self.step, [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)])
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -164,7 +174,7 @@ class Session:
         """On rank 0."""
         batch = self._rollouts.take(step)
         if batch is not None:
-            self.log.samples(step, batch.lines)
+            self.unlogged = batch.lines
         return batch
 
     def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
@@ -300,6 +310,7 @@ class Session:
         """
         if not is_done:
             self.heartbeat.close()
+            self.log.samples(self.step, self.unlogged)  # of the step that failed
         if self.saving is not None:
             self.saving.give_up(GIVE_UP_SECONDS)
         if self.rollouts is not None:
