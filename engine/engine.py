@@ -29,7 +29,15 @@ from engine.runtime import parallel
 from engine.peft import factors
 from engine.moe import router, router_bias
 from engine.model import stages
-from engine.batch.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
+from engine.batch.batch import (
+    MicroBatch,
+    SampleTable,
+    needed_samples,
+    pack,
+    padding_fraction,
+    plan_microbatches,
+    split_evenly,
+)
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.objective.chosen import chosen_log_probs
 from engine.objective.correction import Sums
@@ -51,6 +59,7 @@ class MiniBatch:
     num_tokens: int  # response tokens
     num_samples: int
     first_sample: int = 0  # of the batch, whose samples are consecutive here
+    padding: float = 0.0  # share of the tokens of all ranks' micro-batches
 
 
 class Engine:
@@ -198,14 +207,16 @@ class Engine:
             metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
                 those before the step.
         """
-        return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm)
+        padding = sum(minibatch.padding for minibatch in minibatches) / len(minibatches)
+        found = metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm)
+        return {**found, "train/padding_fraction": padding}
 
     def old_log_probs(
         self, minibatches: Sequence[MiniBatch], samples: SampleTable, chosen: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
-        """What an `update` took for the old log-probs of the response tokens of the `chosen` samples of its batch; on rank 0 alone.
+        """What an `update` took for the old log-probs of the response tokens of the `chosen` samples of its batch.
 
-        On other ranks []. `samples`: what `prepare` was given.
+        On other ranks than 0 []. `samples`: what `prepare` was given.
         """
         packed = [(mini.first_sample, micro) for mini in minibatches for micro in mini.microbatches]
         return chosen_log_probs(packed if self._reports else [], samples, chosen, self.device)
@@ -250,7 +261,8 @@ class Engine:
                 num_microbatches = len(microbatches) * self.layout.data_size
                 router.set_routing(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
         microbatches = context.shard_microbatches(microbatches, split)
-        return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()), first_sample)
+        padding = padding_fraction(table.lengths, bins, multiple, chunks)
+        return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()), first_sample, padding)
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()

@@ -192,6 +192,15 @@ def _cut(lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], own: list
     return sorted(named, key=lambda members: -int(costs[members].sum()))
 
 
+def padding_fraction(lengths: Lengths, plan: Sequence[Bins], multiple: int, sequence_multiple: int = 1) -> float:
+    """The share of all ranks' micro-batches, as `pack` makes them by `plan`, that is padding or a stand-in. 0 without samples."""
+    lengths = np.asarray(lengths, np.int64)
+    spans = lengths + -lengths % sequence_multiple
+    held = [int(spans[members or [0]].sum()) for bins in plan for members in bins] if len(lengths) else []
+    total = sum(tokens + -tokens % multiple for tokens in held)
+    return 1 - int(lengths.sum()) / total if total else 0.0
+
+
 def needed_samples(
     lengths: Lengths, num_minibatches: int, data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
 ) -> list[list[int]]:

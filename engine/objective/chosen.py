@@ -1,4 +1,6 @@
-"""The policy's log-probs of a few samples, brought to rank 0, for whoever looks at single tokens. Leaves out which samples those are.
+"""The policy's log-probs of a few samples, brought to rank 0, for whoever looks at single tokens.
+
+Leaves out which samples those are.
 
     chosen_log_probs([(0, micro)], table, chosen=[0, 8], device)      # collective
 """

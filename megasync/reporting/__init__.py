@@ -6,5 +6,8 @@ timeline.py      the Chrome trace
 progress.py      the line on the terminal
 metric_names.py  names, units and meanings of all metrics
 advisories.py    conditions of a run that call for a look, as pure functions
-page.py          a run as one HTML file
+reference.py     docs/metrics.md
+html/            the pieces of the report
+page.py          a run, or several, as one HTML file
+watch.py         serves it while the run goes on
 """

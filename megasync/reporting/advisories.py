@@ -1,7 +1,7 @@
 """Advisories: what a run's metrics say is going wrong, with the threshold, the evidence and what to try. Pure functions.
 
-Each condition looks at the lines of metrics.jsonl and evaluations.jsonl alone. Metrics that a run does not have, and runs that are
-too short to tell, fire nothing. Leaves out the report (sections.py).
+Each condition looks at the lines of metrics.jsonl and evaluations.jsonl alone. Metrics that a run does not have, and runs that
+are too short to tell, fire nothing. Leaves out the report (sections.py).
 
     for advisory in advisories(read_metrics(folder), read_evaluations(folder)):
         advisory.title, advisory.evidence, advisory.remedy
@@ -9,9 +9,11 @@ too short to tell, fire nothing. Leaves out the report (sections.py).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 RECENT = 10  # most conditions look at so many last steps
@@ -75,7 +77,7 @@ class Series:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _above(key: str, limit: float, words: str) -> Callable[[Series], str | None]:
@@ -128,12 +130,14 @@ def _spikes(run: Series) -> str | None:
     if len(norms) < 4 * FEWEST:
         return None
     median = statistics.median(norms)
-    high = [norm for norm in norms if norm > 10 * median]
-    return f"{len(high)} of {len(norms)} steps above 10 times the median {median:.3g}, {max(high):.3g} the most" if len(high) > 2 else None
+    high = [norm for norm in norms if norm > 10 * median > 0]
+    told = f"{len(high)} of {len(norms)} steps above 10 times the median {median:.3g}"
+    return f"{told}, {max(high):.3g} the most" if len(high) > 2 else None
 
 
 def _skipped(run: Series) -> str | None:
-    counts = [(line["step"], line["train/skipped_steps"]) for line in run.steps if line.get("train/skipped_steps")]
+    key = "train/skipped_steps"
+    counts = [(line["step"], float(line[key])) for line in run.steps if _is_number(line.get(key)) and line[key] > 0]
     return f"{sum(n for _, n in counts):g} optimizer steps, the first in step {counts[0][0]}" if counts else None
 
 
@@ -190,10 +194,12 @@ def _convoy(run: Series) -> str | None:
     if not rows or not run.is_asynchronous:
         return None
     waits = [wait > 0.25 * seconds for wait, seconds in rows]
-    turns = sum(before != after for before, after in zip(waits, waits[1:], strict=False))
+    turns = sum(before != after for before, after in pairwise(waits))
     if turns < 0.7 * (len(waits) - 1):
         return None
-    long, short = (statistics.fmean(row[1] for row, wait in zip(rows, waits, strict=True) if wait is kind) for kind in (True, False))
+    long, short = (
+        statistics.fmean(row[1] for row, wait in zip(rows, waits, strict=True) if wait is kind) for kind in (True, False)
+    )
     return f"every other step waits, {long:.2g} s and {short:.2g} s in turn, {run.where(len(rows))}"
 
 
@@ -204,12 +210,13 @@ def _memory(run: Series) -> str | None:
     return f"tensors of rank 0 took up to {max(peaks) / 2**30:.1f} of {totals[-1] / 2**30:.1f} GiB"
 
 
-TIED_REMEDY = "algorithm.filter_groups=true, a higher rollout.temperature, more samples a prompt, or prompts and a reward that differ more"
+TIED_REMEDY = "algorithm.filter_groups=true, a higher rollout.temperature, a larger group_size, or prompts less hard or easy"
 CONDITIONS = (
     Condition("entropy_collapse", "The policy's entropy has collapsed", "below 0.1 nats and a fifth of the start's",
-              "algorithm.clip_high above clip_low (0.28 and 0.2), a lower learning rate, a higher temperature, or a KL term", _entropy),
+              "algorithm.clip_high above clip_low (0.28 and 0.2), a lower learning rate, a higher temperature, or a KL term",
+              _entropy),
     Condition("reward_constant", "All responses get the same reward", "deviation 0 in the last 10 steps",
-              "look at the samples: the reward may not read the answer as the model writes it, or the task is too hard or too easy",
+              "look at the samples: the reward may not read the answer as the model writes it, or the task may be too hard",
               _constant_reward, covers=("tied_groups", "no_gradient")),
     Condition("tied_groups", "Most groups teach nothing, their rewards are all equal", "mean above 80 % over the last 10 steps",
               TIED_REMEDY, _above("groups/tied_fraction", 0.8, "{0:.0%} of the groups"), covers=("no_gradient",)),
@@ -236,15 +243,17 @@ CONDITIONS = (
               "a smaller rollout.max_staleness, algorithm.importance_correction=mask, or a lower learning rate",
               _below("importance/ess", 0.5, "effective size {0:.0%}")),
     Condition("gap_growing", "Trainer and vLLM drift apart", "mean gap twice that of the start, above 0.01 nats",
-              "algorithm.importance_correction=tis; sync.verify=digest and the canary tell weights from arithmetic; model.dtype=float32",
+              "algorithm.importance_correction=tis, model.dtype=float32; sync.verify=digest shows whether it is the weights",
               _gap),
     Condition("gap_large", "Trainer and vLLM disagree about the same tokens", "mean gap above 0.1 nats over the last 10 steps",
               "algorithm.importance_correction=tis; without top_k, top_p and min_p; with experts algorithm.router_replay=rollout",
               _above("logprob_gap/mean", 0.1, "{0:.2g} nats")),
     Condition("merge_error", "Merging the adapters loses their update", "above 50 % over the last 10 steps",
-              "engine.lora.sync=adapter, a higher learning rate or engine.lora.alpha", _above("lora/merge_error", 0.5, "{0:.0%} is lost")),
+              "engine.lora.sync=adapter, a higher learning rate or engine.lora.alpha",
+              _above("lora/merge_error", 0.5, "{0:.0%} is lost")),
     Condition("convoy", "Batches come in pairs", "every other step waits for a quarter of its time, asynchronous runs",
-              "rollout.max_num_seqs large enough for two batches, or another rollout.max_staleness", _convoy, covers=("trainer_waits",)),
+              "rollout.max_num_seqs large enough for two batches, or another rollout.max_staleness",
+              _convoy, covers=("trainer_waits",)),
     Condition("trainer_waits", "The trainer waits for rollouts", "above 30 % of the time, asynchronous runs",
               "more rollout.replicas, a larger rollout.max_staleness or rollout.max_num_seqs, CUDA graphs (enforce_eager=false)",
               _trainer_waits),

@@ -1,4 +1,4 @@
-"""Loggers beside the run's own files: TensorBoard, Weights & Biases and trackio. Each gets config, metrics, and samples as a table.
+"""Loggers beside the run's own files: TensorBoard, W&B and trackio. Each gets config, metrics, and samples as a table.
 
 W&B runs offline, into the run's folder, where it finds no key and WANDB_MODE does not say otherwise; trackio is local. Both are
 optional: `run.loggers` names them. Imports of each are in its class. Leaves out the run's own files (log.py).
@@ -13,7 +13,7 @@ from __future__ import annotations
 import netrc
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ def missing_loggers(names: Sequence[str]) -> list[str]:
 
 def open_loggers(config: Config, first_step: int) -> list[Logger]:
     """Those that `run.loggers` names; `first_step`: of this process, above 0 in a resumed run."""
-    kinds = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+    kinds: dict[str, Callable[[Config, int], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
     return [kinds[name](config, first_step) for name in config.run.loggers]
 
 

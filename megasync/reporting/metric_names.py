@@ -1,21 +1,16 @@
-"""Every metric that a run writes: its human name, unit and meaning. The report's curves and docs/metrics.md are made of it.
+"""Every metric that a run writes: its human name, unit and meaning, for the report and docs/metrics.md (reference.py).
 
 Leaves out how metrics come about (engine/objective/metrics.py, megasync/rollouts/, megasync/run/) and which are drawn together
 (curves.py). No torch in here.
 
     metric("reward/mean").label            # "Sampled reward"
-    python -m megasync.reporting.metric_names --to docs/metrics.md
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-
-from megasync.config.files import write_atomically
 
 GROUPS = {
     "learning": "What the policy is trained on and how it changes.",
@@ -29,7 +24,7 @@ SHARE, NATS, SECONDS, BYTES, TOKENS_A_SECOND = "share", "nats", "s", "bytes", "t
 
 @dataclass(frozen=True)
 class Metric:
-    """`key` as in metrics.jsonl and evaluations.jsonl; a word in capitals in it stands for any. `unit`: empty where it has none."""
+    """`key` as in metrics.jsonl and evaluations.jsonl; a word in capitals in it stands for any. `unit`: empty for none."""
 
     key: str
     label: str
@@ -40,10 +35,8 @@ class Metric:
     def named(self, key: str) -> str:
         """The label of one key that this metric stands for, with what its capitals are there."""
         match = _pattern(self.key).fullmatch(key)
-        label = self.label
-        for name, value in match.groupdict().items() if match else ():
-            label = label.replace(name, value)
-        return label
+        values = match.groupdict() if match else {}
+        return re.sub("|".join(values), lambda name: values[name[0]], self.label) if values else self.label
 
 
 def _of(group: str, *rows: tuple[str, str, str, str]) -> tuple[Metric, ...]:
@@ -63,11 +56,14 @@ METRICS = (
         ("reward/penalty_mean", "Length penalty", "", "Mean of what algorithm.truncated=penalise adds to rewards, -1 to 0."),
         ("reward/failures", "Failed rewards", "calls", "Calls of rewards that failed and counted as 0."),
         ("reward/NAME", "Reward NAME", "", "Mean of one reward, where rollout.reward names several; without its weight."),
-        ("groups/tied_fraction", "Tied groups", SHARE, "Groups whose rewards are all equal: their advantage is 0, nothing is learnt."),
-        ("loss/policy", "Policy loss", "", "The clipped policy gradient's loss; its sign and size say little, only that it is not 0."),
+        ("groups/tied_fraction", "Tied groups", SHARE,
+         "Groups whose rewards are all equal: their advantage is 0, nothing is learnt."),
+        ("loss/policy", "Policy loss", "",
+         "The clipped policy gradient's loss; its sign and size say little, only that it is not 0."),
         ("loss/sft", "Supervised loss", NATS, "Negative log-likelihood of the answers, a token."),
         ("loss/total", "Total loss", "", "All that has gradients: policy, KL and load balancing with their coefficients."),
-        ("loss/kl", "KL to the reference", NATS, "Estimate (k3) of the KL divergence to the start model, without its coefficient."),
+        ("loss/kl", "KL to the reference", NATS,
+         "Estimate (k3) of the KL divergence to the start model, without its coefficient."),
         ("loss/load_balancing", "Load-balancing loss", "", "Of the routers; 1 where all experts get the same."),
         ("grad_norm", "Gradient norm", "", "Global norm before clipping, mean of the step's mini-batches."),
         ("learning_rate", "Learning rate", "", "After the schedule's last optimizer step."),
@@ -86,22 +82,25 @@ METRICS = (
         ("staleness/mean", "Mean staleness", "versions", "How many versions the trained tokens are behind, on average."),
         ("staleness/max", "Largest staleness", "versions", "The same of the oldest token; at most rollout.max_staleness."),
         ("rollout/lead_batches", "Lead of the replicas", "batches", "How many batches they may be ahead of the trainer."),
-        ("rollout/filtered_groups", "Filtered groups", "groups", "Groups with equal rewards that were replaced (algorithm.filter_groups)."),
+        ("rollout/filtered_groups", "Filtered groups", "groups",
+         "Groups with equal rewards that were replaced (algorithm.filter_groups)."),
         ("train/response_tokens", "Trained tokens", "tokens", "Response tokens in the step's loss."),
     ),
     *_of(
         "speed",
         ("step/seconds", "Step time", SECONDS, "Wall time of the step."),
         ("step/NAME_seconds", "NAME", SECONDS, "Wall time of one phase of the step; the phases add up to it."),
-        ("rollout/seconds", "Generation time", SECONDS, "From a batch's first request to its last response, or since the batch before."),
+        ("rollout/seconds", "Generation time", SECONDS,
+         "From a batch's first request to its last response, or since the batch before."),
         ("rollout/wait_seconds", "Trainer waits", SECONDS, "How long the trainer waited for the step's batch."),
         ("rollout/tokens_per_second", "Generated", TOKENS_A_SECOND, "Response tokens of the batch over its generation time."),
         ("train/tokens_per_second", "Whole step", TOKENS_A_SECOND, "Trained response tokens over the step's wall time."),
         ("memory/host_bytes", "Host memory of rank 0", BYTES, "Resident memory of the process."),
-        ("memory/device_bytes", "Memory in use on rank 0's GPU", BYTES, "By all processes; rank 0's view at the end of the step."),
+        ("memory/device_bytes", "Memory in use on rank 0's GPU", BYTES,
+         "By all processes; rank 0's view at the end of the step."),
+        ("memory/device_total_bytes", "Memory of rank 0's GPU", BYTES, "All there is."),
         ("memory/tensors_bytes", "Tensors of rank 0", BYTES, "Allocated by torch on the GPU at the end of the step."),
         ("memory/tensors_peak_bytes", "Peak tensors of rank 0", BYTES, "The most that torch had allocated during the step."),
-        ("memory/NAME_bytes", "NAME", BYTES, "Other memory figures of rank 0."),
         ("train/padding_fraction", "Padding", SHARE, "Tokens of the micro-batches that are padding."),
     ),
     *_of(
@@ -116,26 +115,21 @@ METRICS = (
     ),
     *_of(
         "sameness",
-        ("logprob_gap/mean", "Mean log-prob gap", NATS, "Mean absolute difference of trainer's and vLLM's log-probs of the trained tokens."),
+        ("logprob_gap/mean", "Mean log-prob gap", NATS,
+         "Mean absolute difference of trainer's and vLLM's log-probs of the trained tokens."),
         ("logprob_gap/max", "Largest log-prob gap", NATS, "The same of the worst token."),
-        ("logprob_gap/own_experts_mean", "Gap with own experts", NATS, "The mean gap, were the trainer's routers to choose the experts."),
-        ("router_replay/moved_fraction", "Replayed choices", SHARE, "Choices of experts in which vLLM's routers and the trainer's differ."),
+        ("logprob_gap/own_experts_mean", "Gap with own experts", NATS,
+         "The mean gap, were the trainer's routers to choose the experts."),
+        ("router_replay/moved_fraction", "Replayed choices", SHARE,
+         "Choices of experts in which vLLM's routers and the trainer's differ."),
         ("importance/mean", "Importance weight", "", "Mean weight of the tokens for being sampled by another policy."),
-        ("importance/ess", "Effective sample size", SHARE, "Of the importance weights, over their number: 1 where all are equal."),
-        ("importance/masked_fraction", "Masked tokens", SHARE, "Tokens left out of the loss by algorithm.importance_correction=mask."),
+        ("importance/ess", "Effective sample size", SHARE,
+         "Of the importance weights, over their number: 1 where all are equal."),
+        ("importance/masked_fraction", "Masked tokens", SHARE,
+         "Tokens left out of the loss by algorithm.importance_correction=mask."),
         ("sync/canary_gap", "Canary gap", NATS, "Largest difference of both sides' log-probs of a fixed prompt after a sync."),
     ),
 )  # fmt: skip
-
-HEAD = """# Metrics
-
-Written by `python -m megasync.reporting.metric_names` from the table in `megasync/reporting/metric_names.py`.
-
-A step's line in `metrics.jsonl` has those that apply to the run; evaluations are in `evaluations.jsonl`. Steps count from 0; an
-evaluation after n steps has step n. A word in capitals stands for a name or a number: of a reward, an evaluation set, a phase.
-All loggers of `run.loggers` get the same names and values. A *nat* is the unit of natural logarithms.
-"""
-
 
 def metric(key: str) -> Metric | None:
     """What the table says of `key`; None where it says nothing. A row of that very key comes before one with capitals."""
@@ -150,23 +144,3 @@ def label(key: str) -> str:
 @lru_cache(maxsize=1000)
 def _pattern(key: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\?[A-Z]+", lambda name: rf"(?P<{name[0]}>[^/]+)", re.escape(key)))
-
-
-def page() -> str:
-    """The page: a table a group."""
-    lines = [HEAD]
-    for group, sentence in GROUPS.items():
-        lines += [f"\n## {group.capitalize()}\n", f"{sentence}\n", "| metric | name | unit | meaning |", "|---|---|---|---|"]
-        rows = [each for each in METRICS if each.group == group]
-        lines += [f"| `{each.key}` | {each.label} | {each.unit} | {each.meaning} |" for each in rows]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megasync.reporting.metric_names", description="Write docs/metrics.md.")
-    parser.add_argument("--to", required=True, type=Path, metavar="FILE", help="where to write it")
-    write_atomically(parser.parse_args().to, page())
-
-
-if __name__ == "__main__":
-    main()

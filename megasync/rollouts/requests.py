@@ -132,4 +132,5 @@ def rounded(log_probs: npt.NDArray[np.float32]) -> list[float | None]:
 
 def first_of_groups(groups: npt.NDArray[np.int64], number: int) -> list[int]:
     """Where the first sample of each of the first `number` groups is in a batch; `groups`: of each sample, in order."""
-    return np.unique(groups, return_index=True)[1][:number].tolist()
+    _, places = np.unique(groups, return_index=True)
+    return [int(place) for place in places[:number]]

@@ -23,7 +23,7 @@ from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
 from megasync.reporting.log import RunLog, read_evaluations
-from megasync.reporting.page import write_report
+from megasync.reporting.page import advice_lines, write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
@@ -302,6 +302,8 @@ class Session:
         self.log.summary(summary)
         self.log.timeline.write()
         write_report(self.config.run.folder)
+        for line in advice_lines(self.config.run.folder):
+            self.log.note(line)
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.

@@ -40,7 +40,7 @@ def old_log_prob_metrics(cases: list[dict[str, Any]], num_steps: int = 3) -> lis
 
 
 def chosen_log_probs(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
-    """For each case what the update of a first step took for the old log-probs of three samples; and what a pass of its own gives."""
+    """For each case how far what an update took for the old log-probs of three samples is from a pass of its own."""
     results: list[list[list[float]]] = []
     for case in cases:
         case, samples, chosen = dict(case), SampleTable.from_samples(random_samples(9, seed=0)), [0, 4, 8]

@@ -22,7 +22,7 @@ STEPS: list[dict[str, Any]] = [
     {"reward/mean": 0.1 * step, "loss/policy": -1.5e-3 * step, "sync/bytes": 269030016.0, "note": "text"} for step in range(4)
 ]
 SAMPLES = [
-    {"set": "train", "prompt": "1+1=", "response": "2 | two\nor so", "answer": "2", "reward": 0.5, "tokens": 3, "finish_reason": "stop"},
+    {"set": "train", "prompt": "1+1=", "response": "2 | two\nor so", "answer": "2", "reward": 0.5, "finish_reason": "stop"},
     {"set": "train", "prompt": "2+2=", "response": "", "answer": "4", "reward": 0.0, "tokens": 1, "token_texts": ["x"]},
 ]  # fmt: skip
 Found = tuple[dict[str, list[tuple[int, float]]], list[list[Any]], dict[str, Any]]  # metrics, rows of samples, config
@@ -61,7 +61,7 @@ def from_tensorboard(folder: Path) -> Found:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Of W&B's file: LevelDB's log format behind a header of 7 bytes; blocks of 32 KiB, fragments with checksum, size and kind."""
+    """Of W&B's file: LevelDB's log format behind 7 bytes; blocks of 32 KiB, fragments with checksum, size and kind."""
     place, parts = 7, list[bytes]()
     while place + 7 <= len(data):
         if 32768 - place % 32768 < 7:
