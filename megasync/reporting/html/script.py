@@ -49,15 +49,23 @@ function layout(chart) {
   };
 }
 
-function legend(chart) {
-  const list = document.createElement("ul");
-  for (const curve of chart.curves.length > 1 || chart.curves[0].label !== chart.title ? chart.curves : []) {
+function legend(chart) {                                             // of several runs: colours are runs, dashes metrics
+  const list = document.createElement("ul"), curves = chart.curves, first = (each, at, name) =>
+    curves.findIndex(other => other[name] === each[name]) === at;
+  const add = (text, colour, dash) => {
     const item = list.appendChild(document.createElement("li")), mark = item.appendChild(document.createElement("i"));
-    const look = lookOf(chart, curve), several = new Set(chart.curves.map(each => each.key)).size > 1;
-    mark.style.borderTopColor = `var(${look.colour})`;
-    mark.style.borderTopStyle = {solid: "solid", dot: "dotted"}[look.dash] || "dashed";
-    item.append(curve.name ? (several ? `${curve.label}, ${curve.name}` : curve.name) : curve.label);
+    mark.style.borderTopColor = `var(${colour})`;
+    mark.style.borderTopStyle = {solid: "solid", dot: "dotted"}[dash] || "dashed";
+    item.append(text);
+  };
+  if (!curves[0].name) {
+    const shown = curves.length > 1 || curves[0].label !== chart.title ? curves : [];
+    shown.forEach(each => add(each.label, lookOf(chart, each).colour, "solid"));
+    return list;
   }
+  curves.filter((each, at) => first(each, at, "run")).forEach(each => add(each.name, lookOf(chart, each).colour, "solid"));
+  const metrics = curves.filter((each, at) => first(each, at, "key"));
+  if (metrics.length > 1) metrics.forEach(each => add(each.label, "--muted", lookOf(chart, each).dash));
   return list;
 }
 
