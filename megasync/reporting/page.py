@@ -106,7 +106,7 @@ def _subtitle(records: Sequence[Record]) -> str:
     if len(records) > 1:
         return f"{len(records)} runs side by side"
     record = records[0]
-    model = str(record.get("model.path") or "").rstrip("/")
+    model = "/".join(Path(str(record.get("model.path") or "")).parts[-2:])  # such as models/NAME
     parallel = {name: record.get(f"engine.parallel.{name}") for name in ("tensor", "pipeline", "context", "expert")}
     done, wanted = len(record.steps), record.num_steps
     told = [

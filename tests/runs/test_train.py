@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megasync.reporting.advisories import advisories
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.reporting.metric_names import metric
 from tests.runs.table_cases import BUFFER, STOPS, table_config
@@ -206,6 +207,13 @@ def test_rewards_that_fail_are_worth_0_and_counted(unsteady_run: tuple[Path, str
     kinds = {8: "returned nan", 16: "had its process killed by SIGKILL", 24: "took longer", 32: "raised KeyError"}
     for line, words in kinds.items():
         assert re.search(rf"the reward {TROUBLED} {words}.*\n  data line: {line}\n", said), said
+
+
+def test_the_end_of_a_run_advises(unsteady_run: tuple[Path, str]) -> None:
+    folder, said = unsteady_run
+    assert "reward_failures" in [each.name for each in advisories(metrics(folder))]
+    assert "advisory: Calls of the reward fail and count as 0: 24 calls in 6 of 6 steps\n  try: " in said
+    assert "Calls of the reward fail and count as 0" in (folder / "report.html").read_text()
 
 
 def test_every_metric_has_a_row_in_the_table(first_run: Path, unsteady_run: tuple[Path, str]) -> None:

@@ -62,11 +62,17 @@ def _picture(title: str, spans: Sequence[Span], begin: float, end: float, *, by_
     unit, scale = ("ms", 1e3) if length < 1 else ("s", 1.0)
     ticks = "".join(f'<i style="left:{100 * part / 4:g}%">{length * scale * part / 4:.3g}</i>' for part in range(4))
     ticks += f'<i class="end">{length * scale:.3g} {unit}</i>'
+    names = {} if by_name else dict.fromkeys(span.name for lane in ordered for span in lanes[lane])
+    legend = "".join(f"<li><i style='background:{_colour(name)}'></i>{html.escape(name)}</li>" for name in names)
     return (
         f"<figure class='lanes'><figcaption>{html.escape(title)}</figcaption>"
         f"<div class='scroll'><div class='inner'>{rows}<div class='lane axis'><b></b><div class='track'>{ticks}</div></div>"
-        "</div></div></figure>"
+        f"</div></div><ul class='phases'>{legend}</ul></figure>"
     )
+
+
+def _colour(name: str) -> str:
+    return f"var(--c{COLOURS.get(name, 5)})"
 
 
 def _lane(name: str, spans: Sequence[Span], begin: float, length: float) -> str:
@@ -87,6 +93,6 @@ def _bar(span: Span, row: int, begin: float, length: float) -> str:
     told = f"{span.name}{number}: {f'{seconds * 1e3:.3g} ms' if seconds < 1 else f'{seconds:.3g} s'}"
     shown = html.escape(f"{span.name} {span.args['step']}" if span.name == "rollout" and "step" in span.args else span.name)
     style = (
-        f"left:{left:.3f}%;width:{right - left:.3f}%;top:calc({row} * var(--row));background:var(--c{COLOURS.get(span.name, 5)})"
+        f"left:{left:.3f}%;width:{right - left:.3f}%;top:calc({row} * var(--row));background:{_colour(span.name)}"
     )
     return f'<span style="{style}" title="{html.escape(told)}">{shown if right - left > 4 else ""}</span>'

@@ -160,7 +160,7 @@ function colour(by) {
   });
 }
 document.querySelectorAll(".legend button").forEach(each => each.addEventListener("click", () => colour(each.dataset.by)));
-colour("gap");
+colour(sizes.length && sizes[sizes.length - 1] > 0.001 ? "gap" : "probability");   // in float32 there are no gaps to see
 """
 
 WATCH = r"""
