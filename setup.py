@@ -8,6 +8,7 @@ setup(
     description="Megatron-Core training engine for RL whose weights reach vLLM bucket by bucket, verified",
     license="Apache-2.0",
     python_requires=">=3.11",
+    extras_require={"wandb": ["wandb>=0.31,<1"], "trackio": ["trackio>=0.43,<1"]},  # loggers that run.loggers may name
     packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
     entry_points={"vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"]},
 )

@@ -160,13 +160,20 @@ def _held_out(run: Series) -> str | None:
 
 
 def _gap(run: Series) -> str | None:
-    gaps = run.all("logprob_gap/mean")
+    """Tokens of an older version have a gap that is no error, so that an asynchronous run is judged by its canary."""
+    gaps = run.all("sync/canary_gap" if run.is_asynchronous else "logprob_gap/mean")
     if len(gaps) < 4 * FEWEST:
         return None
     quarter = len(gaps) // 4
     first, last = statistics.fmean(gaps[:quarter]), statistics.fmean(gaps[-quarter:])
     is_growing = last > 2 * first and last > 0.01
     return f"{first:.2g} nats in the first quarter of the steps, {last:.2g} in the last" if is_growing else None
+
+
+def _large_gap(run: Series) -> str | None:
+    if run.is_asynchronous:
+        return None
+    return _told(run, "logprob_gap/mean", "{0:.2g} nats", lambda mean: mean > 0.1)
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
@@ -242,12 +249,14 @@ CONDITIONS = (
     Condition("ess_low", "Few samples carry the importance weights", "effective size below 50 % over the last 10 steps",
               "a smaller rollout.max_staleness, algorithm.importance_correction=mask, or a lower learning rate",
               _below("importance/ess", 0.5, "effective size {0:.0%}")),
-    Condition("gap_growing", "Trainer and vLLM drift apart", "mean gap twice that of the start, above 0.01 nats",
+    Condition("gap_growing", "Trainer and vLLM drift apart",
+              "mean gap, with staleness the canary's, twice that of the start and above 0.01 nats",
               "algorithm.importance_correction=tis, model.dtype=float32; sync.verify=digest shows whether it is the weights",
               _gap),
-    Condition("gap_large", "Trainer and vLLM disagree about the same tokens", "mean gap above 0.1 nats over the last 10 steps",
+    Condition("gap_large", "Trainer and vLLM disagree about the same tokens",
+              "mean gap above 0.1 nats over the last 10 steps, runs without staleness",
               "algorithm.importance_correction=tis; without top_k, top_p and min_p; with experts algorithm.router_replay=rollout",
-              _above("logprob_gap/mean", 0.1, "{0:.2g} nats")),
+              _large_gap),
     Condition("merge_error", "Merging the adapters loses their update", "above 50 % over the last 10 steps",
               "engine.lora.sync=adapter, a higher learning rate or engine.lora.alpha",
               _above("lora/merge_error", 0.5, "{0:.0%} is lost")),

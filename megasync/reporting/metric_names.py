@@ -116,7 +116,7 @@ METRICS = (
     *_of(
         "sameness",
         ("logprob_gap/mean", "Mean log-prob gap", NATS,
-         "Mean absolute difference of trainer's and vLLM's log-probs of the trained tokens."),
+         "Mean absolute difference between trainer's and vLLM's log-probs of a token; staleness adds what was learnt since."),
         ("logprob_gap/max", "Largest log-prob gap", NATS, "The same of the worst token."),
         ("logprob_gap/own_experts_mean", "Gap with own experts", NATS,
          "The mean gap, were the trainer's routers to choose the experts."),

@@ -87,7 +87,7 @@ def _parts(records: Sequence[Record], groups: Sequence[Group]) -> tuple[list[tup
     timelines = [(record, text) for record in records if (text := lanes.timeline(record))]
     parts += [("timeline", "".join(_of(record, records) + text for record, text in timelines))] if timelines else []
     tokens: list[dict[str, Any]] = []
-    shown = [(record, text) for record in records if (text := samples(record, tokens))]
+    shown = [(record, text) for record in records if (text := samples(record, tokens, is_compared=len(records) > 1))]
     parts += [("samples", "".join(_of(record, records) + text for record, text in shown))] if shown else []
     plans = [(record, text) for record in records if (text := sections.plan(record))]
     parts += (

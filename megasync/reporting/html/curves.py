@@ -16,7 +16,7 @@ from typing import Any
 from megasync.reporting.html.record import Points, Record
 from megasync.reporting.metric_names import GROUPS, Metric, label, metric
 
-MAX_POINTS = 500  # of one curve
+MAX_POINTS, MAX_OF_RUNS = 500, 1500  # of one curve, and of all runs for one metric
 LEAST_SPREAD = 1e-3  # of a metric's values, over their largest; below it the metric is a number
 PREFIX, GIB = "eval/", float(2**30)
 
@@ -78,7 +78,7 @@ CHARTS = (
     Chart("sync", "Canary", "Scoring one prompt on both sides after each sync.", ("sync/canary_seconds",), "ms", scale=1e-3),
     Chart("sync", "Lost by merging", "Share of the adapters' update that rounding the merged weights loses.",
           ("lora/merge_error",), "share"),
-    Chart("sameness", "Log-prob gap", "The same token, scored by trainer and vLLM: 0 if both computed exactly alike.",
+    Chart("sameness", "Log-prob gap", "The same token, scored by trainer and vLLM; staleness adds what was learnt since.",
           ("logprob_gap/mean", "logprob_gap/max", "logprob_gap/own_experts_mean"), "nats", log_scale=True),
     Chart("sameness", "Effective sample size",
           "Of the weights that correct for the gap and for staleness: 1 where none is needed.",
@@ -106,20 +106,21 @@ class Group:
 def charts(records: Sequence[Record]) -> list[Group]:
     """Groups with something in them; of several runs each chart has a curve a metric and run."""
     keys = list(dict.fromkeys(key for record in records for key in record.keys))
+    flat = {key for key in keys if _is_flat(records, key)}
     groups, drawn = {name: Group(name, sentence) for name, sentence in GROUPS.items()}, set[str]()
     for chart in (*CHARTS, *_set_charts(keys)):
         curves = []
         for key in _keys_of(chart, keys, drawn):
             drawn.add(key)
             for number, record in enumerate(records):
-                points = record.points(key)
-                if points and not _is_flat(records, key):
+                points = _thin(record.points(key), len(records))
+                if points and key not in flat:
                     curves.append(_curve(key, points, chart.scale, number, record.name if len(records) > 1 else ""))
         if curves:
             groups[chart.group].charts.append(_as_data(chart, curves))
     for key in keys:
         found = metric(key)
-        if found is not None and _is_flat(records, key):
+        if found is not None and key in flat:
             values = [record.points(key)[-1:] for record in records]
             groups[found.group].numbers.append((found, key, [point[0][1] if point else None for point in values]))
     return [group for group in groups.values() if group.charts or group.numbers]
@@ -147,7 +148,6 @@ def _is_flat(records: Sequence[Record], key: str) -> bool:
 
 
 def _curve(key: str, points: Points, scale: float, run: int, name: str) -> dict[str, Any]:
-    thinned = _thin(points)
     shown = label(key).replace("_", " ") if key.startswith("step/") else label(key)
     return {
         "key": key,
@@ -155,16 +155,17 @@ def _curve(key: str, points: Points, scale: float, run: int, name: str) -> dict[
         "run": run,
         "name": name,
         "evaluated": key.startswith(PREFIX),
-        "x": [step for step, _ in thinned],
-        "y": [_short(value / scale) for _, value in thinned],
+        "x": [step for step, _ in points],
+        "y": [_short(value / scale) for _, value in points],
     }
 
 
-def _thin(points: Points) -> Points:
+def _thin(points: Points, num_runs: int) -> Points:
     """Evenly spaced ones, the last included."""
-    if len(points) <= MAX_POINTS:
+    most = max(20, min(MAX_POINTS, MAX_OF_RUNS // num_runs))
+    if len(points) <= most:
         return points
-    return [points[round(place * (len(points) - 1) / (MAX_POINTS - 1))] for place in range(MAX_POINTS)]
+    return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
 
 
 def _short(value: float) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,7 @@ class Record:
 
     def points(self, key: str) -> Points:
         """(step, value) wherever the metric is a number, in the order of steps."""
-        lines = [line for line in (*self.evaluations, *self.steps) if is_number(line.get(key))]
-        return sorted((line["step"], line[key]) for line in lines)
+        return self._columns.get(key, [])
 
     def values(self, key: str, last: int = 0) -> list[float]:
         """Those of the last steps, or of all."""
@@ -59,7 +59,16 @@ class Record:
     @property
     def keys(self) -> list[str]:
         """Of all metrics, in the order in which they come."""
-        return list(dict.fromkeys(key for line in (*self.evaluations, *self.steps) for key in line if key != "step"))
+        return list(self._columns)
+
+    @cached_property
+    def _columns(self) -> dict[str, Points]:
+        columns: dict[str, Points] = {}
+        for line in (*self.evaluations, *self.steps):
+            for key, value in line.items():
+                if key != "step" and is_number(value):
+                    columns.setdefault(key, []).append((line["step"], value))
+        return {key: sorted(points) for key, points in columns.items()}
 
     @property
     def held_out(self) -> tuple[str, Points]:
@@ -110,7 +119,7 @@ def read_records(folders: Sequence[Path]) -> list[Record]:
     names = [record.name for record in records]
     if len(set(names)) == len(names):
         return records
-    return [Record(**{**vars(record), "name": str(record.folder)}) for record in records]
+    return [replace(record, name=str(record.folder)) for record in records]
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -19,12 +19,17 @@ MAX_PAIRS = 3  # prompts of an evaluation that are shown before and after
 DATA = ("token_texts", "rollout_log_probs", "trainer_log_probs", "version_runs")
 
 
-def samples(record: Record, data: list[dict[str, Any]]) -> str:
-    """HTML; to `data` come the tokens' data of those samples in it that have them: its n-th is of `data-tokens` n."""
-    trained = [_card(line, data, f"step {line['step']}") for line in _of_training(record.samples)]
+def samples(record: Record, data: list[dict[str, Any]], *, is_compared: bool = False) -> str:
+    """HTML; to `data` come the tokens of those samples in it that have them: its n-th is of `data-tokens` n.
+
+    `is_compared`: of the last step alone.
+    """
+    lines = _of_training(record.samples, 1 if is_compared else SHOWN_STEPS)
+    trained = [_card(line, data, f"step {line['step']}") for line in lines]
     has_tokens = any("data-tokens" in card for card in trained)
     legend = _LEGEND if has_tokens else ""
-    parts = [f"<h3>Sampled in training</h3>{legend}<div class='samples'>{''.join(trained)}</div>"] if trained else []
+    cards = f"<div class='samples'>{''.join(trained)}</div>"
+    parts = [f"<h3>Sampled in training</h3>{legend}{cards}"] if trained else []
     for name, pairs in _before_and_after(record.samples).items():
         cards = "".join(_card(line, data, f"after {line['step']} steps") for pair in pairs for line in pair)
         title = "Held out" if name == "held_out" else f"Held out: {html.escape(name)}"
@@ -32,11 +37,11 @@ def samples(record: Record, data: list[dict[str, Any]]) -> str:
     return "".join(parts)
 
 
-def _of_training(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _of_training(lines: Sequence[Mapping[str, Any]], num_steps: int) -> list[Mapping[str, Any]]:
     """The last steps first: what the policy writes now is looked at most."""
     own = [line for line in lines if line.get("set") == TRAIN]
     steps = sorted({line["step"] for line in own})
-    chosen = dict.fromkeys(steps[place] for place in (-1, len(steps) // 2, 0)[:SHOWN_STEPS]) if steps else {}
+    chosen = dict.fromkeys(steps[place] for place in (-1, len(steps) // 2, 0)[:num_steps]) if steps else {}
     return [line for step in chosen for line in [line for line in own if line["step"] == step][:MAX_OF_STEP]]
 
 

@@ -97,6 +97,13 @@ def test_healthy_runs_get_no_advice(name: str) -> None:
     assert [each.name for each in found] == (["convoy"] if name == "smollm2_h200" else []), found
 
 
+def test_a_gap_of_stale_tokens_is_no_error_but_the_canarys_is() -> None:
+    large: Metrics = {**LATE, "logprob_gap/mean": lambda step: 0.01 * 1.1**step}
+    assert advisories(made({**large, "sync/canary_gap": always(0.06)})) == []
+    (found,) = advisories(made({**large, "sync/canary_gap": lambda step: 0.01 * 1.1**step}))
+    assert found.name == "gap_growing"
+
+
 def test_what_explains_another_is_told_alone() -> None:
     tied: Metrics = {"reward/std": always(0), "groups/tied_fraction": always(1), "grad_norm": always(0)}
     assert [each.name for each in advisories(made(tied))] == ["reward_constant"]
