@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
 import yaml  # type: ignore[import-untyped]
@@ -89,7 +89,7 @@ class Wandb:
     """The x axis is our own `step`: unlike W&B's it may go back, as it does when a run is resumed from a checkpoint."""
 
     def __init__(self, config: Config, first_step: int) -> None:
-        import wandb  # type: ignore[import-not-found,unused-ignore]
+        import wandb
 
         folder, run = config.run.folder, config.run
         self._table = wandb.Table
@@ -116,7 +116,7 @@ class Wandb:
         self._run.finish()
 
 
-def wandb_mode(environment: Mapping[str, str]) -> str | None:
+def wandb_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
     """None, what W&B itself makes of it, where the user has set a mode or has a key; else offline."""
     if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
         return None
@@ -140,7 +140,7 @@ class Trackio:
     """A local project; `trackio show --project megasync` serves it."""
 
     def __init__(self, config: Config, first_step: int) -> None:
-        import trackio  # type: ignore[import-not-found,unused-ignore]
+        import trackio
 
         self._table = trackio.Table
         self._run = trackio.init(

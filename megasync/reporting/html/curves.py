@@ -19,6 +19,7 @@ from megasync.reporting.metric_names import GROUPS, Metric, label, metric
 MAX_POINTS, MAX_OF_RUNS = 500, 1500  # of one curve, and of all runs for one metric
 LEAST_SPREAD = 1e-3  # of a metric's values, over their largest; below it the metric is a number
 PREFIX, GIB = "eval/", float(2**30)
+TWINS = {"loss/total": "loss/policy"}  # left out where a run has the same of both
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def charts(records: Sequence[Record]) -> list[Group]:
             drawn.add(key)
             for number, record in enumerate(records):
                 points = _thin(record.points(key), len(records))
-                if points and key not in flat:
+                is_twin = key in TWINS and record.points(key) == record.points(TWINS[key])
+                if points and key not in flat and not is_twin:
                     curves.append(_curve(key, points, chart.scale, number, record.name if len(records) > 1 else ""))
         if curves:
             groups[chart.group].charts.append(_as_data(chart, curves))

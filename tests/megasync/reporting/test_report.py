@@ -66,7 +66,8 @@ def fake_run(folder: Path, num_steps: int = 4, factor: float = 1.0) -> None:
         log.evaluation(0, {EVALUATED: 0.25})
         for step in range(num_steps):
             values: dict[str, float] = dict.fromkeys(keys, factor * (step + 0.5)) | {"ratio/mean": 1.0, "sync/bytes": 1234567.0}
-            log.step(step, values | {"importance/ess": 1.0, "staleness/max": 2.0 * step, "ratio/clipped_fraction": 0.1})
+            values |= {"loss/total": -1.0 * step, "importance/ess": 1.0, "staleness/max": 2.0 * step}
+            log.step(step, values | {"ratio/clipped_fraction": 0.1})
             for name, begin in (("wait for rollout", 0.0), ("train", 0.4)):
                 log.timeline.add(name, "trainer", 100.0 + step + begin, 100.4 + step + begin, {"step": step})
             log.timeline.add("pack", "sync", 100.8 + step, 100.9 + step, {"version": step + 1})
@@ -242,7 +243,7 @@ def test_every_metric_that_varies_is_drawn_or_named_elsewhere() -> None:
     drawn = {curve["key"] for group in groups for chart in group.charts for curve in chart["curves"]}
     ratios = {"ratio/mean", "ratio/first_minibatch_mean", "importance/mean"}
     constant = {"version", "sync/bytes", "sync/verified", "memory/device_total_bytes"}
-    assert set(keys) - drawn == ratios | constant | {"train/skipped_steps", "train/response_tokens"}
+    assert set(keys) - drawn == ratios | constant | {"loss/total", "train/skipped_steps", "train/response_tokens"}
 
 
 COMMAND = [sys.executable, "-m", "megasync.report"]
