@@ -13,7 +13,8 @@ from typing import Any
 from megasync.reporting.advisories import CONDITIONS, advisories
 from megasync.reporting.html.curves import Group
 from megasync.reporting.html.phases import ORDER, phases
-from megasync.reporting.html.record import Record
+from megasync.reporting.html.record import Record, is_number
+from megasync.reporting.metric_names import label, metric
 
 RECENT = 10  # steps that a headline figure is of
 KEYS = (  # the choices that make a run what it is
@@ -147,33 +148,35 @@ def quantity(value: float, unit: str) -> str:
 
 
 def plan(record: Record) -> str:
-    """What plan.json had said and what happened: each figure that has both, by whatever name; else the plan's own figures."""
-    compared = list(_compared(record.summary.get("plan") or {}))
-    if compared:
-        head = "<tr><th></th><th>planned</th><th>actual</th><th>planned / actual</th></tr>"
-        rows = [
-            f"<tr><td>{html.escape(name)}</td><td>{_planned(name, said)}</td><td>{_planned(name, was)}</td>"
-            f"<td>{said / was:.2f}</td></tr>"
-            for name, said, was in compared
-        ]
-        return f"<div class='scroll'><table>{head}{''.join(rows)}</table></div>"
-    flat = [
-        (name, value) for name, value in _leaves(record.plan) if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    rows = [f"<tr><td>{html.escape(name)}</td><td>{_planned(name, value)}</td></tr>" for name, value in flat[:60]]
-    return f"<div class='scroll'><table><tr><th></th><th>planned</th></tr>{''.join(rows)}</table></div>" if rows else ""
+    """What plan.json had said of the run's metrics, beside what they came to; and all else that it says."""
+    rows = []
+    for name, said, was in _compared(record):
+        actual, ratio = ("&ndash;", "&ndash;") if was is None else (_planned(name, was), f"{said / was:.2f}")
+        title = label(name) if metric(name) else name.replace("_", " ")
+        rows.append(f"<tr><td>{html.escape(title)}</td><td>{_planned(name, said)}</td><td>{actual}</td><td>{ratio}</td></tr>")
+    head = "<tr><th></th><th>planned</th><th>actual</th><th>planned / actual</th></tr>"
+    table = f"<div class='scroll'><table>{head}{''.join(rows)}</table></div>" if rows else ""
+    others = [(name, value) for name, value in _leaves(record.plan) if not name.startswith("predicted ") and value is not None]
+    cells = [[name.replace("_", " "), _planned(name, value) if is_number(value) else _shown(value)] for name, value in others]
+    all_else = f"<details><summary>the whole plan</summary>{_table(['', 'planned'], cells)}</details>" if cells else ""
+    return table + all_else
 
 
-def _compared(found: Any, path: str = "") -> Iterator[tuple[str, float, float]]:
-    """Of nested mappings those with a number under `predicted` (or `planned`) and one under `actual`."""
-    if not isinstance(found, Mapping):
-        return
-    said, was = found.get("predicted", found.get("planned")), found.get("actual")
-    if isinstance(said, int | float) and isinstance(was, int | float) and was:
-        yield path or "plan", said, was
-        return
-    for name, inner in found.items():
-        yield from _compared(inner, f"{path} {name}".strip())
+def _compared(record: Record) -> Iterator[tuple[str, float, float | None]]:
+    """Name, planned and actual: by the ratio in summary.json, and before there is one by the metrics so far."""
+    predicted = record.plan.get("predicted")
+    for name, said in predicted.items() if isinstance(predicted, Mapping) else ():
+        ratio = record.summary.get(f"predicted/actual {name}")
+        if is_number(said) and said:
+            yield name, said, said / ratio if is_number(ratio) and ratio else _so_far(record, name)
+
+
+def _so_far(record: Record, name: str) -> float | None:
+    """The peak of a memory, the median of a time; the first step compiles and allocates."""
+    values = record.values(name)
+    if not values:
+        return None
+    return max(values) if name.endswith("bytes") else statistics.median(values[1:] or values)
 
 
 def _leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -185,7 +188,7 @@ def _leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _planned(name: str, value: float) -> str:
-    unit = next((unit for unit in ("bytes", "seconds", "share") if unit in name), "")
+    unit = next((unit for unit in ("bytes", "seconds", "share") if unit in name), "seconds" if name == "train" else "")
     return quantity(float(value), {"seconds": "s"}.get(unit, unit))
 
 

@@ -173,21 +173,24 @@ def test_report_has_a_chart_of_each_evaluation_set_reward_and_phase(tmp_path: Pa
     assert "MATH_K avg@4" in text_of(page), "the headline, where there is no single file"
 
 
+PREDICTED = {"step/seconds": 2.0, "memory/host_bytes": 2**31, "train": 1.5, "sync/seconds": None}
 PLANS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ({"step_seconds": 2.0, "memory": {"weights_bytes": 2**31}}, {}, ("step_seconds", "2 s", "memory weights_bytes", "2 GiB")),
-    ({"step_seconds": 2.0}, {"step_seconds": {"predicted": 2.0, "actual": 4.0}}, ("planned / actual", "0.50", "4 s")),
-    ({"step_seconds": 2.0}, {"step_seconds": {"predicted": 2.0, "actual": None}}, ("step_seconds", "2 s")),
+    ({"predicted": PREDICTED}, {}, ("Step time</td><td>2 s</td><td>4 s</td><td>0.50", "Host memory of rank 0</td><td>2 GiB")),
+    ({"predicted": PREDICTED}, {"predicted/actual train": 0.75}, ("train</td><td>1.5 s</td><td>2 s</td><td>0.75",)),
+    ({"tokens_per_day": 1e6, "trainer": [{"stage": 0}]}, {}, ("tokens per day", "1,000,000", "the whole plan")),
 ]
 
 
-@pytest.mark.parametrize(("plan", "compared", "shown"), PLANS)
+@pytest.mark.parametrize(("plan", "summary", "shown"), PLANS)
 def test_report_has_what_the_plan_said(
-    plan: dict[str, Any], compared: dict[str, Any], shown: tuple[str, ...], tmp_path: Path
+    plan: dict[str, Any], summary: dict[str, Any], shown: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """Beside what came of it: of a run that goes on, by its metrics."""
     with log_of(tmp_path) as log:
-        log.step(0, {"step/seconds": 4.0})
+        for step in range(3):
+            log.step(step, {"step/seconds": 4.0 if step else 40.0})
     write_atomically(tmp_path / "plan.json", json.dumps(plan))
-    write_summary(tmp_path, {"plan": compared})
+    write_summary(tmp_path, summary)
     section = write_report(tmp_path).read_text().partition('id="plan"')[2].partition("</section>")[0]
     assert all(text in section for text in shown), section
 
