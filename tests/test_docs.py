@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megasync.config.reference import reference
+from megasync.reporting.reference import page as metrics_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -48,6 +49,11 @@ def pages_in(entry: str | list[dict[str, str]]) -> list[str]:
 def test_reference_is_that_of_the_schema() -> None:
     """After a change of keys: python -m megasync.config.reference --to docs/reference.md"""
     assert (ROOT / "docs/reference.md").read_text(encoding="utf-8") == reference()
+
+
+def test_metrics_are_those_of_the_tables() -> None:
+    """After a change of metrics or advisories: python -m megasync.reporting.reference --to docs/metrics.md"""
+    assert (ROOT / "docs/metrics.md").read_text(encoding="utf-8") == metrics_page()
 
 
 def test_pictures_are_those_of_their_code() -> None:

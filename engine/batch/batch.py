@@ -192,6 +192,15 @@ def _cut(lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], own: list
     return sorted(named, key=lambda members: -int(costs[members].sum()))
 
 
+def padding_fraction(lengths: Lengths, plan: Sequence[Bins], multiple: int, sequence_multiple: int = 1) -> float:
+    """The share of all ranks' micro-batches, as `pack` makes them by `plan`, that is padding or a stand-in. 0 without samples."""
+    lengths = np.asarray(lengths, np.int64)
+    spans = lengths + -lengths % sequence_multiple
+    held = [int(spans[members or [0]].sum()) for bins in plan for members in bins] if len(lengths) else []
+    total = sum(tokens + -tokens % multiple for tokens in held)
+    return 1 - int(lengths.sum()) / total if total else 0.0
+
+
 def needed_samples(
     lengths: Lengths, num_minibatches: int, data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
 ) -> list[list[int]]:
@@ -228,7 +237,8 @@ class MicroBatch:
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
-    old_log_probs: torch.Tensor | None = None  # float32 [T]
+    old_log_probs: torch.Tensor | None = None  # float32 [T], where they are computed before the update
+    policy_log_probs: torch.Tensor | None = None  # float32 [T]: those that the update has taken for the old ones
     reference_log_probs: torch.Tensor | None = None  # float32 [T]
     own_choice_log_probs: torch.Tensor | None = None  # float32 [T], with the experts that the trainer's routers choose
 

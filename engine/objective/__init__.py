@@ -6,4 +6,5 @@ loss.py        log-probs, GRPO and SFT losses (pure functions)
 entropy.py     the policy's entropy, for the log
 logits.py      log-probs, entropy and greedy match from logits, in chunks where there are many
 metrics.py     what a step reports
+chosen.py      log-probs of a few samples, for the log
 """

@@ -25,12 +25,13 @@ def enable_expandable_segments() -> None:
 
 
 def memory_metrics() -> dict[str, float]:
-    """In bytes: host RSS; device memory used by all processes; allocated by torch now, and at most since the last call."""
+    """In bytes: host RSS; device memory used by all processes, and in all; torch's now, and at most since the last call."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     found = {"memory/host_bytes": float(resident)}
     if has_cuda():
         free, total = torch.cuda.mem_get_info()
         found["memory/device_bytes"] = float(total - free)
+        found["memory/device_total_bytes"] = float(total)
         found["memory/tensors_bytes"] = float(torch.cuda.memory_allocated())
         found["memory/tensors_peak_bytes"] = float(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()

@@ -25,6 +25,7 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data, read_files
 from megasync.hf.folder import check_model_folder
+from megasync.reporting.loggers import missing_loggers
 from megasync.rewards.resolve import resolve_rewards
 
 
@@ -37,6 +38,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     check_ranks(config, world_size)
     _check_overrides(config)
     _check_kernels(config)
+    _check_loggers(config)
     _check_gradients(config)
     _check_algorithm(config)
     check_objective(config)
@@ -74,6 +76,13 @@ def _check_kernels(config: Config) -> None:
     remedy = "install transformer_engine[pytorch], 2.9 to 2.11, or write engine.kernels=auto"
     message = "engine.kernels = te: TransformerEngine is not installed"
     refuse_if(config.engine.kernels == "te" and is_missing, message, choices="auto, torch", remedy=remedy)
+
+
+def _check_loggers(config: Config) -> None:
+    """As for kernels, where there is no torch nothing is trained."""
+    for name in missing_loggers(config.run.loggers) if find_spec("torch") else ():
+        message = f"run.loggers = {', '.join(config.run.loggers)}: the package {name} is not installed"
+        raise ConfigError(message, remedy=f"pip install {name}, or take {name} out of run.loggers")
 
 
 def _check_gradients(config: Config) -> None:

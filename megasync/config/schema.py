@@ -54,6 +54,10 @@ def _is_weight(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(value))
+
+
 def _stop_texts(value: tuple[str, ...]) -> tuple[str, ...]:
     if not all(value):
         raise PydanticCustomError("stop", "a text that ends a response is not empty", {"choices": "", "example": "[</answer>]"})
@@ -97,6 +101,10 @@ class RunConfig(Section):
     """sft: stop once held-out accuracy is there; 0: run all steps."""
     hung_rank_timeout_seconds: Annotated[float, Field(ge=1)] = 300.0
     """A trainer rank that gives no sign of life for so long, because it was stopped or its machine is gone, ends the run."""
+    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore[0], AfterValidator(_each_once)] = (
+        "tensorboard",
+    )
+    """Get config, metrics and samples beside the run's own files; [] for none. wandb runs offline where it finds no key."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
     log_samples: NonNegativeInt = 2

@@ -42,6 +42,7 @@ class Prompts:
             _check_template_arguments(self.tokenizer, data.chat_template_arguments)
         self.stop_token_ids = _stop_token_ids(model_path, self.tokenizer.eos_token_id)
         self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
+        self._token_texts: dict[int, str] = {}
 
     def text(self, token_ids: npt.NDArray[np.int32]) -> str:
         """A response's text without its end-of-sequence and other special tokens."""
@@ -53,6 +54,15 @@ class Prompts:
             return [self.text(token_ids) for token_ids in responses]
         ids = [token_ids.tolist() for token_ids in responses]
         return self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token within a text, special tokens and leading spaces included; a part of a character is U+FFFD."""
+        backend, before = self.tokenizer.backend_tokenizer, self.stop_token_ids[0]  # some decoders strip a text's first space
+        if new := list(set(token_ids) - self._token_texts.keys()):
+            prefix: str = backend.decode([before], skip_special_tokens=False)
+            texts: list[str] = backend.decode_batch([[before, each] for each in new], skip_special_tokens=False)
+            self._token_texts |= {each: text.removeprefix(prefix) for each, text in zip(new, texts, strict=True)}
+        return [self._token_texts[each] for each in token_ids]
 
     def prompt_text(self, example: Example) -> str:
         """What the model gets, its special tokens included."""

@@ -1,7 +1,13 @@
 """What a run writes down and shows.
 
-log.py        metrics.jsonl, TensorBoard, summary.json
-page.py       a run as one HTML file
-timeline.py   the Chrome trace
-progress.py   the line on the terminal
+log.py           metrics.jsonl, samples.jsonl, summary.json
+loggers.py       TensorBoard, W&B, trackio
+timeline.py      the Chrome trace
+progress.py      the line on the terminal
+metric_names.py  names, units and meanings of all metrics
+advisories.py    conditions of a run that call for a look, as pure functions
+reference.py     docs/metrics.md
+html/            the pieces of the report
+page.py          a run, or several, as one HTML file
+watch.py         serves it while the run goes on
 """

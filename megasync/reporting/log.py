@@ -1,7 +1,6 @@
-"""What a run writes down: config.yaml, metrics.jsonl, evaluations.jsonl, samples.jsonl, TensorBoard events, summary.json.
+"""What a run writes down: config.yaml, metrics.jsonl, evaluations.jsonl, samples.jsonl, summary.json, and what loggers are told.
 
-Leaves out how spans of time are kept (timeline.py), live progress (progress.py) and plots (report.py). torch is
-imported only when TensorBoard events are written.
+Leaves out the loggers (loggers.py), how spans of time are kept (timeline.py), live progress (progress.py) and plots (page.py).
 
     log = RunLog(config, first_step=0, write=rank == 0)
     log.evaluation(0, {"eval/reward": 0.3})
@@ -22,6 +21,7 @@ from megasync.config.errors import explain
 from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.config.load import save_config
 from megasync.config.schema import Config
+from megasync.reporting.loggers import Logger, open_loggers
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
 
@@ -39,21 +39,19 @@ class RunLog:
     A step is one line, flushed, so that a run that dies leaves every finished step. `step` is everywhere the number of steps that
     were done: the first is 1, and an evaluation before it is of 0. `first_step` of them were done before this process: what is
     there of later ones, left by a run that went further than its last checkpoint, is dropped, and so are an evaluation after
-    `first_step`, which is repeated, a cut-off last line, and everything when it is 0.
+    `first_step`, which is repeated, a cut-off last line, and everything when it is 0. `tensorboard`: false for no loggers.
     """
 
     def __init__(self, config: Config, *, first_step: int, write: bool, tensorboard: bool = True) -> None:
         self._folder = folder = config.run.folder
         self.timeline = Timeline(folder / TIMELINE_FILE if write else None, resume=first_step > 0)
         self._files: dict[str, TextIO] = {}
-        self._writer: Any = None
+        self._loggers: list[Logger] = []
         if write:
             save_config(config, folder / CONFIG_FILE)
             self._files = {name: _open_from(folder / name, first_step) for name in FILES}
         if write and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+            self._loggers = open_loggers(config, first_step)
         self._progress = make_progress(config.run.progress if write else "none", config.run.steps, first_step)
 
     def step(self, step: int, values: Mapping[str, Scalar]) -> None:
@@ -71,16 +69,15 @@ class RunLog:
         if file := self._files.get(SAMPLES_FILE):
             file.writelines(_json({"step": step, **line}) + "\n" for line in lines)
             file.flush()
+        for logger in self._loggers if lines else ():
+            logger.samples(step, lines)
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
         if file := self._files.get(name):
             file.write(_json({"step": step, **values}) + "\n")
             file.flush()
-        if self._writer is not None:
-            for key, value in values.items():
-                if isinstance(value, int | float):
-                    self._writer.add_scalar(key, value, step)
-            self._writer.flush()
+        for logger in self._loggers:
+            logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
 
     def note(self, text: str) -> None:
         """One line to the person watching, above the progress display; it is in no file."""
@@ -96,8 +93,8 @@ class RunLog:
         self._progress.close()
         for file in self._files.values():
             file.close()
-        if self._writer is not None:
-            self._writer.close()
+        for logger in self._loggers:
+            logger.close()
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

@@ -1,58 +1,31 @@
-"""A run's curves and figures as one HTML file that opens without a network. Leaves out the timeline (timeline.py)."""
+"""A run, or several side by side, as one HTML file that opens without a network.
+
+Leaves out its parts (html/) and serving it (watch.py).
+
+    write_report("runs/quickstart/rl")                            # runs/quickstart/rl/report.html
+    write_comparison(["runs/a", "runs/b"], "comparison.html")
+"""
 
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from megasync.config.files import write_atomically
-from megasync.reporting.log import CONFIG_FILE, read_evaluations, read_metrics, read_summary
+from megasync.reporting.advisories import advisories, console_lines
+from megasync.reporting.html import lanes, sections
+from megasync.reporting.html.curves import Group, charts
+from megasync.reporting.html.record import Record, read_record, read_records
+from megasync.reporting.html.samples import samples
+from megasync.reporting.html.script import SCRIPT, WATCH
+from megasync.reporting.html.style import STYLE
+from megasync.reporting.log import read_evaluations, read_metrics
 
 REPORT_FILE = "report.html"
-NUM_COLUMNS = 2
-STYLE = """
-body { font: 15px/1.4 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; display: inline-table; vertical-align: top; margin: 0 2em 1em 0 }
-td, th { text-align: left; padding: 2px 12px 2px 0; border-bottom: 1px solid #ddd; font-weight: normal }
-th { color: #666 }
-"""
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One pair of axes and the metrics that are drawn on it, those that the run has."""
-
-    title: str
-    keys: tuple[str, ...]
-    unit: str = ""
-    log_scale: bool = False
-
-
-GAPS = ("logprob_gap/mean", "logprob_gap/max", "logprob_gap/own_experts_mean")
-PLOTS = (
-    Plot("Reward, sampled and held-out", ("reward/mean", "eval/reward", "eval/accuracy")),
-    Plot("Loss", ("loss/policy", "loss/total", "loss/sft")),
-    Plot("Load-balancing loss", ("loss/load_balancing",)),
-    Plot("Gradient norm", ("grad_norm",)),
-    Plot("Log-prob gap, trainer against vLLM", GAPS, "nats", log_scale=True),
-    Plot("Policy entropy", ("entropy/mean",), "nats"),
-    Plot("Importance weights: effective sample size, masked share", ("importance/ess", "importance/masked_fraction")),
-    Plot("Truncated responses", ("response/truncated_fraction",), "share"),
-    Plot("Sync time", ("sync/seconds", "sync/pause_seconds"), "s"),
-    Plot("Sync size", ("sync/bytes",), "bytes"),
-    Plot("Staleness", ("staleness/mean", "staleness/max"), "versions"),
-    Plot("Throughput", ("rollout/tokens_per_second", "train/tokens_per_second"), "tokens/s"),
-    Plot("Step time", ("step/seconds",), "s"),
-    Plot(
-        "Memory: this rank's of the host, its whole GPU, its tensors there and their peak",
-        ("memory/host_bytes", "memory/device_bytes", "memory/tensors_bytes", "memory/tensors_peak_bytes"),
-        "bytes",
-    ),
-)
+TITLES = {"samples": "Samples", "timeline": "Timeline", "plan": "Planned and actual", "configuration": "Configuration"}
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -61,87 +34,98 @@ def write_report(run_folder: str | Path) -> Path:
     Raises ValueError where the folder has no metrics.jsonl.
     """
     folder = Path(run_folder)
-    steps, evaluations = read_metrics(folder), read_evaluations(folder)
-    config_file = folder / CONFIG_FILE
-    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    name = (config.get("run") or {}).get("name") or folder.resolve().name
-    unfinished = {"steps so far": len(steps), **(steps[-1] if steps else {})}
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(str(name))}</title><style>{STYLE}</style></head><body>
-<h1>{html.escape(str(name))}</h1>
-{_table("Summary", read_summary(folder) or unfinished)}
-{_table("Configuration", _config_figures(config))}
-{_plots(steps, evaluations)}
-</body></html>
-"""
-    write_atomically(folder / REPORT_FILE, page)
+    write_atomically(folder / REPORT_FILE, page([read_record(folder)]))
     return folder / REPORT_FILE
 
 
-def _config_figures(config: dict[str, Any]) -> dict[str, Any]:
-    """The choices that make a run what it is, by full key."""
-    keys = (
-        "run.seed", "run.steps", "model.path", "model.dtype", "engine.wrap", "engine.parallel.tensor",
-        "engine.parallel.pipeline", "engine.optimizer.learning_rate", "algorithm.name", "algorithm.num_minibatches",
-        "rollout.replicas", "rollout.max_staleness", "rollout.group_size", "rollout.max_new_tokens", "rollout.reward",
-        "data.train", "data.batch_size", "sync.transport", "sync.bucket_bytes", "sync.verify",
-    )  # fmt: skip
-    figures = {}
-    for key in keys:
-        value: Any = config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            figures[key] = value
-    return figures
+def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Path:
+    """Writes one page of several runs. Raises as `write_report` does."""
+    write_atomically(Path(path), page(read_records([Path(folder) for folder in run_folders])))
+    return Path(path)
 
 
-def _table(caption: str, figures: dict[str, Any]) -> str:
-    rows = [f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(_shown(value))}</td></tr>" for key, value in figures.items()]
-    return f"<table><caption>{caption}</caption>{''.join(rows)}</table>" if rows else ""
+def advice_lines(run_folder: str | Path) -> list[str]:
+    """What the run's metrics advise, for the terminal: two lines each."""
+    folder = Path(run_folder)
+    return console_lines(advisories(read_metrics(folder), read_evaluations(folder)))
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+def page(records: Sequence[Record], state: str = "") -> str:
+    """The whole file. `state`: of a run that is watched, what a newer page would have another of."""
+    groups = charts(records)
+    name = " · ".join(record.name for record in records)
+    parts, tokens = _parts(records, groups)
+    links = "".join(f'<a href="#{key}">{TITLES.get(key, key.capitalize())}</a>' for key, _ in parts)
+    body = "".join(f'<section id="{key}"><h2>{TITLES.get(key, key)}</h2>{text}</section>' for key, text in parts)
+    head = sections.comparison(records) if len(records) > 1 else sections.tiles(records[0])
+    is_empty = not any(record.steps or record.evaluations for record in records)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(name)}</title><style>{STYLE}</style></head><body data-state="{html.escape(state, quote=True)}">
+<div class="top"><h1>{html.escape(name)}</h1><p class="sub">{_subtitle(records)}</p></div>
+<nav><div>{links}</div></nav>
+<main>{"<p>No step has been logged yet.</p>" if is_empty else head + sections.advice(records)}{body}
+<p class="foot">Written by megasync. Thick lines are moving averages of the thin ones.
+docs/metrics.md says what each metric means.</p></main>
+<script>{_plotly() if any(group.charts for group in groups) else ""}</script>
+{_data("curves", {group.name: group.charts for group in groups})}
+{_data("tokens", tokens)}
+<script>{SCRIPT}{WATCH if state else ""}</script></body></html>
+"""
 
 
-def _plots(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
-    """The div of all plots that have points, plotly.js within it."""
-    all_plots = (*PLOTS, *_set_plots(evaluations))
-    series = {key: _points(key, steps, evaluations) for plot in all_plots for key in plot.keys}
-    plots = [plot for plot in all_plots if any(series[key] for key in plot.keys)]
-    if not plots:
-        return "<p>No step has been logged yet.</p>"
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    num_rows = -(-len(plots) // NUM_COLUMNS)
-    titles = [plot.title for plot in plots]
-    figure = make_subplots(rows=num_rows, cols=NUM_COLUMNS, subplot_titles=titles, vertical_spacing=0.3 / num_rows)
-    for index, plot in enumerate(plots):
-        row, col = index // NUM_COLUMNS + 1, index % NUM_COLUMNS + 1
-        for key in plot.keys:
-            if series[key]:
-                x, y = zip(*series[key], strict=True)
-                mode = "lines+markers" if len(x) < 50 else "lines"
-                figure.add_trace(go.Scatter(x=x, y=y, name=key, mode=mode), row=row, col=col)
-        figure.update_xaxes(title_text="step", row=row, col=col)
-        scale = "log" if plot.log_scale else "linear"
-        figure.update_yaxes(title_text=plot.unit, type=scale, exponentformat="power", row=row, col=col)
-    figure.update_layout(height=320 * num_rows, template="plotly_white", margin={"t": 40}, hovermode="x")
-    return str(figure.to_html(full_html=False, include_plotlyjs=True))
+def _parts(records: Sequence[Record], groups: Sequence[Group]) -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
+    """Sections in their order, those with something in them, and the data of the samples' tokens."""
+    names = [record.name for record in records]
+    parts = [
+        (
+            group.name,
+            f'<p>{group.sentence}</p><div class="charts" id="charts-{group.name}"></div>{sections.numbers(group, names)}',
+        )
+        for group in groups
+    ]
+    timelines = [(record, text) for record in records if (text := lanes.timeline(record))]
+    parts += [("timeline", "".join(_of(record, records) + text for record, text in timelines))] if timelines else []
+    tokens: list[dict[str, Any]] = []
+    shown = [(record, text) for record in records if (text := samples(record, tokens, is_compared=len(records) > 1))]
+    parts += [("samples", "".join(_of(record, records) + text for record, text in shown))] if shown else []
+    plans = [(record, text) for record in records if (text := sections.plan(record))]
+    parts += (
+        [("plan", "".join(f'{_of(record, records)}<div class="panel">{text}</div>' for record, text in plans))] if plans else []
+    )
+    if any(record.config for record in records):
+        parts.append(("configuration", f'<div class="panel">{sections.configuration(records)}</div>'))
+    return parts, tokens
 
 
-def _set_plots(evaluations: list[dict[str, Any]]) -> list[Plot]:
-    """One for each evaluation set."""
-    keys = list(dict.fromkeys(key for line in evaluations for key in line if key.count("/") == 2))
-    names = list(dict.fromkeys(key.split("/")[1] for key in keys))
-    return [Plot(f"Evaluation set {name}", tuple(key for key in keys if key.split("/")[1] == name)) for name in names]
+def _of(record: Record, records: Sequence[Record]) -> str:
+    return f"<h3>{html.escape(record.name)}</h3>" if len(records) > 1 else ""
 
 
-def _points(key: str, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(step, value) wherever the metric is a number, in the order of steps."""
-    lines = [line for line in (*evaluations, *steps) if isinstance(line.get(key), int | float)]
-    return sorted((line["step"], line[key]) for line in lines)
+def _subtitle(records: Sequence[Record]) -> str:
+    if len(records) > 1:
+        return f"{len(records)} runs side by side"
+    record = records[0]
+    model = "/".join(Path(str(record.get("model.path") or "")).parts[-2:])  # such as models/NAME
+    parallel = {name: record.get(f"engine.parallel.{name}") for name in ("tensor", "pipeline", "context", "expert")}
+    done, wanted = len(record.steps), record.num_steps
+    told = [
+        f"<b>{html.escape(model)}</b>" if model else "",
+        html.escape(f"{record.get('algorithm.name') or ''} {record.get('engine.wrap') or ''}".strip()),
+        ", ".join(f"{name} {size}" for name, size in parallel.items() if size and size > 1),
+        f"max staleness {staleness}" if (staleness := record.get("rollout.max_staleness")) else "",
+        f"{done} of {wanted} steps" if wanted and wanted != done else f"{done} steps",
+    ]
+    return " · ".join(each for each in told if each)
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _data(name: str, value: object) -> str:
+    """JSON within HTML: no text in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'

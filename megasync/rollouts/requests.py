@@ -6,9 +6,14 @@ Leaves out who asks and when (rollout.py, evaluation.py).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from bridge.generation import Completion, GenerationRequest, Sampling
 from megasync.data.data import Example
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from megasync.rewards.pool import RewardPool
 
 SEED_STRIDE = 1_000_003
+MAX_LOGGED_TOKENS = 1024  # of a response; what there is of each token is left out after these
 
 
 def training_sampling(rollout: RolloutConfig) -> Sampling:
@@ -98,3 +104,33 @@ def sample_line(prompts: Prompts, example: Example, completion: Completion, rewa
         "versions": [int(min(completion.weight_versions)), int(max(completion.weight_versions))],
         "finish_reason": completion.finish_reason,
     }
+
+
+def token_fields(prompts: Prompts, completion: Completion) -> dict[str, Any]:
+    """What samples.jsonl keeps of the first MAX_LOGGED_TOKENS tokens of a response.
+
+    Their texts, special tokens included; vLLM's log-probs; and their versions as runs, [version, number of tokens] each.
+    """
+    first = slice(MAX_LOGGED_TOKENS)
+    versions = groupby(completion.weight_versions[first].tolist())
+    return {
+        "token_texts": prompts.token_texts(completion.token_ids[first].tolist()),
+        "rollout_log_probs": rounded(completion.log_probs[first]),
+        "version_runs": [[version, len(list(run))] for version, run in versions],
+    }
+
+
+def with_trainer_log_probs(line: Mapping[str, Any], log_probs: npt.NDArray[np.float32]) -> dict[str, Any]:
+    """The line of a sample that was trained on, with the trainer's old log-probs of the same tokens."""
+    return {**line, "trainer_log_probs": rounded(log_probs[:MAX_LOGGED_TOKENS])}
+
+
+def rounded(log_probs: npt.NDArray[np.float32]) -> list[float | None]:
+    """To four decimals; None where it is no finite number, which JSON has not."""
+    return [round(value, 4) if math.isfinite(value) else None for value in log_probs.tolist()]
+
+
+def first_of_groups(groups: npt.NDArray[np.int64], number: int) -> list[int]:
+    """Where the first sample of each of the first `number` groups is in a batch; `groups`: of each sample, in order."""
+    _, places = np.unique(groups, return_index=True)
+    return [int(place) for place in places[:number]]

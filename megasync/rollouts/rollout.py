@@ -25,7 +25,14 @@ from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
-from megasync.rollouts.requests import request_digest, reward_digest, reward_inputs, sample_line, training_request
+from megasync.rollouts.requests import (
+    request_digest,
+    reward_digest,
+    reward_inputs,
+    sample_line,
+    token_fields,
+    training_request,
+)
 from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.ties import TieWatch, tied_fraction
 
@@ -152,7 +159,9 @@ class Rollouts:
         """Of the first response to each of the first `run.log_samples` prompts."""
         firsts = [(group.key, group.completions[0], group.rewards[0]) for group in groups[: self.config.run.log_samples]]
         return [
-            sample_line(self.prompts, self._example(key), done, reward) | penalty_fields(self.config, len(done.token_ids))
+            sample_line(self.prompts, self._example(key), done, reward)
+            | penalty_fields(self.config, len(done.token_ids))
+            | token_fields(self.prompts, done)
             for key, done, reward in firsts
             if done and reward is not None
         ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
-from engine.engine import Engine
+from engine.engine import Engine, MiniBatch
 from engine.runtime import memory, parallel
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
@@ -25,10 +25,11 @@ from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
 from megasync.planning.record import outcome, write_plan
 from megasync.reporting.log import RunLog
-from megasync.reporting.page import write_report
+from megasync.reporting.page import advice_lines, write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
+from megasync.rollouts.requests import first_of_groups, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
 from megasync.run.clock import StepClock
@@ -84,6 +85,7 @@ class Session:
         self.weights = Weights(config, self.engine, self.log)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
+        self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
         if self.layout.rank == 0 and (problem := self._write_plan()):
             self.log.note(problem)
@@ -119,6 +121,14 @@ class Session:
         seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
         times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
         self.log.step(self.step + 1, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
+
+    def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
+        """Write the step's first responses down, with what both sides say of their tokens."""
+        chosen = first_of_groups(rollout.samples.columns["group"], self.config.run.log_samples)
+        if chosen:
+            log_probs = self.engine.old_log_probs(trained, rollout.samples, chosen)
+            lines, self.unlogged = self.unlogged, []
+            self.log.samples(self.step + 1, [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)])
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -184,7 +194,7 @@ class Session:
         """On rank 0."""
         batch = self._rollouts.take(step)
         if batch is not None:
-            self.log.samples(step + 1, batch.lines)
+            self.unlogged = batch.lines
         return batch
 
     def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
@@ -298,6 +308,8 @@ class Session:
         self.log.timeline.write()
         self.log.summary(found | outcome(self.config.run.folder))
         write_report(self.config.run.folder)
+        for line in advice_lines(self.config.run.folder):
+            self.log.note(line)
         return closing_lines(self.config, found)
 
     def close(self, *, is_done: bool = False) -> None:
@@ -307,6 +319,7 @@ class Session:
         """
         if not is_done:
             self.heartbeat.close()
+            self.log.samples(self.step, self.unlogged)  # of the step that failed
         if self.saving is not None:
             self.saving.give_up(GIVE_UP_SECONDS)
         if self.rollouts is not None:

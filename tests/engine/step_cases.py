@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.batch.batch import MicroBatch
+from engine.batch.batch import MicroBatch, SampleTable
 from engine.engine import Engine
 from engine.objective.metrics import NonFiniteError
 from engine.wrap.optimizer import inner_optimizers
@@ -36,6 +36,21 @@ def old_log_prob_metrics(cases: list[dict[str, Any]], num_steps: int = 3) -> lis
                 has_old = [micro.old_log_probs is not None for mini in batches[0] for micro in mini.microbatches]
                 assert not built.layout.is_last_stage or set(has_old) == {choice == "separate"}
         results.append(both)
+    return results
+
+
+def chosen_log_probs(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """For each case how far what an update took for the old log-probs of three samples is from a pass of its own."""
+    results: list[list[list[float]]] = []
+    for case in cases:
+        case, samples, chosen = dict(case), SampleTable.from_samples(random_samples(9, seed=0)), [0, 4, 8]
+        with engine(case.pop("path"), name="grpo", **case) as built:
+            whole = log_probs(built, samples.samples)
+            batch = built.prepare(samples)
+            built.update(batch)
+            found = built.old_log_probs(batch, samples, chosen)
+            assert len(found) == (3 if built.layout.rank == 0 else 0) and built.old_log_probs(batch, samples, []) == []
+        results.append([[float((torch.tensor(a) - whole[b]).abs().max()) for a, b in zip(found, chosen, strict=False)]])
     return results
 
 

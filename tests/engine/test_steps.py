@@ -73,6 +73,19 @@ def test_old_log_probs_of_the_training_pass_are_those_of_a_pass_of_their_own(mod
         assert all(step["loss/policy"] != 0 and step["grad_norm"] > 0 for step in auto)
 
 
+def test_old_log_probs_of_a_few_samples_reach_rank_0(model: str) -> None:
+    """From whichever rank trains on them, taken by the training pass or before it, and from every mini-batch."""
+    common = {"path": model, "tokens": 60}
+    layouts: list[dict[str, Any]] = [
+        *({"wrap": wrap, "num_minibatches": number} for wrap in WRAPS for number in (1, 2)),
+        *({"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2, "num_minibatches": 3}, {"tokens": 4000}),
+    ]
+    cases = [{**common, **layout} for layout in layouts]
+    for case, found in zip(cases, run_ranks(2, "tests.engine.step_cases:chosen_log_probs", {"cases": cases})[0], strict=True):
+        print(case)
+        assert len(found[0]) == 3 and max(found[0]) < 1e-5
+
+
 def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str) -> None:
     """Old log-probs have the dropout masks of the training pass, taken from it or before."""
     common = {"path": model, "lora": {**LORA, "dropout": 0.5}, "optimizer": FAST}

@@ -20,7 +20,9 @@ from megasync import evaluate, generate
 from megasync.config.load import load_config
 from megasync.diagnosis.needs import count_parameters, needs_of
 from megasync.diagnosis.storage import bytes_below
+from megasync.reporting.advisories import advisories
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
+from megasync.reporting.metric_names import metric
 from megasync.run.clock import PHASES
 from megasync.serving.replicas import replicas
 from megasync.serving.source import find_source
@@ -151,9 +153,15 @@ def test_samples_show_what_the_model_got_and_gave(first_run: Path) -> None:
         by_set.setdefault(line["set"], []).append(line)
     assert {name: len(found) for name, found in by_set.items()} == {"train": 6 * 8, "sums": 2 * 8, "small": 2 * 2}
     assert [line["step"] for line in by_set["train"]] == [step for step in range(1, 7) for _ in range(8)]
+    largest = {line["step"]: line["logprob_gap/max"] for line in metrics(first_run)}
     for line in by_set["train"]:
         assert line["prompt"].startswith("xyz ") and line["prompt"].endswith("=") and "+" in line["prompt"]
         assert line["versions"] == [line["step"] - 1] * 2 and line["reward"] == line["tokens"] / 8
+        assert line["version_runs"] == [[line["step"] - 1, line["tokens"]]]
+        assert re.sub("<(pad|unk|eos|bos)>", "", "".join(line["token_texts"])) == line["response"]
+        assert len(line["token_texts"]) == line["tokens"]
+        both = zip(line["trainer_log_probs"], line["rollout_log_probs"], strict=True)
+        assert max(abs(trainer - rollout) for trainer, rollout in both) < largest[line["step"]] + 1e-3
         left, right = line["prompt"].removeprefix("xyz ").removesuffix("=").split("+")
         assert int(left) + int(right) == int(line["answer"])
         ends = [line["response"].index(stop) + len(stop) for stop in STOPS if stop in line["response"]]
@@ -314,6 +322,20 @@ def test_rewards_that_fail_are_worth_0_and_counted(unsteady_run: tuple[Path, str
     kinds = {8: "returned nan", 16: "had its process killed by SIGKILL", 24: "took longer", 32: "raised KeyError"}
     for line, words in kinds.items():
         assert re.search(rf"the reward {TROUBLED} {words}.*\n  data line: {line}\n", said), said
+
+
+def test_the_end_of_a_run_advises(unsteady_run: tuple[Path, str]) -> None:
+    folder, said = unsteady_run
+    assert "reward_failures" in [each.name for each in advisories(metrics(folder))]
+    assert "advisory: Calls of the reward fail and count as 0: 24 calls in 6 of 6 steps\n  try: " in said
+    assert "Calls of the reward fail and count as 0" in (folder / "report.html").read_text()
+
+
+def test_every_metric_has_a_row_in_the_table(first_run: Path, unsteady_run: tuple[Path, str]) -> None:
+    """That docs/metrics.md and the report's names are made of: megasync/reporting/metric_names.py."""
+    lines = [line for run in (first_run, unsteady_run[0]) for line in (*metrics(run), *read_evaluations(run))]
+    keys = {key for line in lines for key in line} - {"step"}
+    assert len(keys) > 45 and [key for key in sorted(keys) if metric(key) is None] == []
 
 
 def test_one_step_off_generates_under_training(unsteady_run: tuple[Path, str]) -> None:

@@ -21,7 +21,17 @@ import torch
 from hypothesis import given, settings
 
 from bridge.generation import Completion, GenerationRequest
-from engine.batch.batch import Balance, MicroBatch, SampleTable, balance, needed_samples, pack, plan_microbatches, split_evenly
+from engine.batch.batch import (
+    Balance,
+    MicroBatch,
+    SampleTable,
+    balance,
+    needed_samples,
+    pack,
+    padding_fraction,
+    plan_microbatches,
+    split_evenly,
+)
 from engine.batch.costs import attention_costs
 from engine.batch.packed import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample
@@ -189,6 +199,14 @@ def test_what_a_rank_needs_is_what_it_packs(table: SampleTable, num_minibatches:
                 assert_same(pack(alone.part(part), indices, 1, CPU), pack(table.part(part), indices, 1, CPU))
                 used |= {part.start + index for index in indices or [0]}
         assert sorted(used) == own
+
+
+@FAST
+@given(tables(from_rollouts=True), st.integers(1, 4), st.sampled_from([(1, 1), (4, 1), (4, 4), (8, 4)]))
+def test_padding_is_what_is_packed_beside_the_samples(table: SampleTable, data_size: int, multiples: tuple[int, int]) -> None:
+    plan = plan_microbatches(table.lengths, data_size, 20)
+    held = sum(pack(table, indices, multiples[0], CPU, multiples[1]).num_tokens for bins in plan for indices in bins)
+    assert padding_fraction(table.lengths, plan, *multiples) == pytest.approx(1 - int(table.lengths.sum()) / held)
 
 
 @FAST

@@ -59,6 +59,14 @@ def test_transformer_engine_is_there_where_it_is_asked_for(runnable: Path, monke
     assert "choices:  auto, torch, te" in refused(runnable, "engine.kernels=apex")
 
 
+def test_loggers_are_installed(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "missing_loggers", lambda names: [name for name in names if name == "wandb"])
+    check_config(load_config(runnable, ["run.loggers=[tensorboard, trackio]"]), 1)
+    message = cannot_run(runnable, "run.loggers=[tensorboard, wandb]")
+    assert "run.loggers = tensorboard, wandb: the package wandb is not installed" in message
+    assert "pip install wandb, or take wandb out of run.loggers" in message
+
+
 def test_tensor_parallel_must_divide_the_model(runnable: Path) -> None:
     message = cannot_run(runnable, "engine.parallel.tensor=4", world_size=4)
     assert "engine.parallel.tensor = 4" in message

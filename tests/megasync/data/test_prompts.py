@@ -6,10 +6,13 @@ python -m pytest tests/megasync/data/test_prompts.py
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from megasync.config.load import load_config
 from megasync.data.prompts import RunData, load_data
@@ -80,6 +83,38 @@ def test_texts_of_many_responses_are_those_of_each(runnable: Path) -> None:
     responses = [np.arange(begin, size, dtype=np.int32) for begin in range(3)] + [np.zeros(0, np.int32)]
     assert prompts.texts(responses) == [prompts.text(ids) for ids in responses]
     assert "1" in prompts.texts(responses)[0] and prompts.texts([]) == []
+
+
+TEXT = "Two plus two  is four, naïvely.\n 2+2=4"
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2's, Llama 3's and Qwen's: a token is bytes, a space belongs to the word after it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(special_tokens=["<eos>"], initial_alphabet=alphabet))
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As Llama 2's: its decoder strips the first space of a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(special_tokens=["<eos>", "<unk>"]))
+    return tokenizer
+
+
+@pytest.mark.parametrize("build", [byte_level, metaspace])
+def test_texts_of_tokens_make_the_text(build: Callable[[], Tokenizer], runnable: Path) -> None:
+    prompts = load_data(load_config(runnable)).prompts
+    prompts.tokenizer = PreTrainedTokenizerFast(tokenizer_object=build(), eos_token="<eos>")
+    prompts.stop_token_ids = (prompts.tokenizer.eos_token_id,)
+    ids = [*prompts.tokenizer.encode(TEXT, add_special_tokens=False), prompts.tokenizer.eos_token_id]
+    texts = prompts.token_texts(ids)
+    assert texts[-1] == "<eos>" and len(texts) == len(ids) > 3
+    assert "".join(texts[:-1]).strip() == TEXT and prompts.token_texts(ids[2:5]) == texts[2:5]
+    assert prompts.token_texts([]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""What a run's folder holds, read for the report. Leaves out what becomes of it.
+
+record = read_record(Path("runs/quickstart/rl"))
+record.held_out            # ("Held-out reward", [(0, 0.11), (100, 0.25)])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from megasync.reporting.log import CONFIG_FILE, TIMELINE_FILE, read_evaluations, read_metrics, read_samples, read_summary
+from megasync.reporting.metric_names import label
+
+PLAN_FILE = "plan.json"
+HELD_OUT = ("eval/reward", "eval/accuracy")
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One event of timeline.json; times are seconds. `lane`: its track."""
+
+    name: str
+    lane: str
+    begin: float
+    end: float
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run. `name` is its own, or that with its folders where several runs of one name are compared."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    summary: dict[str, Any]
+    plan: dict[str, Any]
+    spans: list[Span]
+
+    def points(self, key: str) -> Points:
+        """(step, value) wherever the metric is a number, in the order of steps."""
+        return self._columns.get(key, [])
+
+    def values(self, key: str, last: int = 0) -> list[float]:
+        """Those of the last steps, or of all."""
+        return [value for _, value in self.points(key)][-last:]
+
+    @property
+    def keys(self) -> list[str]:
+        """Of all metrics, in the order in which they come."""
+        return list(self._columns)
+
+    @cached_property
+    def _columns(self) -> dict[str, Points]:
+        columns: dict[str, Points] = {}
+        for line in (*self.evaluations, *self.steps):
+            for key, value in line.items():
+                if key != "step" and is_number(value):
+                    columns.setdefault(key, []).append((line["step"], value))
+        return {key: sorted(points) for key, points in columns.items()}
+
+    @property
+    def held_out(self) -> tuple[str, Points]:
+        """Name and values of what stands for the run: a held-out figure, or the sampled reward."""
+        sets = [key for key in self.keys if key.startswith("eval/") and "avg@" in key]
+        for key in (*HELD_OUT, *sets[:1]):
+            if points := self.points(key):
+                return label(key), points
+        return "", []
+
+    @property
+    def num_steps(self) -> int:
+        """Those that the run is to do, as far as its config says."""
+        return int(self.get("run.steps") or 0)
+
+    def get(self, key: str) -> Any:
+        """A key of the config such as `run.steps`; None where it has none."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_record(folder: Path) -> Record:
+    """Raises ValueError where the folder has no metrics.jsonl."""
+    steps, config_file = read_metrics(folder), folder / CONFIG_FILE
+    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    return Record(
+        name=str((config.get("run") or {}).get("name") or folder.resolve().name),
+        folder=folder,
+        config=config,
+        steps=steps,
+        evaluations=read_evaluations(folder),
+        samples=read_samples(folder),
+        summary=read_summary(folder),
+        plan=_json(folder / PLAN_FILE),
+        spans=_spans(_json(folder / TIMELINE_FILE)),
+    )
+
+
+def read_records(folders: Sequence[Path]) -> list[Record]:
+    """Of several runs; those that share a name are told apart by their folders."""
+    records = [read_record(folder) for folder in folders]
+    names = [record.name for record in records]
+    if len(set(names)) == len(names):
+        return records
+    return [replace(record, name=str(record.folder)) for record in records]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """{} where there is no such file."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def _spans(trace: dict[str, Any]) -> list[Span]:
+    """Of a Chrome trace, in the order of their begins."""
+    lanes = {(pid, tid): track for track, (pid, tid) in trace.get("tracks", {}).items()}
+    for event in trace.get("traceEvents", ()):
+        if event["ph"] == "M" and event["name"] == "process_name":  # of timelines without `tracks`
+            lanes.setdefault((event["pid"], event["tid"]), event["args"]["name"])
+    spans = [
+        Span(
+            name=event["name"],
+            lane=lanes.get((event["pid"], event["tid"]), str(event["pid"])),
+            begin=event["ts"] / 1e6,
+            end=(event["ts"] + event["dur"]) / 1e6,
+            args=event.get("args", {}),
+        )
+        for event in trace.get("traceEvents", ())
+        if event["ph"] == "X"
+    ]
+    return sorted(spans, key=lambda span: span.begin)

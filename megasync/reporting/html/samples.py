@@ -1,0 +1,95 @@
+"""Samples for the report: prompt, response and reward, and each token with the log-probs of both sides and its version.
+
+Leaves out how tokens are drawn and coloured (script.py).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megasync.reporting.html.record import Record
+
+TRAIN = "train"
+MAX_TEXT = 3000  # characters of a prompt or a response
+SHOWN_STEPS = 3  # the first, the last and one between them
+MAX_OF_STEP = 2
+MAX_PAIRS = 3  # prompts of an evaluation that are shown before and after
+DATA = ("token_texts", "rollout_log_probs", "trainer_log_probs", "version_runs")
+
+
+def samples(record: Record, data: list[dict[str, Any]], *, is_compared: bool = False) -> str:
+    """HTML; to `data` come the tokens of those samples in it that have them: its n-th is of `data-tokens` n.
+
+    `is_compared`: of the last step alone.
+    """
+    lines = _of_training(record.samples, 1 if is_compared else SHOWN_STEPS)
+    trained = [_card(line, data, f"step {line['step']}") for line in lines]
+    has_tokens = any("data-tokens" in card for card in trained)
+    legend = _LEGEND if has_tokens else ""
+    cards = f"<div class='samples'>{''.join(trained)}</div>"
+    parts = [f"<h3>Sampled in training</h3>{legend}{cards}"] if trained else []
+    for name, pairs in _before_and_after(record.samples).items():
+        cards = "".join(_card(line, data, f"after {line['step']} steps") for pair in pairs for line in pair)
+        title = "Held out" if name == "held_out" else f"Held out: {html.escape(name)}"
+        parts.append(f"<h3>{title}, first and last evaluation</h3><div class='samples pairs'>{cards}</div>")
+    return "".join(parts)
+
+
+def _of_training(lines: Sequence[Mapping[str, Any]], num_steps: int) -> list[Mapping[str, Any]]:
+    """The last steps first: what the policy writes now is looked at most."""
+    own = [line for line in lines if line.get("set") == TRAIN]
+    steps = sorted({line["step"] for line in own})
+    chosen = dict.fromkeys(steps[place] for place in (-1, len(steps) // 2, 0)[:num_steps]) if steps else {}
+    return [line for step in chosen for line in [line for line in own if line["step"] == step][:MAX_OF_STEP]]
+
+
+def _before_and_after(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Mapping[str, Any]]]]:
+    """For each evaluation set the first prompts with their first and their last response."""
+    of_sets: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for line in lines:
+        if line.get("set") not in (None, TRAIN):
+            of_sets.setdefault(line["set"], {}).setdefault(line["prompt"], []).append(line)
+    return {
+        name: [[found[0], found[-1]] if len(found) > 1 else found for found in list(prompts.values())[:MAX_PAIRS]]
+        for name, prompts in of_sets.items()
+    }
+
+
+def _card(line: Mapping[str, Any], data: list[dict[str, Any]], when: str) -> str:
+    reward = line.get("reward")
+    chips = [f"<span class='chip'>{html.escape(when)}</span>"]
+    if reward is not None:
+        kind = "good" if reward > 0 else "bad"
+        chips.append(f"<span class='chip {kind}'>reward {reward:.3g}</span>")
+    chips += [f"<span class='chip'>{line['tokens']} tokens</span>"] if "tokens" in line else []
+    chips += ["<span class='chip bad'>cut off</span>"] if line.get("finish_reason") == "length" else []
+    if versions := line.get("versions"):
+        first, last = versions
+        chips.append(f"<span class='chip'>version {first if first == last else f'{first} to {last}'}</span>")
+    tokens = ""
+    if line.get("token_texts"):
+        tokens = f" data-tokens='{len(data)}'"
+        data.append({key: line[key] for key in DATA if key in line})
+    return (
+        f"<article class='sample'><header>{''.join(chips)}</header>"
+        f"<h4>prompt</h4><pre class='prompt'>{_text(line.get('prompt'))}</pre>"
+        f"<h4>response</h4><pre class='response'{tokens}>{_text(line.get('response')) or '<i>empty</i>'}</pre>"
+        f"<footer>answer <code>{_text(line.get('answer'))}</code></footer></article>"
+    )
+
+
+def _text(value: object) -> str:
+    text = "" if value is None else str(value)
+    return html.escape(text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …")
+
+
+_LEGEND = (
+    "<p class='legend'>Colour tokens by "
+    "<button data-by='gap' aria-pressed='true'>log-prob gap</button>"
+    "<button data-by='version' aria-pressed='false'>version</button>"
+    "<button data-by='probability' aria-pressed='false'>probability</button>"
+    "<button data-by='' aria-pressed='false'>nothing</button> <span class='scale'></span></p>"
+    "<p class='token-told' aria-live='polite'>Point at a token, or tap it, for its figures.</p>"
+)

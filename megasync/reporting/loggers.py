@@ -1,0 +1,163 @@
+"""Loggers beside the run's own files: TensorBoard, W&B and trackio. Each gets config, metrics, and samples as a table.
+
+W&B runs offline, into the run's folder, where it finds no key and WANDB_MODE does not say otherwise; trackio is local. Both are
+optional: `run.loggers` names them. Imports of each are in its class. Leaves out the run's own files (log.py).
+
+    loggers = open_loggers(config, first_step=0)
+    for logger in loggers:
+        logger.metrics(1, {"reward/mean": 0.4})
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlparse
+
+import yaml  # type: ignore[import-untyped]
+
+from megasync.config.files import write_atomically
+from megasync.config.schema import Config
+
+PROJECT = "megasync"
+COLUMNS = ("step", "set", "prompt", "response", "answer", "reward", "tokens", "finish_reason")  # of the table of samples
+WANDB_HOST = "https://api.wandb.ai"
+WANDB_ID_FILE = "wandb_id"  # in the run's folder: a resumed run goes on under the same id
+
+
+class Logger(Protocol):
+    """What a run tells; `step` is the number of steps that were done."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def missing_loggers(names: Sequence[str]) -> list[str]:
+    """Those whose package is not installed. A folder of that name, such as W&B makes, is not a package."""
+    found = {name: find_spec(name) for name in names}
+    return [name for name, spec in found.items() if spec is None or spec.origin is None]
+
+
+def open_loggers(config: Config, first_step: int) -> list[Logger]:
+    """Those that `run.loggers` names; `first_step`: of this process, above 0 in a resumed run."""
+    kinds: dict[str, Callable[[Config, int], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+    return [kinds[name](config, first_step) for name in config.run.loggers]
+
+
+def rows_of(step: int, lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The table's rows, in the order of COLUMNS."""
+    return [[step, *(line.get(column) for column in COLUMNS[1:])] for line in lines]
+
+
+class TensorBoard:
+    """Scalars; config and samples as texts, in Markdown."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(config.run.folder), purge_step=first_step + 1)
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        self._writer.add_text("config", f"```\n{text}\n```", first_step)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        head = [COLUMNS, ["---"] * len(COLUMNS)]
+        rows = [[_markdown_cell(value) for value in row] for row in rows_of(step, lines)]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows)), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _markdown_cell(value: object) -> str:
+    return str(value).replace("\n", "<br>").replace("|", "\\|")
+
+
+class Wandb:
+    """The x axis is our own `step`: unlike W&B's it may go back, as it does when a run is resumed from a checkpoint."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        import wandb
+
+        folder, run = config.run.folder, config.run
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=_wandb_id(folder, first_step),
+            resume="allow" if first_step else None,
+            dir=str(folder),
+            mode=wandb_mode(os.environ),
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        rows = [[None if value is None else str(value) for value in row] for row in rows_of(step, lines)]
+        self._run.log({"step": step, "samples": self._table(columns=list(COLUMNS), data=rows)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
+    """None, what W&B itself makes of it, where the user has set a mode or has a key; else offline."""
+    if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
+        return None
+    path = Path(environment.get("NETRC") or Path.home() / ".netrc")
+    host = urlparse(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
+    try:
+        has_key = path.is_file() and netrc.netrc(path).authenticators(host)
+    except netrc.NetrcParseError:  # W&B would find no key in it either
+        has_key = None
+    return None if has_key else "offline"
+
+
+def _wandb_id(folder: Path, first_step: int) -> str:
+    path = folder / WANDB_ID_FILE
+    if not (first_step and path.is_file()):
+        write_atomically(path, uuid.uuid4().hex[:12] + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+class Trackio:
+    """A local project; `trackio show --project megasync` serves it."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        import trackio
+
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=PROJECT,
+            name=config.run.name,
+            resume="allow" if first_step else "never",
+            config=config.model_dump(mode="json"),
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows_of(step, lines))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,129 @@
+"""Advisories: each fires on a series made for it, none on healthy runs, whose metrics are in tests/data/runs.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.reporting.advisories import CONDITIONS, advisories, console_lines
+from megasync.reporting.metric_names import METRICS
+
+RUNS = json.loads((Path(__file__).resolve().parents[2] / "data" / "runs.json").read_text())
+SHORT = 4  # steps, of which nothing is told
+AT_ONCE = ("skipped_steps", "memory_near_limit")  # but these
+Metrics = dict[str, Callable[[int], float | None]]
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    """A run that was measured: two on H200s, one of a real model there, the quickstart on two CPU cores."""
+    columns = RUNS[name]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def made(metrics: Metrics, steps: int = 40) -> list[dict[str, Any]]:
+    """The quickstart's metrics with these in their place."""
+    lines = lines_of("quickstart_cpu")[:steps]
+    return [{**line, **{key: value(line["step"]) for key, value in metrics.items()}} for line in lines]
+
+
+def always(value: float) -> Callable[[int], float]:
+    return lambda _: value
+
+
+LATE: Metrics = {"staleness/max": always(1)}  # an asynchronous run
+CASES: dict[str, tuple[Metrics, str]] = {
+    "entropy_collapse": ({"entropy/mean": lambda step: 2.0 * 0.85**step}, "0.005 nats in steps 35 to 39, 1.483 at the start"),
+    "reward_constant": ({"reward/std": always(0), "reward/mean": always(0), "grad_norm": always(0)}, "steps 30 to 39 got 0"),
+    "tied_groups": ({"groups/tied_fraction": always(0.9)}, "90% of the groups, steps 30 to 39"),
+    "learning_rate_zero": ({"learning_rate": lambda step: max(0.0, 1e-4 * (1 - step / 34))}, "0 in steps 34 to 39"),
+    "no_gradient": ({"grad_norm": lambda step: float(step < 5)}, "gradient norm 0 in steps 30 to 39"),
+    "gradient_spikes": ({"grad_norm": lambda step: 50.0 if step % 10 == 9 else 1.0}, "4 of 40 steps above 10 times"),
+    "skipped_steps": ({"train/skipped_steps": lambda step: float(step == 7)}, "1 optimizer steps, the first in step 7"),
+    "reward_failures": ({"reward/failures": lambda step: 2.0 * (step % 4 == 0)}, "20 calls in 10 of 40 steps"),
+    "truncation": ({"response/truncated_fraction": always(0.5)}, "50% of the responses, steps 30 to 39"),
+    "clipping": ({"ratio/clipped_fraction": always(0.3)}, "30% of the tokens"),
+    "ess_low": ({"importance/ess": always(0.2)}, "effective size 20%"),
+    "gap_growing": ({"logprob_gap/mean": lambda step: 0.004 * 1.06**step}, "nats in the first quarter of the steps"),
+    "gap_large": ({"logprob_gap/mean": always(0.4)}, "0.4 nats, steps 30 to 39"),
+    "merge_error": ({"lora/merge_error": always(0.7)}, "70% is lost"),
+    "convoy": (
+        {**LATE, "rollout/wait_seconds": lambda step: 2.5 * (step % 2), "step/seconds": lambda step: 1.0 + 2.5 * (step % 2)},
+        "every other step waits, 3.5 s and 1 s in turn, steps 2 to 39",
+    ),
+    "trainer_waits": ({**LATE, "rollout/wait_seconds": always(4), "step/seconds": always(8)}, "50% of the time, steps 2 to 39"),
+    "replicas_paused": ({**LATE, "sync/pause_seconds": always(3), "step/seconds": always(10)}, "30% of the time"),
+    "padding": ({"train/padding_fraction": always(0.4)}, "40% of the tokens"),
+    "memory_near_limit": (
+        {"memory/device_total_bytes": always(80 * 2**30), "memory/tensors_peak_bytes": always(77 * 2**30)},
+        "77.0 of 80.0 GiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_condition_is_told_where_it_holds_and_no_other(name: str) -> None:
+    metrics, evidence = CASES[name]
+    (found,) = advisories(made(metrics))
+    assert found.name == name and evidence in found.evidence, found
+    if name not in AT_ONCE:
+        assert advisories(made(metrics, SHORT)) == [], "too short a run to say"
+
+
+def test_held_out_reward_that_falls_while_the_sampled_rises_is_told() -> None:
+    steps = made({"reward/mean": lambda step: 0.2 + step / 80})
+    for key in ("eval/reward", "eval/accuracy"):
+        (found,) = advisories(steps, [{"step": 0, key: 0.4}, {"step": 40, key: 0.3}])
+        assert found.name == "held_out_falls" and found.evidence == "held-out 0.400 to 0.300, sampled +0.438"
+        assert advisories(steps, [{"step": 0, key: 0.4}, {"step": 40, key: 0.5}]) == []
+
+
+def test_every_condition_has_a_case() -> None:
+    assert {each.name for each in CONDITIONS} == {*CASES, "held_out_falls"}
+    keys = {row.key for row in METRICS}
+    assert {key for metrics, _ in CASES.values() for key in metrics} <= keys
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_healthy_runs_get_no_advice(name: str) -> None:
+    """But for the convoy that one of them really had: it was measured to find out why its steps took 1 and 3 s in turn."""
+    found = advisories(lines_of(name))
+    assert [each.name for each in found] == (["convoy"] if name == "smollm2_h200" else []), found
+
+
+def test_a_gap_of_stale_tokens_is_no_error_but_the_canarys_is() -> None:
+    large: Metrics = {**LATE, "logprob_gap/mean": lambda step: 0.01 * 1.1**step}
+    assert advisories(made({**large, "sync/canary_gap": always(0.06)})) == []
+    (found,) = advisories(made({**large, "sync/canary_gap": lambda step: 0.01 * 1.1**step}))
+    assert found.name == "gap_growing"
+
+
+def test_what_explains_another_is_told_alone() -> None:
+    tied: Metrics = {"reward/std": always(0), "groups/tied_fraction": always(1), "grad_norm": always(0)}
+    assert [each.name for each in advisories(made(tied))] == ["reward_constant"]
+
+
+def test_the_terminal_gets_two_lines_each() -> None:
+    lines = console_lines(advisories(made({"importance/ess": always(0.2), "response/truncated_fraction": always(0.5)})))
+    assert len(lines) == 4 and lines[0] == "advisory: Many responses are cut off: 50% of the responses, steps 30 to 39"
+    assert lines[1].startswith("  try: a larger rollout.max_new_tokens")
+    assert all("\n" not in line for line in lines)
+
+
+VALUES = st.one_of(st.none(), st.integers(-3, 3), st.floats(-10, 10), st.just(math.nan), st.booleans(), st.just("text"))
+KEYS = sorted({row.key for row in METRICS if row.key == row.key.lower()})
+
+
+@settings(deadline=None, max_examples=40, derandomize=True, database=None)
+@given(st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=12), max_size=25), st.data())
+def test_any_metrics_are_taken(values: list[dict[str, Any]], data: st.DataObject) -> None:
+    """Those that are missing, null, texts or not finite fire nothing by themselves and stop nothing."""
+    lines = [{"step": step, **line} for step, line in enumerate(values)]
+    for each in advisories(lines, data.draw(st.sampled_from([lines, []]))):
+        assert each.evidence and each.remedy
