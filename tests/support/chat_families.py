@@ -235,7 +235,7 @@ FAMILIES = {
             (*GLM_TOKENS, *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
             ("<|user|>", "<|endoftext|>", "<|observation|>"),
             thinks=True,
-        ),  # fmt: skip
+        ),
     )
 }
 

@@ -65,9 +65,8 @@ def test_a_conversation_goes_on_by_tokens() -> None:
     one, two = model.recorder.branches()
     assert one.is_sampled.sum() + two.is_sampled.sum() == len(one.log_probs.nonzero()[0]) + len(two.log_probs.nonzero()[0])
     text = sampler.tokens.decode(one.token_ids)
-    assert text.endswith(
-        f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\nIt is 2.<|im_end|>"
-    )
+    result = "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+    assert text.endswith(f"{call}<|im_end|>\n{result}<|im_start|>assistant\nIt is 2.<|im_end|>")
     assert "<think>" not in sampler.tokens.decode(two.token_ids)
 
 
@@ -121,7 +120,7 @@ def test_what_the_template_refuses_is_said() -> None:
         sampler = Lines("x")
         await Model(sampler, TemplateRenderer(Tokens(FAMILIES["mistral"].tokenizer(), [1])), Recorder()).chat(messages)
 
-    with pytest.raises(MessageError, match="roles must alternate.*their roles: user, user"):
+    with pytest.raises(MessageError, match=r"roles must alternate.*their roles: user, user"):
         asyncio.run(ask([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]))
     with pytest.raises(MessageError, match="there are no messages"):
         asyncio.run(ask([]))

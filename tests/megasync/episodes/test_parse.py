@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 from megasync.episodes.messages import MessageError, key, plain, plain_tools
 from megasync.episodes.parse import FORMATS, Parsed, parse
 
+PIECES = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<arg_key>", "</arg_key>", "<arg_value>", "<think>", "</think>"),
+    *("<function=add>", "</function>", "<parameter=a>", "</parameter>", "{", "}", "[", '"name"', ":", '"add"', "1", "\n"),
+]
 TOOLS = plain_tools([{"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}])
 
 
@@ -20,10 +24,10 @@ TOOLS = plain_tools([{"name": "add", "input_schema": {"type": "object", "propert
         ("hermes", "<tool_call>add(1)</tool_call>", []),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', []),
-        ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+        ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter><parameter=b>2</parameter>\n</function>\n</tool_call>",
          [("add", {"a": "1", "b": 2})]),
         ("xml", "<tool_call>{}</tool_call>", []),
-        ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key><arg_value>[2]</arg_value></tool_call>",
+        ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value><arg_key>b</arg_key><arg_value>[2]</arg_value></tool_call>",
          [("add", {"a": "1", "b": [2]})]),
         ("glm", "<tool_call></tool_call>", []),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "b", "arguments": {}}]',
@@ -64,11 +68,8 @@ def test_reasoning(text: str, thinking: bool, content: str, reasoning: str) -> N
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(FORMATS),
-    st.lists(
-        st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<arg_key>", "</arg_key>", "<arg_value>", "{", "}", "[", '"name"',
-                         ":", '"add"', "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<think>", "</think>", "1", "\n"])
-    ).map("".join),
-)  # fmt: skip
+    st.lists(st.sampled_from(PIECES)).map("".join),
+)
 def test_no_text_breaks_a_reader(form: str, text: str) -> None:
     parsed = parse(text, form, TOOLS)
     assert all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in parsed.calls)
