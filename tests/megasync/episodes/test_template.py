@@ -155,10 +155,10 @@ def conversation(family: Family, seed: int) -> Talk:
                 messages.append(json.loads(json.dumps(reply)))
                 if rng.random() < 0.5:
                     messages[-1].pop("reasoning", None)  # clients leave it out
-                messages += [
+                messages.extend(
                     {"role": "tool", "tool_call_id": call.id, "content": rng.choice(["42", "", "é\n🙂"])}
                     for call in reply.tool_calls or ()
-                ]
+                )
                 if not reply.tool_calls:
                     break
             else:
