@@ -7,4 +7,7 @@ tokens.py     text to tokens, with marks in the text for tokens that are known a
 fold.py       tools and system messages for chat templates that know none
 template.py   a conversation as token ids, by the chat template of the model's folder
 chat.py       Model: what an episode talks to
+asking.py     what a program asks for over HTTP
+openai_form.py, anthropic_form.py  how the two protocols write it
+proxy.py      the server: any program that speaks one of them, an episode by its key
 """

@@ -94,19 +94,29 @@ class Model:
         stop: Sequence[str] = (),
     ) -> Reply:
         """`chat` with the counts of tokens."""
-        if not messages:
-            raise MessageError("there are no messages: write at least one, of the user")
-        history, offered = [plain(message) for message in messages], plain_tools(tools)
-        keys = keys_of_histories(history, offered)
-        answers, former = self._known(history, keys)
-        prompt = self.renderer.prompt(history, offered, answers, former)
+        prompt, before, offered = self._prompt(messages, tools)
         turn = await self._sample(prompt.ids, max_tokens, stop)
         token_ids = turn.token_ids.tolist()
         parsed = self.renderer.read(token_ids, offered)
         call_ids = tuple(secrets.token_hex(5)[:9] for _ in parsed.calls)  # nine characters, as mistral's templates want them
         message = _message(parsed, call_ids, turn.finish_reason)
-        self._keep(keys[-1], message, Answer(prompt, token_ids, parsed, call_ids))
+        self._keep(before, message, Answer(prompt, token_ids, parsed, call_ids))
         return Reply(message, message.finish_reason, len(prompt.ids), len(token_ids), prompt.continues)
+
+    def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """How many tokens the prompt of `chat` would have."""
+        return len(self._prompt(messages, tools)[0].ids)
+
+    def _prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Prompt, bytes, list[Tool]]:
+        """With the history's key and the tools that were offered."""
+        if not messages:
+            raise MessageError("there are no messages: write at least one, of the user")
+        history, offered = [plain(message) for message in messages], plain_tools(tools)
+        keys = keys_of_histories(history, offered)
+        answers, former = self._known(history, keys)
+        return self.renderer.prompt(history, offered, answers, former), keys[-1], offered
 
     async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str]) -> Turn:
         turn = await self.sampler(ids, max_new_tokens=max_new_tokens, stop=stop)

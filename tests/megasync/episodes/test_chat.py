@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
 
 import pytest
 
 from megasync.episodes.chat import Model
 from megasync.episodes.messages import MessageError
-from megasync.episodes.segments import Recorder, Turn
+from megasync.episodes.segments import Recorder
 from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.tokens import Tokens
 from tests.support.chat_families import FAMILIES
+from tests.support.samplers import FAMILY, Lines, model_of
 
-FAMILY = FAMILIES["qwen3"]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-
-class Lines:
-    """A sampler that says the given lines one after the other, the stop token last; an empty line waits for ever."""
-
-    def __init__(self, *lines: str) -> None:
-        self.tokens = Tokens(FAMILY.tokenizer(), FAMILY.stop_token_ids())
-        self.lines = list(lines)
-        self.prompts: list[list[int]] = []
-        self.options: list[tuple[int | None, tuple[str, ...]]] = []
-
-    async def __call__(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
-        self.prompts.append(list(prompt_ids))
-        self.options.append((max_new_tokens, tuple(stop)))
-        line = self.lines.pop(0)
-        await asyncio.sleep(0 if line else 3600)
-        ids = [*self.tokens.encode(line), *FAMILY.stop_token_ids()]
-        cut = ids[:max_new_tokens]
-        return Turn(cut, [-1] * len(cut), [3] * len(cut), "length" if len(cut) < len(ids) else "stop")
-
-
-def model_of(sampler: Lines) -> Model:
-    return Model(sampler, TemplateRenderer(sampler.tokens), Recorder())
 
 
 def test_a_conversation_goes_on_by_tokens() -> None:
