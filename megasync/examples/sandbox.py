@@ -30,6 +30,8 @@ LAUNCHER = """
 import ctypes, json, os, resource, sys
 limits = json.loads(sys.argv[1])
 for name, value in limits["rlimits"].items():
+    most = resource.getrlimit(getattr(resource, name))[1]  # who started it may have less
+    value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(getattr(resource, name), (value, value))
 libc = ctypes.CDLL(None, use_errno=True)
 for capability in range(64):

@@ -266,6 +266,7 @@ USER = {"role": "user", "content": "x"}
 BAD = [
     (CHAT, b"{", 400, "not JSON"),
     (CHAT, b"[]", 400, "not a JSON object"),
+    (CHAT, b"[" * 100_000, 400, "not JSON"),
     (CHAT, {}, 400, "there are no messages"),
     (CHAT, {"messages": "x"}, 400, "messages: write a list of objects"),
     (CHAT, {"messages": ["x"]}, 400, "messages: write a list of objects"),
