@@ -103,10 +103,10 @@ for path in ("/dev/sda", "/dev/vda", "/dev/mem", "/proc/sys/kernel/core_pattern"
     except OSError:
         pass
 open("/tmp/mine", "w").write("x")
-print(os.listdir("/tmp"))
+print(open("/tmp/mine").read())
 """
-    assert run(any_way, code).output == "['mine']\n"
-    assert run(any_way, "import os; print(os.listdir('/tmp'))").output == "[]\n"
+    assert run(any_way, code).output == "x\n"
+    assert run(any_way, "import os; print(os.path.exists('/tmp/mine'))").output == "False\n"
     assert not list(tmp_path.iterdir())
 
 
