@@ -39,8 +39,8 @@ ROOMS = {
         *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
-        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "planning", "diagnosis"),
-        *("run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "doctor"),
+        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
+        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "doctor"),
         *("quickstart", "train", "submit", "bench", "cli", "__main__"),
     ],
 }
