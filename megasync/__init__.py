@@ -16,6 +16,7 @@ reporting/     logs, timeline, progress
 examples/      a small real model and tasks for it, fetched by pip
 data/          examples and prompts, from files to tokens
 rewards/       what a response is worth, in processes of their own
+episodes/      many turns: segments of sampled and given tokens
 rollouts/      batches: a stream of groups, generated and rewarded
 run/           a run on one rank: session, loop, weights
 checks/        whether a config can run here

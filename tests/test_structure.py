@@ -35,7 +35,7 @@ ROOMS = {
         *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
-        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "rollouts", "checks", "run"),
+        *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "run"),
         *("assets", "report", "export", "quickstart", "train", "submit", "bench"),
     ],
 }

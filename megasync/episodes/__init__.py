@@ -1,0 +1,13 @@
+"""Episodes of many turns: what was sampled and what was given, token for token. No torch in here.
+
+segments.py   turns become training sequences: each sampled token once, with its log-prob and version
+messages.py   messages in OpenAI's form, made plain, and by what one is known again
+parse.py      what a model sampled, read as content, reasoning and tool calls
+tokens.py     text to tokens, with marks in the text for tokens that are known already
+fold.py       tools and system messages for chat templates that know none
+template.py   a conversation as token ids, by the chat template of the model's folder
+chat.py       Model: what an episode talks to
+asking.py     what a program asks for over HTTP
+openai_form.py, anthropic_form.py  how the two protocols write it
+proxy.py      the server: any program that speaks one of them, an episode by its key
+"""

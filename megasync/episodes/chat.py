@@ -1,0 +1,155 @@
+"""The model as an episode talks to it: messages or token ids in, what it sampled out; the tokens are kept inside.
+
+A message that the model gave is known again in the next call's history, whatever form a client has brought it into, and stands
+there for its own tokens. Leaves out HTTP (proxy.py) and where tokens come from (the sampler).
+
+    model = Model(sampler, renderer, Recorder())
+    reply = await model.chat([{"role": "user", "content": "6 * 7?"}], tools=[calculator])
+    reply.content, reply.tool_calls, reply.reasoning
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megasync.episodes.messages import Fields, Message, MessageError, Tool, following, key, keys_of_histories, plain, plain_tools
+from megasync.episodes.parse import Parsed
+from megasync.episodes.segments import Recorder, Sampler, Turn
+from megasync.episodes.template import Answer, Prompt
+from megasync.episodes.tokens import Tokens
+
+
+class Renderer(Protocol):
+    """Messages to tokens, and sampled tokens to a message (template.py)."""
+
+    tokens: Tokens
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
+    ) -> Prompt: ...
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What was sampled for token ids."""
+
+    token_ids: list[int]  # the stop token included
+    text: str  # without it
+    finish_reason: str  # stop | length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """A message with what an HTTP answer says of it."""
+
+    message: Fields  # role, content, reasoning, tool_calls, finish_reason
+    finish_reason: str  # stop | length | tool_calls
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+    continues: bool  # the prompt began with the tokens of a former one and its answer
+
+
+class Model:
+    """Of one episode. Calls may run side by side; a cancelled one leaves no trace."""
+
+    def __init__(self, sampler: Sampler, renderer: Renderer, recorder: Recorder) -> None:
+        self.sampler, self.renderer, self.recorder = sampler, renderer, recorder
+        self._by_history: dict[bytes, Answer] = {}
+        self._by_message: dict[bytes, Answer] = {}
+
+    async def complete(self, ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
+        """Sampled tokens after these. Those of an earlier call and its answer may begin them."""
+        turn = await self._sample(list(ids), max_new_tokens, stop)
+        tokens = self.renderer.tokens
+        token_ids = turn.token_ids.tolist()
+        return Completion(token_ids, tokens.decode(tokens.without_stop(token_ids)), turn.finish_reason)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Fields:
+        """The model's message: `content`, `reasoning`, `tool_calls`, `finish_reason`, as keys and as attributes.
+
+        Raises:
+            MessageError: a message that the chat template does not take.
+        """
+        return (await self.reply(messages, tools, max_tokens=max_tokens, stop=stop)).message
+
+    async def reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """`chat` with the counts of tokens."""
+        prompt, before, offered = self._prompt(messages, tools)
+        turn = await self._sample(prompt.ids, max_tokens, stop)
+        token_ids = turn.token_ids.tolist()
+        parsed = self.renderer.read(token_ids, offered)
+        call_ids = tuple(secrets.token_hex(5)[:9] for _ in parsed.calls)  # nine characters, as mistral's templates want them
+        message = _message(parsed, call_ids, turn.finish_reason)
+        self._keep(before, message, Answer(prompt, token_ids, parsed, call_ids))
+        return Reply(message, message.finish_reason, len(prompt.ids), len(token_ids), prompt.continues)
+
+    def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """How many tokens the prompt of `chat` would have."""
+        return len(self._prompt(messages, tools)[0].ids)
+
+    def _prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Prompt, bytes, list[Tool]]:
+        """With the history's key and the tools that were offered."""
+        if not messages:
+            raise MessageError("there are no messages: write at least one, of the user")
+        history, offered = [plain(message) for message in messages], plain_tools(tools)
+        keys = keys_of_histories(history, offered)
+        answers, former = self._known(history, keys)
+        return self.renderer.prompt(history, offered, answers, former), keys[-1], offered
+
+    async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str]) -> Turn:
+        turn = await self.sampler(ids, max_new_tokens=max_new_tokens, stop=stop)
+        self.recorder.add(ids, turn)
+        return turn
+
+    def _known(self, history: Sequence[Message], keys: Sequence[bytes]) -> tuple[dict[int, Answer], int | None]:
+        """Which messages were sampled here, and the last that was sampled after exactly the messages before it."""
+        answers, former = {}, None
+        for index, message in enumerate(history):
+            if message["role"] != "assistant":
+                continue
+            if answer := self._by_history.get(keys[index + 1]):
+                former = index
+            if answer := answer or self._by_message.get(key(message)):
+                answers[index] = answer
+        return answers, former
+
+    def _keep(self, before: bytes, message: Fields, answer: Answer) -> None:
+        made = plain(message)
+        self._by_history[following(before, made)] = answer
+        self._by_message[key(made)] = answer
+
+
+def _message(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:
+    calls = [
+        Fields(id=call_id, type="function", function=Fields(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
+        for call_id, (name, arguments) in zip(call_ids, parsed.calls, strict=True)
+    ]
+    reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
+    made = Fields(role="assistant", content=parsed.content, finish_reason=reason)
+    if parsed.reasoning:
+        made["reasoning"] = parsed.reasoning
+    if calls:
+        made["tool_calls"] = calls
+    return made

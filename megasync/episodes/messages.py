@@ -1,0 +1,123 @@
+"""Messages in OpenAI's form, made plain: what a chat template is given, and by what a message is known again.
+
+Leaves out tokens. A message that a client sends back may differ in form from what it was given: content as a list of parts, tool
+calls written as JSON with other spaces, reasoning left out. `key` is the same for all of these.
+
+    plain({"role": "user", "content": [{"type": "text", "text": "Hi"}]})     # {"role": "user", "content": "Hi"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+class MessageError(ValueError):
+    """A message or a tool is not what a chat template can be given; the text says what to write."""
+
+
+class Fields(dict[str, Any]):
+    """A dict whose keys are attributes too, as those of the official clients' messages are; one that is not there is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
+def plain(message: Mapping[str, Any]) -> Message:
+    """A message with `role`, `content` as text and, where it has them, `reasoning`, `tool_calls`, `tool_call_id`, `name`.
+
+    Raises:
+        MessageError: it has no role, or content that is not text.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise MessageError(f"a message has no role: {dict(message)!r:.200}; write role: system, user, assistant or tool")
+    made: Message = {"role": "system" if role == "developer" else role, "content": text_of(message.get("content"))}
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        made["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [_call(call) for call in calls]
+    made.update({name: message[name] for name in ("tool_call_id", "name") if message.get(name)})
+    return made
+
+
+def text_of(content: Any) -> str:
+    """Of a text, a list of text parts, or None.
+
+    Raises:
+        MessageError: there is something else, such as an image.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise MessageError(f"content is {type(content).__name__}: write a text, or a list of parts")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise MessageError(f"content has a part of type {kind!r}: only text is taken")
+    return "".join(texts)
+
+
+def key(message: Message) -> bytes:
+    """Of a plain message: the same for what a client makes of it on its way round. Leaves out reasoning and ids of calls."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    parts = [message["role"], message["content"].strip(), calls]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def keys_of_histories(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+    """The i-th stands for the first i messages with these tools."""
+    made = [hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).digest()]
+    for message in messages:
+        made.append(following(made[-1], message))
+    return made
+
+
+def following(history: bytes, message: Message) -> bytes:
+    """The key of that history and one more message."""
+    return hashlib.blake2b(history + key(message), digest_size=16).digest()
+
+
+def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
+    """In OpenAI's form, `{"type": "function", "function": {"name", "description", "parameters"}}`; Anthropic's is taken too.
+
+    Raises:
+        MessageError: one has no name.
+    """
+    made = []
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise MessageError(f"a tool has no name: {dict(tool)!r:.200}; write type: function, function: {{name, parameters}}")
+        parameters = function.get("parameters") or function.get("input_schema") or {"type": "object", "properties": {}}
+        description = function.get("description") or ""
+        made.append(
+            {"type": "function", "function": {"name": function["name"], "description": description, "parameters": parameters}}
+        )
+    return made
+
+
+def _call(call: Mapping[str, Any]) -> Message:
+    """Arguments as an object where they are one: templates walk through it."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessageError(f"a tool call has no function with a name: {dict(call)!r:.200}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # else as the model wrote it
+            arguments = json.loads(arguments)
+    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **made} if call.get("id") else made

@@ -1,0 +1,112 @@
+"""Model: what an episode gets from it, calls side by side, calls that are cancelled or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+
+from megasync.episodes.chat import Model
+from megasync.episodes.messages import MessageError
+from megasync.episodes.segments import Recorder
+from megasync.episodes.template import TemplateRenderer
+from megasync.episodes.tokens import Tokens
+from tests.support.chat_families import FAMILIES
+from tests.support.samplers import FAMILY, Lines, model_of
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_conversation_goes_on_by_tokens() -> None:
+    call = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    sampler = Lines(call, "It is 2.", "Bye.")
+
+    async def talk() -> Model:
+        model = model_of(sampler)
+        messages = [{"role": "user", "content": "1 + 1?"}]
+        message = await model.chat(messages, [TOOL], max_tokens=90, stop=["\n\n\n"])
+        assert (message.content, message.reasoning, message.finish_reason) == ("", "Hm.", "tool_calls")
+        assert message["tool_calls"][0].function.name == "add" and message.tool_calls[0].function.arguments == '{"a": 1}'
+        messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}]
+        reply = await model.reply(messages, [TOOL])
+        assert (reply.message.content, reply.message.tool_calls, reply.finish_reason) == ("It is 2.", None, "stop")
+        assert reply.continues and reply.num_prompt_tokens == len(sampler.prompts[1])
+        messages += [reply.message, {"role": "user", "content": "Bye"}]
+        assert not (await model.reply(messages, [TOOL])).continues  # the template drops the thinking now
+        return model
+
+    model = asyncio.run(talk())
+    assert sampler.options[0] == (90, ("\n\n\n",))
+    one, two = model.recorder.branches()
+    assert one.is_sampled.sum() + two.is_sampled.sum() == len(one.log_probs.nonzero()[0]) + len(two.log_probs.nonzero()[0])
+    text = sampler.tokens.decode(one.token_ids)
+    result = "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+    assert text.endswith(f"{call}<|im_end|>\n{result}<|im_start|>assistant\nIt is 2.<|im_end|>")
+    assert "<think>" not in sampler.tokens.decode(two.token_ids)
+
+
+def test_agents_side_by_side_fork_from_one_turn() -> None:
+    async def talk() -> Model:
+        model = model_of(Lines("Two tasks.", "One done.", "Two done."))
+        messages = [{"role": "user", "content": "Go"}]
+        messages.append(await model.chat(messages))
+        asked = [[*copy.deepcopy(messages), {"role": "user", "content": f"Task {number}"}] for number in (1, 2)]
+        replies = await asyncio.gather(*(model.reply(each) for each in asked))
+        assert all(reply.continues for reply in replies)
+        return model
+
+    one, two = asyncio.run(talk()).recorder.branches()
+    tokens = Lines().tokens
+    assert tokens.decode(one.token_ids[one.is_sampled]) == "Two tasks.<|im_end|>One done.<|im_end|>"
+    assert tokens.decode(two.token_ids[two.is_sampled]) == "Two done.<|im_end|>"
+
+
+def test_completions_of_token_ids() -> None:
+    async def talk() -> Model:
+        model = model_of(Lines("Hello there", "again"))
+        start = model.renderer.tokens.encode("Say: ")
+        said = await model.complete(start, max_new_tokens=4)
+        assert (said.finish_reason, len(said.token_ids)) == ("length", 4)
+        more = await model.complete([*start, *said.token_ids])
+        assert (more.text, more.finish_reason) == ("again", "stop")
+        return model
+
+    (branch,) = asyncio.run(talk()).recorder.branches()
+    assert branch.weight_versions.tolist() == [3] * len(branch.token_ids)
+
+
+def test_a_cancelled_call_leaves_no_trace() -> None:
+    async def talk() -> Model:
+        model = model_of(Lines("", "Yes."))
+        call = asyncio.create_task(model.chat([{"role": "user", "content": "?"}]))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not model.recorder.branches()
+        assert (await model.chat([{"role": "user", "content": "?"}])).content == "Yes."
+        return model
+
+    assert len(asyncio.run(talk()).recorder.branches()) == 1
+
+
+def test_what_the_template_refuses_is_said() -> None:
+    async def ask(messages: list[dict[str, str]]) -> None:
+        sampler = Lines("x")
+        await Model(sampler, TemplateRenderer(Tokens(FAMILIES["mistral"].tokenizer(), [1])), Recorder()).chat(messages)
+
+    with pytest.raises(MessageError, match=r"roles must alternate.*their roles: user, user"):
+        asyncio.run(ask([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]))
+    with pytest.raises(MessageError, match="there are no messages"):
+        asyncio.run(ask([]))
+
+
+def test_a_model_without_a_template_is_refused() -> None:
+    tokenizer = copy.deepcopy(FAMILY.tokenizer())
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        TemplateRenderer(Tokens(tokenizer, FAMILY.stop_token_ids()))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    with pytest.raises(ValueError, match="does not write an assistant's content"):
+        TemplateRenderer(Tokens(tokenizer, FAMILY.stop_token_ids()))

@@ -1,0 +1,310 @@
+"""The official clients, unchanged, against the proxy: what they get, whose episode it is, retries, cancelled and bad calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from megasync.episodes.chat import Model
+from megasync.episodes.proxy import Access, Proxy
+from tests.support.samplers import Lines, model_of
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OPENAI_TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
+ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
+CALL = '<think>\nHm.\n</think>\n\nLet me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+QUESTION: Any = [{"role": "user", "content": "1 + 1?"}]
+
+
+def through_proxy(sampler: Lines, talk: Callable[[Access], Awaitable[None]]) -> Model:
+    """The model after the program `talk` has spoken with it."""
+
+    async def run() -> Model:
+        model, proxy = model_of(sampler), await Proxy.start()
+        try:
+            with proxy.episode(model) as access:
+                await talk(access)
+        finally:
+            await proxy.close()
+        return model
+
+    return asyncio.run(run())
+
+
+def of_openai(access: Access, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key, **options)
+
+
+def of_anthropic(access: Access, **options: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=access.anthropic_url, api_key=access.key, **options)
+
+
+def texts_of(model: Model) -> list[str]:
+    """What of each branch is trained."""
+    tokens = model.renderer.tokens
+    return [tokens.decode(branch.token_ids[branch.is_sampled]) for branch in model.recorder.branches()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_client_calls_a_tool(stream: bool) -> None:
+    sampler = Lines(CALL, "It is 2.")
+
+    async def talk(access: Access) -> None:
+        client = of_openai(access)
+        messages = list(QUESTION)
+        if stream:
+            chunks = await client.chat.completions.create(
+                model="any", messages=messages, tools=OPENAI_TOOLS, stream=True, stream_options={"include_usage": True}
+            )
+            content, calls, reason, usage = "", [], None, None
+            async for chunk in chunks:
+                usage = chunk.usage
+                for choice in chunk.choices:
+                    content += choice.delta.content or ""
+                    calls += choice.delta.tool_calls or []
+                    reason = choice.finish_reason or reason
+            message: Any = {"role": "assistant", "content": content, "tool_calls": [call.model_dump() for call in calls]}
+        else:
+            completion = await client.chat.completions.create(model="any", messages=messages, tools=OPENAI_TOOLS, max_tokens=90)
+            choice = completion.choices[0]
+            message, calls, content = choice.message, choice.message.tool_calls or [], choice.message.content
+            reason, usage = choice.finish_reason, completion.usage
+            assert message.reasoning == "Hm."
+        assert (content, reason) == ("Let me see.", "tool_calls")
+        assert usage is not None and usage.prompt_tokens == len(sampler.prompts[0])
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert (calls[0].function.name, json.loads(calls[0].function.arguments)) == ("add", {"a": 1})
+        messages += [message, {"role": "tool", "tool_call_id": calls[0].id, "content": "2"}]
+        completion = await client.chat.completions.create(model="any", messages=messages, tools=OPENAI_TOOLS)
+        assert completion.choices[0].message.content == "It is 2."
+
+    model = through_proxy(sampler, talk)
+    assert texts_of(model) == [f"{CALL}<|im_end|>It is 2.<|im_end|>"]
+    assert sampler.options[0][0] == (None if stream else 90)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_client_calls_a_tool(stream: bool) -> None:
+    sampler = Lines(CALL, "It is 2.")
+
+    async def talk(access: Access) -> None:
+        client = of_anthropic(access)
+        options: Any = {"model": "any", "max_tokens": 90, "tools": ANTHROPIC_TOOLS, "system": "Be brief."}
+        messages = list(QUESTION)
+        if stream:
+            async with client.messages.stream(**options, messages=messages) as events:
+                message = await events.get_final_message()
+        else:
+            message = await client.messages.create(**options, messages=messages)
+        text, call = message.content
+        assert (text.text, call.name, call.input) == ("Let me see.", "add", {"a": 1})
+        assert (message.stop_reason, message.usage.input_tokens) == ("tool_use", len(sampler.prompts[0]))
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "2"}]}
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        counted = await client.messages.count_tokens(model="any", messages=messages, tools=ANTHROPIC_TOOLS, system="Be brief.")
+        message = await client.messages.create(**options, messages=messages)
+        assert (message.content[0].text, message.stop_reason) == ("It is 2.", "end_turn")
+        assert counted.input_tokens == message.usage.input_tokens
+
+    assert texts_of(through_proxy(sampler, talk)) == [f"{CALL}<|im_end|>It is 2.<|im_end|>"]
+
+
+def test_anthropic_client_gets_thinking_where_it_asks_for_it() -> None:
+    async def talk(access: Access) -> None:
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        message = await of_anthropic(access).messages.create(model="any", max_tokens=2000, messages=QUESTION, thinking=thinking)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+
+    through_proxy(Lines("<think>\nHm.\n</think>\n\n2."), talk)
+
+
+def test_several_samples_are_branches_and_each_can_be_followed_up() -> None:
+    async def talk(access: Access) -> None:
+        client = of_openai(access)
+        completion = await client.chat.completions.create(model="any", messages=QUESTION, n=3)
+        assert sorted(choice.message.content or "" for choice in completion.choices) == ["One", "Three", "Two"]
+        two = next(choice.message for choice in completion.choices if choice.message.content == "Two")
+        again: Any = [*QUESTION, two, {"role": "user", "content": "Sure?"}]
+        await client.chat.completions.create(model="any", messages=again)
+
+    assert sorted(texts_of(through_proxy(Lines("One", "Two", "Three", "Yes"), talk))) == [
+        *("One<|im_end|>", "Three<|im_end|>", "Two<|im_end|>Yes<|im_end|>")
+    ]
+
+
+def test_the_same_request_again_is_one_turn_until_it_is_followed_up() -> None:
+    async def talk(access: Access) -> None:
+        url, headers = f"{access.url}/v1/chat/completions", {"Authorization": f"Bearer {access.key}"}
+
+        async def ask(messages: Any, **more: str) -> str:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(url, json={"messages": messages}, headers={**headers, **more}) as response,
+            ):
+                return str((await response.json())["choices"][0]["message"]["content"])
+
+        assert [await ask(QUESTION), await ask(QUESTION)] == ["One", "One"]
+        assert await ask(QUESTION, **{"x-stainless-retry-count": "1"}) == "One"
+        assert await ask(QUESTION, **{"x-stainless-retry-count": "0"}) == "Two"  # the client says that it is no retry
+        assert await asyncio.gather(*(ask([*QUESTION, {"role": "user", "content": "?"}]) for _ in range(3))) == ["Three"] * 3
+        answered = [*QUESTION, {"role": "assistant", "content": "Two"}, {"role": "user", "content": "Sure?"}]
+        assert await ask(answered) == "Four"
+        assert await ask(QUESTION) == "Five"
+
+    model = through_proxy(Lines("One", "Two", "Three", "Four", "Five"), talk)
+    assert texts_of(model) == [f"{text}<|im_end|>" for text in ("One", "Two<|im_end|>Four", "Three", "Five")]
+
+
+def test_a_client_that_goes_away_cancels_the_sampling() -> None:
+    sampler = Lines("", "", "Yes.")
+
+    async def talk(access: Access) -> None:
+        client = of_openai(access, timeout=0.3, max_retries=1)
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="any", messages=QUESTION)
+        while sampler.num_cancelled < 2:
+            await asyncio.sleep(0.01)
+        completion = await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
+        assert completion.choices[0].message.content == "Yes."
+
+    assert texts_of(through_proxy(sampler, talk)) == ["Yes.<|im_end|>"]
+
+
+def test_the_end_of_an_episode_cancels_what_it_waits_for() -> None:
+    sampler = Lines("")
+
+    async def talk(access: Access) -> None:
+        client = of_openai(access, max_retries=0)
+        waiting.append(asyncio.create_task(client.chat.completions.create(model="any", messages=QUESTION)))
+        while not sampler.prompts:
+            await asyncio.sleep(0.01)
+
+    waiting: list[asyncio.Task[Any]] = []
+
+    async def run() -> None:
+        proxy = await Proxy.start()
+        with proxy.episode(model_of(sampler)) as access:
+            await talk(access)
+        with pytest.raises(openai.APIError):
+            await waiting[0]
+        with pytest.raises(openai.AuthenticationError, match="no episode has this key"):
+            await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
+        await proxy.close()
+
+    asyncio.run(run())
+    assert sampler.num_cancelled == 1
+
+
+def test_episodes_and_their_agents_side_by_side() -> None:
+    """Each episode's answers are its own, whichever way its key comes; its agents fork from their common turn."""
+
+    async def run() -> list[Model]:
+        proxy = await Proxy.start()
+        models = [model_of(Lines(f"Start {number}", *[f"Task {number}"] * 4)) for number in range(8)]
+
+        async def program(number: int) -> None:
+            with proxy.episode(models[number]) as access:
+                url = access.openai_url if number % 2 else f"{access.url}/v1"
+                client = openai.AsyncOpenAI(base_url=url, api_key=access.key if not number % 2 else "unused")
+                start = await client.chat.completions.create(model="any", messages=QUESTION)
+                assert start.choices[0].message.content == f"Start {number}"
+                history: Any = [*QUESTION, start.choices[0].message]
+                tasks = [[*history, {"role": "user", "content": f"Task {task}"}] for task in range(4)]
+                replies = await asyncio.gather(*(client.chat.completions.create(model="any", messages=task) for task in tasks))
+                assert {reply.choices[0].message.content for reply in replies} == {f"Task {number}"}
+
+        await asyncio.gather(*(program(number) for number in range(8)))
+        await proxy.close()
+        return models
+
+    for number, model in enumerate(asyncio.run(run())):
+        once, rest = f"Start {number}<|im_end|>Task {number}<|im_end|>", f"Task {number}<|im_end|>"
+        assert sorted(texts_of(model)) == sorted([once, rest, rest, rest])
+
+
+PROGRAM = """
+import anthropic, openai
+said = openai.OpenAI().chat.completions.create(model="gpt-x", messages=[{"role": "user", "content": "Hi"}])
+message = anthropic.Anthropic().messages.create(model="claude-x", max_tokens=9, messages=[{"role": "user", "content": "Hello"}])
+print(said.choices[0].message.content, message.content[0].text)
+"""
+
+
+def test_a_program_that_knows_nothing_of_the_proxy() -> None:
+    async def talk(access: Access) -> None:
+        environment = os.environ | access.environment()
+        command = [sys.executable, "-c", PROGRAM]
+        done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == "One Two", done.stderr
+
+    assert texts_of(through_proxy(Lines("One", "Two"), talk)) == ["One<|im_end|>", "Two<|im_end|>"]
+
+
+def test_a_sampler_that_fails_is_told_once() -> None:
+    sampler = Lines()  # has nothing to say: IndexError
+
+    async def talk(access: Access) -> None:
+        with pytest.raises(openai.InternalServerError, match="IndexError: pop from empty"):
+            await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
+        with pytest.raises(anthropic.InternalServerError, match="IndexError: pop from empty"):
+            await of_anthropic(access).messages.create(model="any", max_tokens=5, messages=QUESTION)
+
+    through_proxy(sampler, talk)
+    assert len(sampler.prompts) == 2
+
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+USER = {"role": "user", "content": "x"}
+BAD = [
+    (CHAT, b"{", 400, "not JSON"),
+    (CHAT, b"[]", 400, "not a JSON object"),
+    (CHAT, {}, 400, "there are no messages"),
+    (CHAT, {"messages": "x"}, 400, "messages: write a list of objects"),
+    (CHAT, {"messages": ["x"]}, 400, "messages: write a list of objects"),
+    (CHAT, {"messages": [{"content": "x"}]}, 400, "a message has no role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text is taken"),
+    (CHAT, {"messages": [USER], "n": 0}, 400, "n = 0: write a whole number from 1 to 128"),
+    (CHAT, {"messages": [USER], "n": 1000}, 400, "from 1 to 128"),
+    (CHAT, {"messages": [USER], "max_tokens": "9"}, 400, "max_tokens = '9'"),
+    (CHAT, {"messages": [USER], "max_completion_tokens": -1}, 400, "max_completion_tokens = -1"),
+    (CHAT, {"messages": [USER], "stop": [1]}, 400, "stop = [1]: write a text"),
+    (CHAT, {"messages": [USER], "logprobs": True}, 400, "logprobs: the policy's server has no such thing"),
+    (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": [USER], "tool_choice": "required"}, 400, "tool_choice = 'required'"),
+    (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, 400, "a tool has no name"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "no function with a name"),
+    (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 400, "role is 'tool': write user or assistant"),
+    (MESSAGES, {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "s"}]}, 400, "a server's own tool"),
+    (MESSAGES, {"messages": [USER], "tool_choice": {"type": "any"}}, 400, "tool_choice = 'any'"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "only text is taken"),
+    (MESSAGES, {"messages": [USER], "stop_sequences": 5}, 400, "stop_sequences = 5"),
+    (MESSAGES, {"messages": [USER], "mcp_servers": [{}]}, 400, "mcp_servers"),
+    ("/v1/responses", {"input": "x"}, 404, "POST /v1/responses: there is no such thing"),
+]
+
+
+def test_bad_requests_are_refused_by_name() -> None:
+    async def talk(access: Access) -> None:
+        async with aiohttp.ClientSession(headers={"x-api-key": access.key}) as session:
+            for path, body, status, said in BAD:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                async with session.post(access.url + path, data=data) as response:
+                    error = (await response.json())["error"]
+                    assert (response.status, response.headers["x-should-retry"]) == (status, "false"), body
+                    assert said in error["message"], (body, error)
+            async with session.get(f"{access.url}/v1/models") as response:
+                assert (await response.json())["data"][0]["id"] == "policy"
+        async with aiohttp.ClientSession() as session, session.post(access.url + MESSAGES, json={"messages": [USER]}) as response:
+            assert (response.status, (await response.json())["error"]["type"]) == (401, "authentication_error")
+
+    assert texts_of(through_proxy(Lines(), talk)) == []
