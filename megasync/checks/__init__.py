@@ -3,6 +3,7 @@
 check.py      all checks in order, and the command
 algorithm.py  keys of `algorithm` that go together
 data.py       the data files and vLLM's arguments
+episodes.py   what samples play, where that is more than one turn
 latent.py     multi-latent attention
 memory.py     layouts that cannot hold a batch
 sizes.py      the model's sizes against the layout and the number of ranks

@@ -15,6 +15,7 @@ from pathlib import Path
 from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.data import check_data, check_engine_arguments
+from megasync.checks.episodes import check_episodes
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused, unused_keys
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
@@ -45,6 +46,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True) ->
     check_routing(config, shape)
     if config.algorithm.name == "grpo":
         resolve_rewards(config.rollout.reward)
+        check_episodes(config)
         check_rollout(config, shape, world_size)
         check_engine_arguments(config)
     check_data(config)

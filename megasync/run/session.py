@@ -62,7 +62,7 @@ class Session:
             config.algorithm,
             num_steps=config.run.steps,
             temperature=config.rollout.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=config.rollout.max_sampled_tokens,
             seed=config.run.seed,
             **(checkpoint.engine_arguments(self.last_checkpoint) if self.last_checkpoint else {}),
         )

@@ -1,0 +1,90 @@
+"""Episodes that tests play: what one does, and how it fails, is the prompt of its task."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from megasync.episodes.task import Result, Task
+
+
+async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one for each kind
+    """Two turns with a tool between them, unless the prompt asks for something else."""
+    kind, _, option = task.prompt.partition(" ")
+    first = await model.complete(task.prompt_ids)
+    await asyncio.sleep(float(option) if kind == "good" and option else 0)
+    match kind:
+        case "raises":
+            raise ZeroDivisionError("on purpose")
+        case "hangs":
+            await asyncio.sleep(1000)
+        case "holds":
+            time.sleep(1000)
+        case "swallows":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    print("cancelled")
+        case "exits":
+            os._exit(3)
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "floods":
+            for _ in range(100_000):
+                print("x" * 1000)
+                print("y" * 1000, file=sys.stderr)
+        case "leaves":
+            child = subprocess.Popen(["sleep", "600"])
+            return Result(float(child.pid), {"pid": child.pid})
+        case "nan":
+            return float("nan")
+        case "text":
+            return "good"
+        case "none":
+            return None
+        case "greedy":
+            held = bytearray(8 << 30)
+            return float(len(held))
+        case "endless":
+            ids = [*task.prompt_ids, *first.token_ids]
+            while True:
+                ids += (await model.complete(ids)).token_ids
+    ids = [*task.prompt_ids, *first.token_ids, *model.encode("=7")]
+    second = await model.complete(ids, max_new_tokens=2, stop=["z"])
+    return Result(len(second.token_ids) / 2, {"length": len(ids)}, {"text": second.text, "seed": task.seed})
+
+
+class Guess:
+    """An environment in Gymnasium's manner: the action is a number of tokens."""
+
+    def __init__(self, task: Task) -> None:
+        self.answer, self.left = task.answer, 3
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"?{seed % 10}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
+
+
+def not_async(task: Task, model: Any) -> float:
+    return 0.0
+
+
+async def one_argument(task: Task) -> float:
+    return 0.0
+
+
+class NoSteps:
+    def reset(self) -> str:
+        return ""
+
+
+number = 7
