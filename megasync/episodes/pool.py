@@ -281,6 +281,7 @@ class EpisodePool:
             details = message.failure.details if message.failure is not None else ""
             message = Ended(running.number, failure=Failure(late, details))
         if not running.ended.done():
+            message = message._replace(own_seconds=running.limit_seconds - running.left_seconds)
             running.ended.set_result((message, [running.turns[number] for number in message.kept]))
 
     def on_end(self, process: RewardProcess, how: str, stack: str) -> None:

@@ -69,3 +69,4 @@ class Ended(NamedTuple):
     info: Mapping[str, Any] = {}
     limit: str = ""
     failure: Failure | None = None
+    own_seconds: float = 0.0  # that it did not wait for the model; the trainer's measure

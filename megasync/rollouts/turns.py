@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -73,7 +73,6 @@ class _Attempt:
     num_turns: int = 0
     replica: int | None = None  # of its last turn
     num_held: int = 0  # tokens that this one has
-    began_seconds: float = field(default_factory=time.monotonic)
     waited_seconds: float = 0.0  # for the model, while nothing else went on
     num_waiting: int = 0
     waits_since: float = 0.0
@@ -163,8 +162,8 @@ class Episodes:
         if (policy == "retry" or is_evaluation) and failures < ATTEMPTS:
             return None
         is_dropped = policy == "drop" and not is_evaluation
-        seconds = time.monotonic() - attempt.began_seconds
-        return Played(reward=0.0, finish_reason="length", seconds=seconds, num_failures=failures, is_dropped=is_dropped)
+        seconds = attempt.waited_seconds + ended.own_seconds, ended.own_seconds
+        return Played((), 0.0, "length", 0, *seconds, num_failures=failures, is_dropped=is_dropped)
 
     # ------------------------------------------------------------------------------------------------ one turn
 
@@ -233,14 +232,13 @@ def _played(attempt: _Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> P
     for prompt_ids, turn in turns:
         recorder.add(prompt_ids, turn)
     is_cut = bool(ended.limit) or bool(turns and turns[-1][1].finish_reason == "length")
-    seconds = time.monotonic() - attempt.began_seconds
     return Played(
         branches=tuple(recorder.branches()),
         reward=0.0 if ended.limit else ended.reward,
         finish_reason="length" if is_cut else "stop",
         num_turns=len(turns),
-        seconds=seconds,
-        tool_seconds=seconds - attempt.waited_seconds,
+        seconds=attempt.waited_seconds + ended.own_seconds,
+        tool_seconds=ended.own_seconds,
         metrics=ended.metrics,
         info=ended.info,
     )
