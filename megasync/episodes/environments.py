@@ -5,7 +5,7 @@ run in threads, so that one that waits does not hold others up. With a chat temp
 its text follows the tokens so far. Leaves out spaces: observations and actions are texts.
 
     async def episode(task, model):
-        return await play(skyrl_gym.make("gsm8k", extras={"reward_model": {"ground_truth": task.answer}}), task, model)
+        return await play(skyrl_gym.make("gsm8k", extras={"reward_spec": {"ground_truth": task.answer}}), task, model)
 """
 
 from __future__ import annotations

@@ -60,6 +60,14 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one f
     return Result(len(second.token_ids) / 2, {"length": len(ids)}, {"text": second.text, "seed": task.seed})
 
 
+async def two_turns(task: Task, model: Any) -> float:
+    """A tool takes a moment and gives two tokens."""
+    first = await model.complete(task.prompt_ids)
+    await asyncio.sleep(0.02)
+    await model.complete([*task.prompt_ids, *first.token_ids, *model.encode("=7")])
+    return float(task.member)
+
+
 class Guess:
     """An environment in Gymnasium's manner: the action is a number of tokens."""
 
