@@ -6,7 +6,9 @@ parse.py      what a model sampled, read as content, reasoning and tool calls
 tokens.py     text to tokens, with marks in the text for tokens that are known already
 fold.py       tools and system messages for chat templates that know none
 template.py   a conversation as token ids, by the chat template of the model's folder
+family.py     the same by the renderers package, for families that it knows
 chat.py       Model: what an episode talks to
+render.py     which of the two a model's folder gets
 task.py       what an episode gets and gives back
 environments.py  environments in the Gymnasium manner, played turn by turn
 resolve.py    `rollout.episode` becomes a function, checked and imported

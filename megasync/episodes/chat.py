@@ -24,7 +24,7 @@ from megasync.episodes.tokens import Tokens
 
 
 class Renderer(Protocol):
-    """Messages to tokens, and sampled tokens to a message (template.py)."""
+    """Messages to tokens, and sampled tokens to a message (render.py)."""
 
     tokens: Tokens
 
@@ -32,7 +32,7 @@ class Renderer(Protocol):
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
     ) -> Prompt: ...
 
-    def read(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed: ...
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ class Model:
         prompt, before, offered = self._prompt(messages, tools)
         turn = await self._sample(prompt.ids, max_tokens, stop)
         token_ids = turn.token_ids.tolist()
-        parsed = self.renderer.read(token_ids, offered)
+        parsed = self.renderer.read(prompt.ids, token_ids, offered)
         call_ids = tuple(secrets.token_hex(5)[:9] for _ in parsed.calls)  # nine characters, as mistral's templates want them
         message = _message(parsed, call_ids, turn.finish_reason)
         self._keep(before, message, Answer(prompt, token_ids, parsed, call_ids))

@@ -7,6 +7,7 @@ up. Leaves out limits on time and turns, which are the trainer's, and where toke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,8 @@ import pickle
 import resource
 import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,14 @@ from megasync.data.prompts import Prompts
 from megasync.episodes.chat import Model
 from megasync.episodes.children import CURRENT, Children, limit_output
 from megasync.episodes.messages import MessageError
+from megasync.episodes.proxy import Access, Proxy
+from megasync.episodes.render import renderer_of
 from megasync.episodes.resolve import Episode, resolve_episode
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.task import EpisodeLimitError, Result
-from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.tokens import Tokens
 from megasync.episodes.wire import Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.hf.folder import read_json_object
 from megasync.rewards.program import BadValueError, begin, failure_of, text_of
 from megasync.rewards.wire import BEGUN, LENGTH, Failure, Ready, Setup, pack
 
@@ -83,11 +87,21 @@ class PlainRenderer:
 
 
 class EpisodeModel(Model):
-    """With the tokenizer at hand."""
+    """With the tokenizer at hand, and a way to programs that speak HTTP."""
+
+    def __init__(self, program: Program, number: int, recorder: Recorder) -> None:
+        super().__init__(Asker(program, number), program.renderer, recorder)
+        self._program = program
 
     @property
     def has_template(self) -> bool:
-        return isinstance(self.renderer, TemplateRenderer)
+        return not isinstance(self.renderer, PlainRenderer)
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[Access]:
+        """Where programs that speak OpenAI's or Anthropic's protocol find this model, on the loopback, until the block ends."""
+        with (await self._program.proxy()).episode(self) as access:
+            yield access
 
     def encode(self, text: str) -> list[int]:
         """A text that the model did not sample, such as a tool's answer; nothing is added around it."""
@@ -128,6 +142,13 @@ class Program:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.children = Children()
         self.renderer: Any = None
+        self._proxy: asyncio.Task[Proxy] | None = None
+
+    async def proxy(self) -> Proxy:
+        """One for all episodes of the process, started by the first that wants it."""
+        if self._proxy is None:
+            self._proxy = asyncio.get_running_loop().create_task(Proxy.start())
+        return await asyncio.shield(self._proxy)
 
     async def run(self) -> None:
         """Until the trainer hangs up."""
@@ -155,9 +176,9 @@ class Program:
     def _set_up(self, settings: Settings) -> None:
         prompts = Prompts(settings.model_path, settings.data)
         tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
+        arguments, model_type = settings.data.chat_template_arguments, _model_type(settings.model_path)
         has_template = bool(prompts.tokenizer.chat_template)
-        arguments = settings.data.chat_template_arguments
-        self.renderer = TemplateRenderer(tokens, arguments) if has_template else PlainRenderer(tokens)
+        self.renderer = renderer_of(tokens, model_type, arguments) if has_template else PlainRenderer(tokens)
         if settings.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes,) * 2)
 
@@ -174,7 +195,7 @@ class Program:
     async def _episode(self, given: Begin) -> None:
         CURRENT.set(given.number)
         kept = Kept()
-        model = EpisodeModel(Asker(self, given.number), self.renderer, kept)
+        model = EpisodeModel(self, given.number, kept)
         try:
             value = await _Steps(self.play(given.task, model), given.number, self)
             ended = Ended(given.number, tuple(kept.numbers), *_result(value))
@@ -236,3 +257,8 @@ def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]
     info = json.loads(told) if len(told) <= MOST_INFO_CHARACTERS else {"too_long": told[:MOST_INFO_CHARACTERS]}
     reward = None if result.reward is None else float(result.reward)
     return reward, {name: float(number) for name, number in numbers.items() if name}, info
+
+
+def _model_type(folder: str) -> str:
+    path = Path(folder) / "config.json"
+    return str(read_json_object(path).get("model_type", "")) if path.is_file() else ""

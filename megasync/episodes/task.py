@@ -39,7 +39,7 @@ class Result:
     info: Mapping[str, Any] = field(default_factory=dict)  # for samples.jsonl, as JSON
 
 
-class EpisodeLimitError(Exception):
+class EpisodeLimitError(ValueError):
     """A turn would be one too many, or its prompt leaves no room. An episode that does not catch it ends there, cut off."""
 
 

@@ -19,6 +19,7 @@ from megasync.episodes.messages import Message, MessageError, Tool
 from megasync.episodes.parse import END_THINK, THINK, Parsed, format_of, parse
 from megasync.episodes.tokens import MARK, Tokens, mark
 
+THINK_TOKENS = 12  # in which the tag and white space after it are
 PROBE = "probe0c4f"
 PROBE_TOOL: Tool = {
     "type": "function",
@@ -91,7 +92,7 @@ class TemplateRenderer:
         """
         known: dict[str, list[int]] = {}
         marked = [
-            self._marked(index, answers[index], known) if index in answers else _of_template(message)
+            self._marked(index, answers[index], known) if index in answers else of_template(message)
             for index, message in enumerate(messages)
         ]
         if self._folds_tools or self._folds_system:
@@ -107,7 +108,7 @@ class TemplateRenderer:
                 return Prompt([*answer.prompt.ids, *answer.token_ids, *added], begun, continues=True)
         return Prompt(self.tokens.encode(text, known), begun)
 
-    def read(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:
         """What was sampled, as a message."""
         text = self.tokens.decode(self.tokens.without_stop(token_ids))
         return parse(text, "hermes" if self._folds_tools else self.format, tools, thinking=self._thinking)
@@ -141,7 +142,7 @@ class TemplateRenderer:
 
     def _marked(self, index: int, answer: Answer, known: dict[str, list[int]]) -> Message:
         """The message as the template is given it: marks for reasoning and for the rest, in which tool calls are included."""
-        reasoning, content = self._parts(answer)
+        reasoning, content = parts(self.tokens, answer) if self._reasons else ([], self.tokens.without_stop(answer.token_ids))
         names = mark(index, "reasoning"), mark(index, "content")
         known.update(zip(names, (reasoning, content), strict=True))
         if self._needs_calls and answer.parsed.calls:
@@ -166,20 +167,6 @@ class TemplateRenderer:
             made += before.removesuffix(self._space) + found[0]
         return made + text[end:]
 
-    def _parts(self, answer: Answer) -> tuple[list[int], list[int]]:
-        """Tokens of the reasoning and of the rest, without the tags and the white space that the template writes itself."""
-        ids = self.tokens.without_stop(answer.token_ids)
-        if not self._reasons:
-            return [], ids
-        if not self._thinking:
-            begun = self.tokens.split(ids, THINK)
-            if begun is None or self.tokens.decode(begun[0]).strip():
-                return [], ids
-            ids = begun[1]
-        ended = self.tokens.split(ids, END_THINK)
-        reasoning, content = ended or (ids, [])
-        return self.tokens.trimmed(reasoning), self.tokens.trimmed(content)
-
     def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         from jinja2 import TemplateError
 
@@ -201,6 +188,18 @@ class TemplateRenderer:
             return False
 
 
+def parts(tokens: Tokens, answer: Answer) -> tuple[list[int], list[int]]:
+    """Tokens of the reasoning and of the rest, without the tags and the white space that a template writes itself."""
+    ids = tokens.without_stop(answer.token_ids)
+    if not tokens.decode(answer.prompt.ids[-THINK_TOKENS:]).rstrip().endswith(THINK):  # the prompt did not begin the reasoning
+        begun = tokens.split(ids, THINK)
+        if begun is None or tokens.decode(begun[0]).strip():
+            return [], ids
+        ids = begun[1]
+    reasoning, content = tokens.split(ids, END_THINK) or (ids, [])
+    return tokens.trimmed(reasoning), tokens.trimmed(content)
+
+
 def _answer(content: str, calls: Sequence[Any] = ()) -> Message:
     return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
 
@@ -211,7 +210,7 @@ def _with_result(answer: Message) -> list[Message]:
     return [{"role": "user", "content": "?"}, answer, result, _answer("!"), {"role": "user", "content": "?"}]
 
 
-def _of_template(message: Message) -> Message:
+def of_template(message: Message) -> Message:
     """Marks are only ours; reasoning has the name that templates give it."""
     made = {**message, "content": MARK.sub("", message["content"])}
     return {**made, "reasoning_content": made.pop("reasoning")} if "reasoning" in made else made

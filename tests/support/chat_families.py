@@ -62,13 +62,13 @@ LLAMA3 = """\
 {%- else %}{%- set system_message = "" %}{%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
 {%- if tools is not none %}{{- "Environment: ipython\\n" }}{%- endif %}
-{{- "Cutting Knowledge Date: December 2023\\n\\n" }}{{- system_message }}{{- "<|eot_id|>" }}
+{{- "Cutting Knowledge Date: December 2023\\n" }}{{- "Today Date: 26 Jul 2024\\n\\n" }}{{- system_message }}{{- "<|eot_id|>" }}
 {%- if tools is not none %}
 {%- if messages | length != 0 %}{%- set first_user_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
 {%- else %}{{- raise_exception("Cannot put tools in the first user message when there's no first user message!") }}{%- endif %}
 {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' -}}
-{{- "Given the following functions, please respond with a JSON for a function call.\\n\\n" }}
-{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.\\n\\n' }}
+{{- "Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the given prompt.\\n\\n" }}
+{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.Do not use variables.\\n\\n' }}
 {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
 {{- first_user_message + "<|eot_id|>"}}
 {%- endif %}
@@ -82,7 +82,7 @@ LLAMA3 = """\
 {{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}{{- "<|eot_id|>" }}
 {%- elif message.role == "tool" or message.role == "ipython" %}
 {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
-{%- if message.content is mapping %}{{- message.content | tojson }}{%- else %}{{- message.content }}{%- endif %}
+{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}{%- else %}{{- message.content }}{%- endif %}
 {{- "<|eot_id|>" }}
 {%- endif %}
 {%- endfor %}
@@ -159,6 +159,8 @@ For each function call, output the function name and arguments within the follow
 <tool_call>{function-name}
 <arg_key>{arg-key-1}</arg_key>
 <arg_value>{arg-value-1}</arg_value>
+<arg_key>{arg-key-2}</arg_key>
+<arg_value>{arg-value-2}</arg_value>
 ...
 </tool_call>{%- endif -%}
 {%- set ns = namespace(last_user_index=-1) %}
@@ -207,6 +209,7 @@ class Family:
     stops: tuple[str, ...]
     bos: str = ""
     thinks: bool = False
+    model_type: str = ""  # for which the renderers package has a renderer
     own_tokenizer: Any = None  # else a small one is made
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -225,8 +228,8 @@ GLM_TOKENS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|
 FAMILIES = {
     family.name: family
     for family in (
-        Family("qwen3", QWEN3, QWEN_TOKENS, ("<|im_end|>",), thinks=True),
-        Family("llama3", LLAMA3, LLAMA_TOKENS, ("<|eot_id|>",), bos="<|begin_of_text|>"),
+        Family("qwen3", QWEN3, QWEN_TOKENS, ("<|im_end|>",), thinks=True, model_type="qwen3"),
+        Family("llama3", LLAMA3, LLAMA_TOKENS, ("<|eot_id|>",), bos="<|begin_of_text|>", model_type="llama"),
         Family("mistral", MISTRAL, (*MISTRAL_TOKENS, "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), ("</s>",), bos="<s>"),
         Family("gemma3", GEMMA3, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), ("<end_of_turn>",), bos="<bos>"),
         Family(
@@ -235,6 +238,7 @@ FAMILIES = {
             (*GLM_TOKENS, *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
             ("<|user|>", "<|endoftext|>", "<|observation|>"),
             thinks=True,
+            model_type="glm4_moe",
         ),
     )
 }

@@ -68,6 +68,26 @@ async def two_turns(task: Task, model: Any) -> float:
     return float(task.member)
 
 
+PROGRAM = """
+import openai
+client, messages = openai.OpenAI(), [{"role": "user", "content": "Hello"}]
+for _ in range(2):
+    reply = client.chat.completions.create(model="any", messages=messages, max_tokens=3).choices[0]
+    messages += [reply.message, {"role": "user", "content": "Go on"}]
+print(reply.finish_reason, len(messages))
+"""
+
+
+async def program(task: Task, model: Any) -> Result:
+    """What it does is a program's that knows OpenAI's protocol alone."""
+    async with model.serve() as access:
+        environment = os.environ | access.environment()
+        options = {"env": environment, "stdout": asyncio.subprocess.PIPE}
+        started = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, **options)
+        said, _ = await started.communicate()
+    return Result(float(started.returncode == 0), info={"said": said.decode().strip()})
+
+
 class Guess:
     """An environment in Gymnasium's manner: the action is a number of tokens."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Ask, Ended
+from tests.support.chat_families import FAMILIES
 
 EPISODES = "tests.support.episodes:episode"
 TIMEOUT_SECONDS = 4.0
@@ -140,6 +142,17 @@ def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
     assert (ended.failure, ended.reward, ended.metrics) == (None, 0.0, {"left": 0.0}) and len(turns) == 3
     for (first, turn), (second, _) in pairwise(turns):
         assert np.array_equal(second[: len(first) + len(turn.token_ids)], [*first, *turn.token_ids])
+
+
+def test_an_unchanged_program_is_an_episode(tmp_path: Path) -> None:
+    """With the official client, in a process of its own; its turns are one sequence."""
+    family = FAMILIES["qwen3"]
+    family.tokenizer().save_pretrained(tmp_path)
+    pool = pool_of(str(tmp_path), episode="tests.support.episodes:program", episode_timeout_seconds=60.0)
+    ended, turns = play(pool, ["any"])["any"]
+    assert (ended.failure, ended.reward, ended.info) == (None, 1.0, {"said": "stop 5"})
+    (first, turn), (second, _) = turns
+    assert np.array_equal(second[: len(first) + 3], [*first, *turn.token_ids]) and len(second) > len(first) + 3
 
 
 def test_an_episode_that_nobody_waits_for_ends(folder: str) -> None:

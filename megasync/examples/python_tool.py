@@ -1,0 +1,152 @@
+"""A tool for episodes: runs the Python code that a model writes, shut in (sandbox.py), and gives back what it printed.
+
+Limits of time, memory, processes, files and output; what the code started ends with it. Leaves out state from one call to the
+next: each runs in a new process.
+
+    tool = PythonTool()
+    reply = await model.chat(messages, tools=[tool.description])
+    result = await tool(reply.tool_calls[0].function.arguments)      # a text for the model
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasync.examples.sandbox import ENVIRONMENT, Limits, Sandbox, sandbox
+
+LOOK_SECONDS = 0.05
+OWN_PROCESSES = 4  # those that make the sandbox
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run printed, both streams in the order of writing, and how it ended."""
+
+    output: str
+    exit_code: int  # negative: minus the signal's number
+    stopped: str = ""  # which limit ended it
+
+    def text(self) -> str:
+        """For the model."""
+        notes = [f"[stopped: {self.stopped}]"] if self.stopped else [f"[exit code {self.exit_code}]"] * bool(self.exit_code)
+        return "\n".join([*([self.output.rstrip("\n")] if self.output.strip() else []), *notes])
+
+
+class PythonTool:
+    """`way`: of shutting the program in; the first that works here where it is not given.
+
+    Raises:
+        SandboxError: the machine has none.
+    """
+
+    def __init__(self, limits: Limits | None = None, way: Sandbox | None = None) -> None:
+        self.limits = limits or Limits()
+        self._sandbox = way or sandbox()
+        about = f"Runs a Python program without network and returns what it prints. It has {self.limits.seconds:g} seconds."
+        code = {"type": "string", "description": "The program. Only what it prints is returned."}
+        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        self.description: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": "python", "description": about, "parameters": parameters},
+        }
+
+    async def __call__(self, arguments: str | dict[str, Any]) -> str:
+        """`arguments` as a model's call has them; what is wrong with them is said to the model."""
+        try:
+            given = json.loads(arguments) if isinstance(arguments, str) else arguments
+            code = given["code"]
+        except (ValueError, KeyError, TypeError):
+            code = None
+        if not isinstance(code, str):
+            return 'error: the arguments are to be {"code": "a Python program"}'
+        return (await self.run(code)).text()
+
+    async def run(self, code: str) -> Outcome:
+        """Cancelled, it ends the program."""
+        with tempfile.TemporaryDirectory(prefix="megasync-python-") as folder:
+            process = await asyncio.create_subprocess_exec(
+                *self._sandbox.command(self.limits, folder),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                env=ENVIRONMENT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                return await self._watched(process, code)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+    async def _watched(self, process: asyncio.subprocess.Process, code: str) -> Outcome:
+        assert process.stdin
+        assert process.stdout
+        output = bytearray()
+        feeding = asyncio.create_task(_feed(process.stdin, code.encode(errors="replace")))
+        reading = asyncio.create_task(_read(process.stdout, output, self.limits.output_characters))
+        looking = asyncio.create_task(_look(process.pid, self.limits))
+        tasks = {feeding, reading, looking}
+        try:
+            done, _ = await asyncio.wait({reading, looking}, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            stopped = next((task.result() for task in done if task.result()), "")
+            if not done:
+                stopped = f"ran longer than {self.limits.seconds:g} s"
+            if stopped:
+                os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        while await process.stdout.read(CHUNK_BYTES):  # asyncio waits for a full pipe before it tells of an end
+            pass
+        code_of_exit = await process.wait()
+        text = output.decode(errors="replace")[: self.limits.output_characters]
+        return Outcome(text, 128 - code_of_exit if code_of_exit > 128 else code_of_exit, stopped)
+
+
+async def _feed(stdin: asyncio.StreamWriter, code: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stdin.write(code)
+        await stdin.drain()
+        stdin.close()
+
+
+async def _read(stdout: asyncio.StreamReader, output: bytearray, most: int) -> str:
+    """Until the last of the program's processes is gone, or too much has come."""
+    while chunk := await stdout.read(CHUNK_BYTES):
+        output += chunk
+        if len(output) > 4 * most or len(output.decode(errors="replace")) > most:
+            return f"printed more than {most} characters"
+    return ""
+
+
+async def _look(pid: int, limits: Limits) -> str:
+    """Ends when a limit is passed that the kernel counts for each process alone, or not at all for root."""
+    for number in itertools.count():
+        found = list(_below(pid))
+        if sum(found) > limits.memory_bytes:
+            return f"took more than {limits.memory_bytes >> 20} MiB of memory"
+        if len(found) > limits.processes + OWN_PROCESSES:
+            return f"had more than {limits.processes} processes"
+        await asyncio.sleep(LOOK_SECONDS if number < 40 else 5 * LOOK_SECONDS)
+    return ""
+
+
+def _below(pid: int) -> Iterator[int]:
+    """Resident bytes of each process below this one; none where the kernel does not list children."""
+    with contextlib.suppress(OSError):
+        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        for child in children:
+            with contextlib.suppress(OSError):
+                yield int(Path(f"/proc/{child}/statm").read_text().split()[1]) * PAGE_BYTES
+            yield from _below(int(child))
