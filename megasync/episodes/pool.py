@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for a process to import the episode and the tokenizer
 GRACE_SECONDS = 1.0  # from an episode's cancellation to its end; its process is killed where it does not come
 HELD_SECONDS = 0.2  # a step that takes longer holds the process up
+MOST_LATE = 8  # episodes of a process, whose threads may still hang: it gets no others then, and ends with its last one
 MOST_DEATHS = 3  # of processes that an episode was in, nobody being to blame
 LIMIT_KEY = "rollout.episode_timeout_seconds"
 CLOSED = "the processes of episodes have been closed"
@@ -88,8 +89,14 @@ class _State:
     timer: asyncio.TimerHandle
     is_ready: bool = False
     ended_by_us: str = ""
-    late: _Running | None = None
+    late: _Running | None = None  # what it is ended for
+    num_late: int = 0
     episodes: dict[int, _Running] = field(default_factory=dict)
+
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE
 
 
 class EpisodePool:
@@ -97,7 +104,8 @@ class EpisodePool:
 
     def __init__(self, config: Config) -> None:
         self.config, self.rollout = config, config.rollout
-        self.settings = Settings(config.model.path, config.data, config.rollout.episode_memory_bytes)
+        own = config.rollout
+        self.settings = Settings(config.model.path, config.data, own.episode_memory_bytes, own.episode_concurrency)
         self.waiting: deque[_Running] = deque()
         self.processes: dict[EpisodeProcess, _State] = {}
         self.most_processes, self.is_closed, self._number = config.rollout.episode_processes, False, 0
@@ -137,7 +145,7 @@ class EpisodePool:
         """To the processes with the fewest; more are started while all have some."""
         if self.is_closed:
             self._refuse(CLOSED)
-        usable = [(process, state) for process, state in self.processes.items() if state.is_ready and not state.ended_by_us]
+        usable = [(process, state) for process, state in self.processes.items() if state.is_usable]
         while self.waiting:
             process, state = min(usable, key=lambda each: len(each[1].episodes), default=(None, None))
             while (state is None or state.episodes) and self._may_start():
@@ -244,6 +252,8 @@ class EpisodePool:
                 self._start_clock(process, state, running)
         elif isinstance(message, Ended):
             self._finish(state, running, message)
+            if state.num_late >= MOST_LATE and not state.episodes:
+                self._end(process, "had too many episodes that were late")
             self._dispatch()
 
     async def _answer(self, process: EpisodeProcess, state: _State, running: _Running, asked: Ask) -> None:
@@ -277,6 +287,7 @@ class EpisodePool:
             task.cancel()
         del state.episodes[running.number]
         if running.is_late:
+            state.num_late += 1
             late = f"took longer than {LIMIT_KEY} = {running.limit_seconds:g}, without the model's time"
             details = message.failure.details if message.failure is not None else ""
             message = Ended(running.number, failure=Failure(late, details))

@@ -16,6 +16,7 @@ import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ class Program:
     def _set_up(self, settings: Settings) -> None:
         prompts = Prompts(settings.model_path, settings.data)
         tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
+        threads = ThreadPoolExecutor(settings.concurrency, "episode")  # asyncio's own are a few more than there are cores
+        asyncio.get_running_loop().set_default_executor(threads)
         arguments, model_type = settings.data.chat_template_arguments, _model_type(settings.model_path)
         has_template = bool(prompts.tokenizer.chat_template)
         self.renderer = renderer_of(tokens, model_type, arguments) if has_template else PlainRenderer(tokens)

@@ -102,15 +102,16 @@ class Dispatcher:
         while self._waiting:
             group = self._waiting[0]
             loads = {replica: lane.load for replica, lane in self._lanes.items() if lane.is_open}
-            if group.held_by is not None:
-                replica = choose_for_turn(loads, group.held_by, group.num_held, self.settings.slots)
+            held_by, num_held = group.held(self.version)
+            if held_by is not None:
+                replica = choose_for_turn(loads, held_by, num_held, self.settings.slots)
             else:
                 replica = choose_replica(loads, len(group.missing), self.settings.slots)
             if replica is None:
                 break
             self._handed_out[group.key] = self._waiting.pop(0)
             group.begin(replica, self.version)
-            num_new = len(group.request.prompt_ids) - (group.num_held if replica == group.held_by else 0)
+            num_new = len(group.request.prompt_ids) - (num_held if replica == held_by else 0)
             group.expected_tokens = self.expected_tokens + num_new / group.request.num_samples
             self._add_load(replica, len(group.missing), group.expected_tokens)
             chosen.setdefault(replica, []).append(group)

@@ -46,8 +46,6 @@ class Group:
     expected_tokens: float = 0.0  # of one sample
     task: Task | None = None  # what its members play, where they are episodes
     place: int = 0  # what has a lower one is handed out before
-    held_by: int | None = None  # the replica that has the first `num_held` tokens of its prompt
-    num_held: int = 0
     begun_seconds: float = 0.0
     ended_seconds: float = 0.0
 
@@ -91,6 +89,10 @@ class Group:
         pairs = enumerate(zip(self.completions, self.rewards, strict=True))
         samples = [SavedSample(index, done, math.nan if reward is None else reward) for index, (done, reward) in pairs if done]
         return SavedGroup(self.key, tuple(samples), self.request_digest, self.reward_digest)
+
+    def held(self, version: int) -> tuple[int | None, int]:
+        """The replica that has computed the first tokens of its prompt with `version`, and how many; None: no one has."""
+        return None, 0
 
     @property
     def missing(self) -> tuple[int, ...]:

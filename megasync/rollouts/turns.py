@@ -52,10 +52,23 @@ class EpisodeSettings:
 
 @dataclass
 class TurnGroup(Group):
-    """One turn of an episode: a group of one sample, in the place of its episode's group."""
+    """One turn of an episode: a group of one sample, in the place of its episode's group.
+
+    `before`: the turn that came before it. What was computed with the weights of another version is of no use (api.py's salt).
+    """
 
     parent: Group | None = None
     answer: asyncio.Future[Completion] | None = None
+    before: TurnGroup | None = None
+
+    def held(self, version: int) -> tuple[int | None, int]:
+        """By the turn before it, or by the first turn of another member."""
+        former: Group | None = self.before or self.parent
+        if former is None or former.oldest != version:
+            return None, 0
+        sampled = former.completions[0] if isinstance(former, TurnGroup) else None
+        held = len(former.request.prompt_ids) + (len(sampled.token_ids) if isinstance(sampled, Completion) else 0)
+        return former.replica, min(held, len(self.request.prompt_ids))
 
     def begin(self, replica: int, version: int) -> None:
         super().begin(replica, version)
@@ -71,8 +84,7 @@ class _Attempt:
     member: int
     number: int
     num_turns: int = 0
-    replica: int | None = None  # of its last turn
-    num_held: int = 0  # tokens that this one has
+    last: TurnGroup | None = None  # of its turns, that has ended
     waited_seconds: float = 0.0  # for the model, while nothing else went on
     num_waiting: int = 0
     waits_since: float = 0.0
@@ -182,7 +194,7 @@ class Episodes:
             if not turn.answer.done() or turn.answer.cancelled():
                 turn.is_wanted = False
                 self.drop_turns([turn])
-        attempt.replica, attempt.num_held = turn.replica, len(turn.request.prompt_ids) + len(done.token_ids)
+        turn.before, attempt.last = None, turn  # or all would stay
         return Turn(done.token_ids, done.log_probs, done.weight_versions, done.finish_reason, done.routed_experts)
 
     def _flush(self) -> None:
@@ -208,7 +220,7 @@ class Episodes:
         attempt.num_turns += 1
         turn = TurnGroup(next(self._keys), request, parent=group)
         turn.answer = asyncio.get_running_loop().create_future()
-        turn.place, turn.held_by, turn.num_held = group.key, attempt.replica, attempt.num_held
+        turn.place, turn.before = group.key, attempt.last
         return turn
 
 

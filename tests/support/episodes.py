@@ -68,6 +68,19 @@ async def two_turns(task: Task, model: Any) -> float:
     return float(task.member)
 
 
+async def unsteady(task: Task, model: Any) -> Result | None:
+    """Two turns. Every eighth line fails, every third forgets its first turn, and every fifth is scored by the run's reward."""
+    if task.line % 8 == 0:
+        raise RuntimeError("broken on purpose")
+    first = await model.complete(task.prompt_ids)
+    await asyncio.sleep(0.01 * (task.seed + task.member) % 0.05)
+    given = model.encode("=7" if task.line % 3 else "xyz")
+    await model.complete([*task.prompt_ids, *(first.token_ids if task.line % 3 else []), *given])
+    if task.line % 5 == 0:
+        return None
+    return Result(len(first.token_ids) / 6, {"first": len(first.token_ids)}, {"line": task.line})
+
+
 PROGRAM = """
 import openai
 client, messages = openai.OpenAI(), [{"role": "user", "content": "Hello"}]
@@ -100,6 +113,20 @@ class Guess:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
         return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
+
+
+class Sleeps:
+    """Its step holds a thread up: for ever where the prompt says so."""
+
+    def __init__(self, task: Task) -> None:
+        self.seconds = 1000.0 if task.prompt.startswith("hangs") else 0.2
+
+    def reset(self) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.seconds)
+        return "", 1.0, True, False, {}
 
 
 def not_async(task: Task, model: Any) -> float:

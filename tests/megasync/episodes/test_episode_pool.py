@@ -144,6 +144,15 @@ def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
         assert np.array_equal(second[: len(first) + len(turn.token_ids)], [*first, *turn.token_ids])
 
 
+def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
+    """More than a process may have: it ends with its last one, and what waited is played in another."""
+    options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 2.0, "episode_concurrency": 12}
+    bad, good = [f"hangs {number}" for number in range(9)], [f"good {number}" for number in range(40)]
+    told = play(pool_of(folder, **options), [*bad, *good])
+    assert all("took longer" in failure(told, prompt) for prompt in bad)
+    assert all((told[prompt][0].failure, told[prompt][0].reward) == (None, 1.0) for prompt in good)
+
+
 def test_an_unchanged_program_is_an_episode(tmp_path: Path) -> None:
     """With the official client, in a process of its own; its turns are one sequence."""
     family = FAMILIES["qwen3"]
