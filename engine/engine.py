@@ -34,7 +34,7 @@ from engine.batch.batch import (
     pack,
     padding_fraction,
     plan_microbatches,
-    split_evenly,
+    split_members,
 )
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.objective.chosen import chosen_log_probs
@@ -55,8 +55,8 @@ class MiniBatch:
     """What one optimizer step sees on this rank; the counts are over all ranks, of what is in the loss."""
 
     microbatches: list[MicroBatch]
-    num_tokens: int  # response tokens
-    num_samples: int
+    num_tokens: int  # sampled tokens
+    num_members: int  # responses, or episodes with all of their branches
     first_sample: int = 0  # of the batch, whose samples are consecutive here
     padding: float = 0.0  # share of the tokens of all ranks' micro-batches
 
@@ -152,8 +152,8 @@ class Engine:
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
         """For each data-parallel rank the indices of the samples whose tokens `prepare` needs there."""
-        sizes = self.algorithm.num_minibatches, self.layout.data_size, self.config.tokens_per_microbatch
-        return needed_samples(samples.lengths, *sizes, self.balance)
+        parts = split_members(samples.members, self.algorithm.num_minibatches)
+        return needed_samples(samples.lengths, parts, self.layout.data_size, self.config.tokens_per_microbatch, self.balance)
 
     def prepare(self, samples: Sequence[Sample] | SampleTable) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs.
@@ -163,7 +163,7 @@ class Engine:
         table = SampleTable.from_samples(samples)
         if self.algorithm.name == "grpo":
             table = dataclasses.replace(table, advantages=np.array(self._advantages(table)))
-        parts = split_evenly(len(table), self.algorithm.num_minibatches)
+        parts = split_members(table.members, self.algorithm.num_minibatches)
         minibatches = [self._minibatch(table.part(part), part.start) for part in parts if len(part)]
         microbatches = [micro for mini in minibatches for micro in mini.microbatches]
         if self._needs_old_log_probs:
@@ -180,12 +180,15 @@ class Engine:
         return minibatches
 
     def _advantages(self, table: SampleTable) -> list[float]:
-        algorithm, rewards = self.algorithm, table.columns["reward"].tolist()
+        """Of each sample that of its member."""
+        algorithm, members = self.algorithm, table.members
+        _, firsts = np.unique(members, return_index=True)
+        rewards, groups = (table.columns[name][firsts].tolist() for name in ("reward", "group"))
         if algorithm.truncated == "penalise":
-            lengths = table.response_lengths.tolist()
+            lengths = [int(number) for number in np.bincount(members, table.sampled_lengths)]
             rewards = advantages.penalised_rewards(rewards, lengths, self.max_new_tokens, algorithm.overlong_buffer)
-        groups = table.columns["group"].tolist()
-        return advantages.group_advantages(rewards, groups, algorithm.normalize_advantage_by_std, algorithm.baseline)
+        found = advantages.group_advantages(rewards, groups, algorithm.normalize_advantage_by_std, algorithm.baseline)
+        return [found[member] for member in members.tolist()]
 
     @property
     def _needs_old_log_probs(self) -> bool:
@@ -245,9 +248,10 @@ class Engine:
         split, chunks = self.config.parallel, context.num_chunks(self.config.parallel)
         multiple = chunks * (split.tensor if split.sequence else 1)
         microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
-        counted = np.ones(len(table), bool)
+        members, counted = table.members, table.sampled_lengths > 0
         if self.algorithm.truncated == "mask":
-            counted = table.columns["finish_reason"] != "length"
+            is_cut = table.columns["finish_reason"] == "length"
+            counted = counted & ~np.isin(members, members[is_cut])
         for micro in microbatches:
             loss.leave_out(micro, counted[micro.samples].tolist())
             if self.model_config.num_moe_experts:
@@ -255,7 +259,8 @@ class Engine:
                 router.set_routing(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
         microbatches = context.shard_microbatches(microbatches, split)
         padding = padding_fraction(table.lengths, bins, multiple, chunks)
-        return MiniBatch(microbatches, int(table.response_lengths[counted].sum()), int(counted.sum()), first_sample, padding)
+        num_tokens, num_members = int(table.sampled_lengths[counted].sum()), len(np.unique(members[counted]))
+        return MiniBatch(microbatches, num_tokens, num_members, first_sample, padding)
 
     def _step(self, minibatch: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
@@ -292,7 +297,7 @@ class Engine:
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: logits.Values) -> tuple[torch.Tensor, Sums]:
         log_probs, *entropy = values
-        sizes = minibatch.num_tokens, minibatch.num_samples
+        sizes = minibatch.num_tokens, minibatch.num_members
         weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
         if self.algorithm.name == "grpo":
             micro.policy_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs

@@ -1,4 +1,8 @@
-"""Sample: one prompt with one response, the unit that rollouts hand to training. No torch in here."""
+"""Sample: one prompt with one response, the unit that rollouts hand to training. No torch in here.
+
+A response may hold given tokens among the sampled ones, such as what a tool answered: `is_sampled` tells them apart, and the loss
+is of the sampled ones alone. Several samples may be branches of one episode: its sampled tokens, each in exactly one of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_probs": np.float32, "weight_versions": np.int32}
 
@@ -17,7 +22,7 @@ TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_p
 class Sample:
     """Token ids and what is known of them. Any sequence of numbers becomes an array of the field's dtype.
 
-    Supervised examples leave the rollout's fields empty.
+    Supervised examples leave the rollout's fields empty. Without given tokens `is_sampled` is empty, also where it was all true.
     """
 
     prompt_ids: IntArray  # [prompt tokens], at least one
@@ -27,14 +32,25 @@ class Sample:
     weight_versions: IntArray = field(default_factory=lambda: np.empty(0, np.int32))  # [response tokens]
     reward: float = 0.0
     group: int = 0  # samples of one prompt share it
+    member: int = -1  # of its group, which consecutive samples share where they are branches of one episode; -1: no other has it
     finish_reason: str = "stop"  # stop | length: the response was cut off at the most tokens allowed
     # [tokens - 1, layers, experts of a token], where vLLM told them; of all tokens but the last, which went through no layer
     routed_experts: ExpertArray = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
+    # [response tokens]; log-probs and versions of the others have no meaning; empty: all are sampled
+    is_sampled: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_ARRAYS.items():
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        mask = np.asarray(self.is_sampled, np.bool_)
+        assert len(mask) in (0, len(self.response_ids)), "a mask has a value for each response token"
+        object.__setattr__(self, "is_sampled", mask[:0] if mask.all() else mask)
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens that the model sampled."""
+        return int(self.is_sampled.sum()) if len(self.is_sampled) else len(self.response_ids)

@@ -18,7 +18,7 @@ config/        all keys, as pydantic models; loading and errors
 hf/            Hugging Face model folders, read without torch
 launch/        ranks as Ray actors, a Ray of a run's own, processes, which GPUs each gets
 reporting/     logs, timeline, progress
-examples/      a small real model and tasks for it, fetched by pip
+examples/      a small real model and tasks for it, an episode
 data/          examples and prompts, from files to tokens
 rewards/       what a response is worth, in processes of their own
 episodes/      many turns: segments of sampled and given tokens

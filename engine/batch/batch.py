@@ -21,11 +21,11 @@ import torch
 
 from engine.batch.costs import attention_costs
 from engine.batch.packed import NO_EXPERT, PackedSequences
-from engine.sample import TOKEN_ARRAYS, Sample
+from engine.sample import TOKEN_ARRAYS, BoolArray, Sample
 
 Bins = list[list[int]]
 Lengths = Sequence[int] | npt.NDArray[np.int64]
-COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in (*TOKEN_ARRAYS, "routed_experts"))
+COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in (*TOKEN_ARRAYS, "routed_experts", "is_sampled"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,7 @@ class SampleTable:
 
     prompt_lengths: npt.NDArray[np.int64]
     response_lengths: npt.NDArray[np.int64]
+    sampled_lengths: npt.NDArray[np.int64]  # of the responses, without given tokens
     advantages: npt.NDArray[np.float64]  # 0 until they are known
     columns: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, all that are no arrays themselves
     samples: Sequence[Sample | None]  # None: another data-parallel rank has its tokens
@@ -47,6 +48,7 @@ class SampleTable:
         return SampleTable(
             prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples], np.int64),
             response_lengths=np.array([len(sample.response_ids) for sample in samples], np.int64),
+            sampled_lengths=np.array([sample.num_sampled for sample in samples], np.int64),
             advantages=np.zeros(len(samples)),
             columns={name: np.array([getattr(sample, name) for sample in samples]) for name in COLUMNS},
             samples=samples,
@@ -60,6 +62,18 @@ class SampleTable:
     def lengths(self) -> npt.NDArray[np.int64]:
         return self.prompt_lengths + self.response_lengths
 
+    @property
+    def has_mask(self) -> BoolArray:
+        """Whether each sample has given tokens in its response."""
+        return self.sampled_lengths < self.response_lengths
+
+    @property
+    def members(self) -> npt.NDArray[np.int64]:
+        """Which member of all groups each sample is of, from 0: consecutive samples that share group and member are of one."""
+        group, member = self.columns["group"], self.columns["member"]
+        is_next = (group[1:] != group[:-1]) | (member[1:] != member[:-1]) | (member[1:] < 0)
+        return np.concatenate([np.zeros(min(1, len(self)), np.int64), np.cumsum(is_next, dtype=np.int64)])
+
     def part(self, part: range) -> SampleTable:
         """The consecutive samples `part` as a table of their own."""
         cut = slice(part.start, part.stop)
@@ -67,6 +81,7 @@ class SampleTable:
             self,
             prompt_lengths=self.prompt_lengths[cut],
             response_lengths=self.response_lengths[cut],
+            sampled_lengths=self.sampled_lengths[cut],
             advantages=self.advantages[cut],
             columns={name: column[cut] for name, column in self.columns.items()},
             samples=self.samples[cut],
@@ -92,6 +107,13 @@ def split_evenly(num_items: int, num_parts: int) -> list[range]:
     base, extra = divmod(num_items, num_parts)
     starts = [part * base + min(part, extra) for part in range(num_parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
+
+
+def split_members(members: npt.NDArray[np.int64], num_parts: int) -> list[range]:
+    """As `split_evenly`, of samples, by their members (SampleTable.members), whose samples stay together."""
+    starts = np.flatnonzero(np.diff(members, prepend=-1)).tolist()
+    ends = [*starts, len(members)]
+    return [range(ends[part.start], ends[part.stop]) for part in split_evenly(len(starts), num_parts)]
 
 
 def balance(lengths: Lengths, num_bins: int) -> Bins:
@@ -202,15 +224,17 @@ def padding_fraction(lengths: Lengths, plan: Sequence[Bins], multiple: int, sequ
 
 
 def needed_samples(
-    lengths: Lengths, num_minibatches: int, data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
+    lengths: Lengths, parts: Sequence[range], data_size: int, tokens_per_microbatch: int, wanted: Balance = BY_TOKENS
 ) -> list[list[int]]:
     """For each data-parallel rank the sorted indices of the samples whose tokens it packs, over all mini-batches.
+
+    `parts`: the samples of each mini-batch, as `split_members` cuts them.
 
     Every index is in at least one list; the first of a mini-batch is also in those of ranks that stand in with it (`pack`).
     """
     lengths = np.asarray(lengths, np.int64)
     needed: list[list[int]] = [[] for _ in range(data_size)]
-    for part in split_evenly(len(lengths), num_minibatches):
+    for part in parts:
         own_lengths = lengths[part.start : part.stop]
         bins = plan_microbatches(own_lengths, data_size, tokens_per_microbatch, wanted) if len(part) else []
         for own, of_rank in zip(needed, bins, strict=False):
@@ -222,8 +246,8 @@ def needed_samples(
 class MicroBatch:
     """Packed samples of one forward pass. T counts its tokens with the padding at the end.
 
-    `labels[t]` is the token after t within the same sample; `mask[t]` is 1 where that is a response token, so that every
-    log-prob of the engine lives at the position that predicts it.
+    `labels[t]` is the token after t within the same sample; `mask[t]` is 1 where that is a sampled token of the response, so that
+    every log-prob of the engine lives at the position that predicts it.
     """
 
     samples: list[int]  # indices in the mini-batch; empty: a stand-in with no weight
@@ -236,6 +260,7 @@ class MicroBatch:
     segment: torch.Tensor  # int64 [T]: which sample of `samples`; padding counts as the last
     advantages: torch.Tensor  # float32 [T]
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
+    member_tokens: torch.Tensor  # float32 [samples, at least 1]: sampled tokens of all samples of each one's member
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
     old_log_probs: torch.Tensor | None = None  # float32 [T], where they are computed before the update
     policy_log_probs: torch.Tensor | None = None  # float32 [T]: those that the update has taken for the old ones
@@ -260,6 +285,8 @@ def pack(
     spans = [length + -length % sequence_multiple for length in lengths]
     padding = -sum(spans) % multiple
     starts = [0, *np.cumsum(spans).tolist()]
+    members = table.members
+    member_tokens = np.bincount(members, table.sampled_lengths)[members[chosen]].astype(np.float32)
     positions = np.concatenate([np.arange(span) for span in (*spans, padding)])
     tokens, labels = np.zeros_like(positions), np.zeros_like(positions)
     segment = np.repeat([*range(len(spans)), len(spans) - 1], [*spans, padding])
@@ -272,7 +299,8 @@ def pack(
         labels[begin : end - 1] = tokens[begin + 1 : end]
         advantages[begin:end] = table.advantages[index]
         predictions = slice(end - len(sample.response_ids) - 1, end - 1)
-        mask[predictions] = 1.0 if indices else 0.0
+        if indices:
+            mask[predictions] = sample.is_sampled if len(sample.is_sampled) else 1.0
         if len(sample.rollout_log_probs):
             rollout_log_probs[predictions] = sample.rollout_log_probs
         if routed is not None:
@@ -292,5 +320,6 @@ def pack(
         segment=on_device(segment),
         advantages=on_device(advantages),
         rollout_log_probs=on_device(rollout_log_probs),
+        member_tokens=on_device(member_tokens),
         routed_experts=None if routed is None else on_device(routed),
     )

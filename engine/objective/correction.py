@@ -1,6 +1,7 @@
 """Log-ratios of two policies by token or by sequence, and the weights that correct for rollouts of another policy.
 
-A sample's tokens are all in one micro-batch, which the last stage sees whole, so that sequences need no communication.
+A sample's tokens are all in one micro-batch, which the last stage sees whole, so that sequences need no communication; of an
+episode with several branches each is a sequence of its own. Only sampled tokens count, those where the mask is 1.
 Leaves out the policy's objective (loss.py) and where log-probs come from (engine.py).
 """
 

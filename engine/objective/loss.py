@@ -47,22 +47,21 @@ def leave_out(batch: MicroBatch, counts: Sequence[bool]) -> None:
 
 
 def aggregation_weights(
-    batch: MicroBatch, num_tokens: int, num_samples: int, aggregation: str, max_new_tokens: int = 0
+    batch: MicroBatch, num_tokens: int, num_members: int, aggregation: str, max_new_tokens: int = 0
 ) -> torch.Tensor:
     """What each token's loss counts, float32 [T].
 
     With `token_mean` (DAPO, arXiv:2503.14476) and `sequence_mean` (GRPO, arXiv:2402.03300) the weights sum to 1 over all
-    micro-batches of a mini-batch; with `constant_length` each is 1 / (num_samples * max_new_tokens) (Dr. GRPO, arXiv:2503.20783).
+    micro-batches of a mini-batch; with `constant_length` each is 1 / (num_members * max_new_tokens) (Dr. GRPO, arXiv:2503.20783).
+    A member, one response or all branches of an episode, is one sequence.
 
-    `num_tokens`, `num_samples`: response tokens and samples of the whole mini-batch that are in the loss, over all ranks.
+    `num_tokens`, `num_members`: sampled tokens and members of the whole mini-batch that are in the loss, over all ranks.
     """
     if aggregation == "token_mean":
         return batch.mask / max(num_tokens, 1)
     if aggregation == "constant_length":
-        return batch.mask / (max_new_tokens * max(num_samples, 1))
-    counts = torch.zeros(len(batch.samples) or 1, device=batch.mask.device)  # segment.max() would synchronise
-    counts.index_add_(0, batch.segment, batch.mask)
-    return batch.mask / counts.clamp(min=1)[batch.segment] / max(num_samples, 1)
+        return batch.mask / (max_new_tokens * max(num_members, 1))
+    return batch.mask / batch.member_tokens.clamp(min=1)[batch.segment] / max(num_members, 1)
 
 
 def sft_loss(log_probs: torch.Tensor, batch: MicroBatch, weights: torch.Tensor) -> tuple[torch.Tensor, Sums]:

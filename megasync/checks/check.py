@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.data import check_data, check_engine_arguments
+from megasync.checks.episodes import check_episodes
 from megasync.checks.resume import check_resume
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused, unused_keys
@@ -50,6 +51,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     check_routing(config, shape)
     if config.algorithm.name == "grpo":
         resolve_rewards(config.rollout.reward)
+        check_episodes(config)
         check_rollout(config, shape, world_size)
         check_engine_arguments(config)
     check_data(config)

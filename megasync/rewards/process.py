@@ -21,7 +21,7 @@ from megasync.rewards.wire import BEGUN, Setup, Unpacker, pack
 
 PROGRAM = (
     "import json, sys; fields = json.loads(sys.argv.pop()); sys.path[:] = fields[0]; "
-    "from megasync.rewards.program import main; main(fields)"
+    "from {module} import main; main(fields)"
 )
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 STACK_SECONDS = 0.2  # for a process to write down where it stands before it is killed
@@ -46,6 +46,8 @@ class RewardProcess:
         OSError: it cannot be started.
     """
 
+    module = "megasync.rewards.program"  # whose `main` runs in it
+
     def __init__(self, owner: Owner, names: list[str], limit_seconds: float) -> None:
         self.owner, self.loop = owner, asyncio.get_running_loop()
         self._unpacker, self._to_send = Unpacker(), bytearray()
@@ -54,7 +56,7 @@ class RewardProcess:
             self._notes = unused.enter_context(os.fdopen(os.memfd_create("megasync-reward-notes"), "rb", buffering=0))
             setup = Setup(list(sys.path), os.getpid(), theirs.fileno(), self._notes.fileno(), names, limit_seconds)
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", PROGRAM, json.dumps(setup)],
+                [sys.executable, "-u", "-c", PROGRAM.format(module=self.module), json.dumps(setup)],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | ENVIRONMENT,
                 pass_fds=(setup.socket, setup.notes),
@@ -132,7 +134,8 @@ class RewardProcess:
         self.kill()  # its group's others
         how = _how(self._process.wait())
         self._read()
-        stack = _stack(os.pread(self._notes.fileno(), STACK_BYTES, BEGUN.size).decode(errors="replace"))
+        written = os.pread(self._notes.fileno(), STACK_BYTES, BEGUN.size).decode(errors="replace")
+        stack = _stack(written, self.module.replace(".", "/") + ".py")
         self.loop.remove_reader(self._pid_file)
         self.loop.remove_reader(self._socket)
         self.loop.remove_writer(self._socket)
@@ -148,11 +151,11 @@ def _how(code: int) -> str:
     return f"had its process killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
 
 
-def _stack(written: str) -> str:
-    """Of what faulthandler wrote the user's frames, the innermost first."""
+def _stack(written: str, program: str) -> str:
+    """Of what faulthandler wrote the user's frames, those above the file `program`, the innermost first."""
     lines = []
     for line in written.splitlines():
-        if "megasync/rewards/program.py" in line:
+        if program in line:
             break
         lines.append(line)
     return "\n".join(lines[: STACK_FRAMES + 1]).strip()

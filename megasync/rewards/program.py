@@ -40,9 +40,25 @@ class BadValueError(Exception):
 def main(fields: list[Any]) -> None:
     """`fields` are those of a Setup."""
     setup = Setup(*fields)
+    if (connection := begin(setup)) is None:
+        return
+    try:
+        rewards = resolve_rewards(dict.fromkeys(setup.names, 1.0))
+        if "math_verify" in setup.names:
+            importlib.import_module("math_verify")  # takes a second, which no sample's time limit should pay for
+        if "reasoning_gym" in setup.names:
+            tasks.reasoning_gym()  # is fetched where it is not there yet
+    except BaseException as error:  # noqa: BLE001 # told below
+        connection.sendall(pack(Ready(text_of(error))))
+        return
+    Program(connection, rewards, setup).run()
+
+
+def begin(setup: Setup) -> socket.socket | None:
+    """The connection to the trainer, once this process ends with it and writes its stack when asked to; None: it is gone."""
     end_with_parent(signal.SIGKILL)
     if os.getppid() != setup.parent:
-        return
+        return None
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     connection = socket.socket(fileno=setup.socket)
@@ -51,16 +67,7 @@ def main(fields: list[Any]) -> None:
     os.lseek(setup.notes, BEGUN.size, os.SEEK_SET)
     faulthandler.enable(setup.notes, all_threads=False)
     faulthandler.register(signal.SIGUSR1, setup.notes, all_threads=False)
-    try:
-        rewards = resolve_rewards(dict.fromkeys(setup.names, 1.0))
-        if "math_verify" in setup.names:
-            importlib.import_module("math_verify")  # takes a second, which no sample's time limit should pay for
-        if "reasoning_gym" in setup.names:
-            tasks.reasoning_gym()  # is fetched where it is not there yet
-    except BaseException as error:  # noqa: BLE001 # told below
-        connection.sendall(pack(Ready(_text(error))))
-        return
-    Program(connection, rewards, setup).run()
+    return connection
 
 
 class Program:
@@ -124,7 +131,7 @@ class Program:
                 value = asyncio.run(_wait(value))
             return Answer(call.number, numbers(value, reward, len(call.samples)))
         except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
-            return Answer(call.number, [], _failure(error))
+            return Answer(call.number, [], failure_of(error))
 
     async def _answer_async(self, call: Call) -> Answer:
         reward, limit = self.rewards[call.reward], asyncio.timeout(self.limit_seconds)
@@ -134,7 +141,7 @@ class Program:
             return Answer(call.number, numbers(value, reward, len(call.samples)))
         except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
             late = f"took longer than rollout.reward_timeout_seconds = {self.limit_seconds:g}"
-            failure = Failure(late, _traceback(error.__cause__ or error)) if limit.expired() else _failure(error)
+            failure = Failure(late, _traceback(error.__cause__ or error)) if limit.expired() else failure_of(error)
             return Answer(call.number, [], failure)
 
 
@@ -170,11 +177,11 @@ async def _wait(value: Any) -> Any:
     return await value
 
 
-def _failure(error: BaseException) -> Failure:
-    return Failure(str(error)) if isinstance(error, BadValueError) else Failure(f"raised {_text(error)}", _traceback(error))
+def failure_of(error: BaseException) -> Failure:
+    return Failure(str(error)) if isinstance(error, BadValueError) else Failure(f"raised {text_of(error)}", _traceback(error))
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 

@@ -4,6 +4,8 @@ rollout.py     the samples of a run: prompts, rewards, batches
 stream.py      the stream of groups, in a thread beside the trainer
 dispatch.py    groups on their way to the replicas and back
 scheduler.py   which groups begin, where, and which make a batch: pure functions
+turns.py       episodes of a group's members, whose turns are handed out
+played.py      episodes that have ended: samples of their branches, metrics
 group.py       a prompt with its samples
 progress.py    what a checkpoint keeps of all that
 restore.py     which of these groups go on in a resumed run

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.generation import Finished, GroupRequest
 from bridge.messages import NotServingError
 from megasync.rollouts.group import Group, StreamSettings
-from megasync.rollouts.scheduler import Load, choose_replica
+from megasync.rollouts.scheduler import Load, choose_for_turn, choose_replica
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -81,8 +81,8 @@ class Dispatcher:
         self._feed()
 
     def add(self, groups: Sequence[Group]) -> None:
-        """These are to be generated; what has a lower key comes first."""
-        self._waiting = sorted([*self._waiting, *groups], key=lambda group: group.key)
+        """These are to be generated; what has a lower place comes first."""
+        self._waiting = sorted([*self._waiting, *groups], key=lambda group: group.place)
         self._feed()
 
     def drop(self, groups: Iterable[Group]) -> None:
@@ -102,12 +102,17 @@ class Dispatcher:
         while self._waiting:
             group = self._waiting[0]
             loads = {replica: lane.load for replica, lane in self._lanes.items() if lane.is_open}
-            replica = choose_replica(loads, len(group.missing), self.settings.slots)
+            held_by, num_held = group.held(self.version)
+            if held_by is not None:
+                replica = choose_for_turn(loads, held_by, num_held, self.settings.slots)
+            else:
+                replica = choose_replica(loads, len(group.missing), self.settings.slots)
             if replica is None:
                 break
             self._handed_out[group.key] = self._waiting.pop(0)
             group.begin(replica, self.version)
-            group.expected_tokens = self.expected_tokens + len(group.request.prompt_ids) / group.request.num_samples
+            num_new = len(group.request.prompt_ids) - (num_held if replica == held_by else 0)
+            group.expected_tokens = self.expected_tokens + num_new / group.request.num_samples
             self._add_load(replica, len(group.missing), group.expected_tokens)
             chosen.setdefault(replica, []).append(group)
         for replica, groups in chosen.items():

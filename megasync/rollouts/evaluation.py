@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.generation import Completion, GenerationRequest
     from megasync.config.schema import Config
     from megasync.data.prompts import Prompts, RunData
+    from megasync.episodes.task import Played
 
 HELD_OUT = "held_out"  # in samples.jsonl the name of data.eval's file, where it is one
 
@@ -64,7 +65,11 @@ def requests_of(evaluation: Evaluation, prompts: Prompts, run_seed: int) -> list
 
 
 def outcome_of(
-    evaluation: Evaluation, prompts: Prompts, completions: list[list[Completion]], rewards: list[list[float]], num_lines: int
+    evaluation: Evaluation,
+    prompts: Prompts,
+    completions: list[list[Completion | Played]],
+    rewards: list[list[float]],
+    num_lines: int,
 ) -> Outcome:
     """From the completions and rewards of every example, in order. `num_lines`: how many first samples of prompts are kept."""
     if evaluation.pass_reward:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from bridge.generation import Completion, GenerationRequest
+from megasync.episodes.task import Played, Task
 from megasync.rewards.pool import Scored
 from megasync.rollouts.progress import SavedGroup, SavedSample
 
@@ -36,18 +37,20 @@ class Group:
     request_digest: int = 0  # of what its responses depend on
     reward_digest: int = 0  # of what their rewards depend on, too
     oldest: int | None = None  # no token is of an earlier version; None: not handed out
-    completions: list[Completion | None] = field(default_factory=list)
+    completions: list[Completion | Played | None] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     scored: list[Scored | None] = field(default_factory=list)  # `rewards` with their parts, but for those of a checkpoint
     in_scoring: set[int] = field(default_factory=set)
     is_wanted: bool = True  # whoever waited for it may have given up
     replica: int | None = None
     expected_tokens: float = 0.0  # of one sample
+    task: Task | None = None  # what its members play, where they are episodes
+    place: int = 0  # what has a lower one is handed out before
     begun_seconds: float = 0.0
     ended_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        num_samples = self.request.num_samples
+        num_samples, self.place = self.request.num_samples, self.key
         self.completions, self.rewards, self.scored = [None] * num_samples, [None] * num_samples, [None] * num_samples
 
     def begin(self, replica: int, version: int) -> None:
@@ -56,7 +59,7 @@ class Group:
         if self.oldest is None:
             self.oldest, self.begun_seconds = version, time.time()
 
-    def complete(self, sample: int, completion: Completion) -> None:
+    def complete(self, sample: int, completion: Completion | Played) -> None:
         """Once all samples are there, `oldest` is the version of their oldest token."""
         self.completions[sample] = completion
         if not self.missing:
@@ -76,15 +79,20 @@ class Group:
             self.begun_seconds = self.ended_seconds = time.time()
 
     @property
-    def _oldest_token(self) -> int:
-        """Its version; of the samples that have ended."""
-        return min(int(completion.weight_versions.min()) for completion in self.completions if completion is not None)
+    def _oldest_token(self) -> int | None:
+        """Its version; of the samples that have ended. `oldest` where these are episodes that failed before they had tokens."""
+        versions = [oldest_of(completion) for completion in self.completions if completion is not None]
+        return min((version for version in versions if version is not None), default=self.oldest)
 
     def saved(self) -> SavedGroup:
         """Its samples that have ended."""
         pairs = enumerate(zip(self.completions, self.rewards, strict=True))
         samples = [SavedSample(index, done, math.nan if reward is None else reward) for index, (done, reward) in pairs if done]
         return SavedGroup(self.key, tuple(samples), self.request_digest, self.reward_digest)
+
+    def held(self, version: int) -> tuple[int | None, int]:
+        """The replica that has computed the first tokens of its prompt with `version`, and how many; None: no one has."""
+        return None, 0
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -97,5 +105,16 @@ class Group:
         return [index for index, (completion, reward) in pairs if completion is not None and reward is None]
 
     @property
+    def own_rewards(self) -> list[float]:
+        """Those that there are, of members that were not dropped."""
+        pairs = zip(self.completions, self.rewards, strict=True)
+        return [reward for done, reward in pairs if reward is not None and not (isinstance(done, Played) and done.is_dropped)]
+
+    @property
     def is_done(self) -> bool:
         return None not in self.rewards
+
+
+def oldest_of(completion: Completion | Played) -> int | None:
+    """The version of its oldest token."""
+    return completion.oldest if isinstance(completion, Played) else int(completion.weight_versions.min())

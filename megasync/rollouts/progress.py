@@ -1,11 +1,12 @@
 """How far a run has come with its prompts, as a file in a checkpoint: what was begun and not trained, with its tokens.
 
-save_progress writes the file, load_progress reads it.
+save_progress writes the file, load_progress reads it. An episode is kept as its branches, once it has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 import numpy as np
 
 from bridge.generation import Completion
+from megasync.episodes.segments import Branch
+from megasync.episodes.task import Played
 
+OF_EPISODES = ("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "metrics", "info")
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")
 FINISH_REASONS = ("stop", "length")
@@ -26,7 +30,7 @@ class SavedSample:
     """A sample that has ended; its reward is NaN where there was none yet."""
 
     index: int  # in its group
-    completion: Completion
+    completion: Completion | Played
     reward: float
 
 
@@ -53,7 +57,7 @@ class Progress:
 def save_progress(folder: Path, progress: Progress) -> None:
     """Numbers alone, in NumPy's format."""
     pairs = [(place, sample) for place, group in enumerate(progress.groups) for sample in group.samples]
-    done = [sample.completion for _, sample in pairs]
+    done = [piece for _, sample in pairs for piece in _pieces(sample.completion)]
     np.savez(
         folder / FILE,
         counts=np.array([progress.num_trained, progress.num_begun], np.int64),
@@ -70,7 +74,46 @@ def save_progress(folder: Path, progress: Progress) -> None:
         expert_shapes=np.array([completion.routed_experts.shape for completion in done], np.int64).reshape(-1, 3),
         expert_bytes=np.array([completion.routed_experts.itemsize for completion in done], np.int64),
         routed_experts=_joined([np.ascontiguousarray(one.routed_experts).reshape(-1).view(np.uint8) for one in done], np.uint8),
+        **_of_episodes([sample.completion for _, sample in pairs]),
     )
+
+
+def _pieces(done: Completion | Played) -> list[Completion]:
+    """What has tokens: the response, or each branch of an episode from its first token on."""
+    if isinstance(done, Completion):
+        return [done]
+    names = (*ARRAYS, "finish_reason", "routed_experts")
+    return [Completion(*(getattr(branch, name) for name in names)) for branch in done.branches]
+
+
+def _of_episodes(done: Sequence[Completion | Played]) -> dict[str, Any]:
+    """Arrays that are there where samples are episodes."""
+    played = [one for one in done if isinstance(one, Played)]
+    if not played:
+        return {}
+    texts = [json.dumps({name: getattr(one, name) for name in OF_EPISODES}).encode() for one in played]
+    branches = [branch for one in played for branch in one.branches]
+    return {
+        "num_branches": np.array([len(one.branches) for one in played], np.int64),
+        "prompt_lengths": np.array([branch.prompt_length for branch in branches], np.int64),
+        "masks": _joined([branch.is_sampled for branch in branches], np.bool_),
+        "text_bytes": np.array([len(text) for text in texts], np.int64),
+        "texts": np.frombuffer(b"".join(texts), np.uint8),
+    }
+
+
+def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Played]:
+    """Of the branches' pieces."""
+    masks = np.split(data["masks"], np.cumsum([len(piece.token_ids) for piece in pieces])[:-1]) if pieces else []
+    rows = zip(pieces, data["prompt_lengths"].tolist(), masks, strict=True)
+    branches = [
+        Branch(one.token_ids, length, mask, one.log_probs, one.weight_versions, one.finish_reason, one.routed_experts)
+        for one, length, mask in rows
+    ]
+    text, place = data["texts"].tobytes(), 0
+    for number, (begin, end) in zip(data["num_branches"].tolist(), pairwise([0, *np.cumsum(data["text_bytes"])]), strict=True):
+        yield Played(tuple(branches[place : place + number]), **json.loads(text[begin:end]))
+        place += number
 
 
 def load_progress(folder: Path) -> Progress | None:
@@ -82,11 +125,14 @@ def load_progress(folder: Path) -> Progress | None:
     spans = list(pairwise([0, *np.cumsum(data["lengths"]).tolist()]))
     samples: list[list[SavedSample]] = [[] for _ in data["groups"]]
     experts = _experts(data)
-    for number, place in enumerate(data["places"].tolist()):
-        tokens, log_probs, versions = (data[name][slice(*spans[number])] for name in ARRAYS)
+    pieces = []
+    for number, span in enumerate(spans):
+        tokens, log_probs, versions = (data[name][slice(*span)] for name in ARRAYS)
         reason = FINISH_REASONS[int(data["finish_reasons"][number])]
-        completion = Completion(tokens, log_probs, versions, reason, experts[number])
-        samples[place].append(SavedSample(int(data["indices"][number]), completion, float(data["rewards"][number])))
+        pieces.append(Completion(tokens, log_probs, versions, reason, experts[number]))
+    done = list(_episodes(data, pieces)) if "masks" in data else pieces
+    for number, place in enumerate(data["places"].tolist()):
+        samples[place].append(SavedSample(int(data["indices"][number]), done[number], float(data["rewards"][number])))
     trained, begun, *_ = data["counts"].tolist()
     (expected,) = data["expected_tokens"].tolist()
     heads = data["groups"] if data["groups"].ndim == 2 else np.pad(data["groups"][:, None], [(0, 0), (0, 2)])

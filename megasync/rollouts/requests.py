@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +17,14 @@ import numpy.typing as npt
 
 from bridge.generation import Completion, GenerationRequest, Sampling
 from megasync.data.data import Example
+from megasync.episodes.task import Played, Task
 from megasync.reporting.log import TRAIN_SET
 from megasync.rewards.functions import RewardInput
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config, EvalSet, RolloutConfig
     from megasync.data.prompts import Prompts
+    from megasync.episodes.segments import Branch
     from megasync.rewards.pool import RewardPool
 
 SEED_STRIDE = 1_000_003
@@ -57,9 +59,19 @@ def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: i
     return GenerationRequest(prompts.prompt_ids(example), seed, prompts.stop_token_ids, **asdict(sampling))
 
 
-def request_digest(request: GenerationRequest, *, returns_experts: bool) -> int:
-    """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are."""
-    return digest_of((replace(request, num_samples=1, seed=0), returns_experts))
+def task_of(example: Example, request: GenerationRequest) -> Task:
+    """What the members of a group play."""
+    ids, seed = request.prompt_ids, request.seed
+    return Task(example.prompt, ids, example.answer, example.extra, seed, turns=example.turns, line=example.line)
+
+
+def request_digest(request: GenerationRequest, *, returns_experts: bool, episode: str = "") -> int:
+    """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are.
+
+    `episode`: what tells episodes apart, where members play them.
+    """
+    parts: tuple[object, ...] = (replace(request, num_samples=1, seed=0), returns_experts)
+    return digest_of((*parts, episode) if episode else parts)
 
 
 def reward_digest(example: Example, rewards: RewardPool, num_samples: int) -> int:
@@ -74,15 +86,15 @@ def digest_of(value: object) -> int:
 
 
 def reward_inputs(
-    example: Example, completions: Sequence[Completion], texts: Sequence[str], max_tokens: int
+    example: Example, completions: Sequence[Completion | Played], texts: Sequence[str], max_tokens: int
 ) -> list[RewardInput]:
-    """`texts`: of the completions."""
+    """`texts`: of the completions, of episodes of their last turns."""
     return [
         RewardInput(
             prompt=example.prompt,
             response=text,
             answer=example.answer,
-            num_tokens=len(completion.token_ids),
+            num_tokens=completion.num_sampled if isinstance(completion, Played) else len(completion.token_ids),
             max_tokens=max_tokens,
             extra=example.extra,
             line=example.line,
@@ -91,8 +103,12 @@ def reward_inputs(
     ]
 
 
-def sample_line(prompts: Prompts, example: Example, completion: Completion, reward: float, of: str = TRAIN_SET) -> dict[str, Any]:
+def sample_line(
+    prompts: Prompts, example: Example, completion: Completion | Played, reward: float, of: str = TRAIN_SET
+) -> dict[str, Any]:
     """A line of samples.jsonl without its step; `versions` are the oldest and the newest of the response's tokens."""
+    if isinstance(completion, Played):
+        return _episode_line(prompts, example, completion, reward, of)
     return {
         "set": of,
         "line": example.line,
@@ -134,3 +150,38 @@ def first_of_groups(groups: npt.NDArray[np.int64], number: int) -> list[int]:
     """Where the first sample of each of the first `number` groups is in a batch; `groups`: of each sample, in order."""
     _, places = np.unique(groups, return_index=True)
     return [int(place) for place in places[:number]]
+
+
+def _episode_line(prompts: Prompts, example: Example, played: Played, reward: float, of: str) -> dict[str, Any]:
+    """With its branches as pieces of text, each sampled or given; the response is what follows the first branch's prompt."""
+    versions = [branch.weight_versions[branch.is_sampled] for branch in played.branches]
+    first = played.branches[0].token_ids[played.branches[0].prompt_length :] if played.branches else np.empty(0, np.int32)
+    return {
+        "set": of,
+        "line": example.line,
+        "prompt": prompts.prompt_text(example),
+        "response": prompts.text(first),
+        "answer": example.answer,
+        "reward": reward,
+        "tokens": played.num_sampled,
+        "versions": [int(min(map(min, versions))), int(max(map(max, versions)))] if versions else [],
+        "finish_reason": played.finish_reason,
+        "turns": played.num_turns,
+        "branches": [_pieces(prompts, branch) for branch in played.branches],
+        "metrics": dict(played.metrics),
+        "info": dict(played.info),
+        "failures": played.num_failures,
+    }
+
+
+def _pieces(prompts: Prompts, branch: Branch) -> list[dict[str, Any]]:
+    """Runs of sampled and of given tokens in turns, special tokens shown."""
+    cuts = [0, *(np.flatnonzero(np.diff(branch.is_sampled)) + 1).tolist(), len(branch.token_ids)]
+    return [
+        {
+            "sampled": bool(branch.is_sampled[begin]),
+            "text": prompts.tokenizer.decode(branch.token_ids[begin:end].tolist()),
+            "tokens": end - begin,
+        }
+        for begin, end in pairwise(cuts)
+    ]

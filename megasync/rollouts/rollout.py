@@ -20,16 +20,19 @@ from engine.batch.batch import SampleTable
 from engine.objective.advantages import overlong_penalty
 from engine.sample import Sample
 from megasync.data.data import Example, PromptOrder
-from megasync.rewards.functions import RewardInput
+from megasync.episodes.pool import EpisodePool
+from megasync.episodes.task import Played
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
 from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.played import episode_identity, episode_metrics, episode_samples, episode_settings, members_of
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.requests import (
     request_digest,
     reward_digest,
     reward_inputs,
     sample_line,
+    task_of,
     token_fields,
     training_request,
 )
@@ -37,6 +40,7 @@ from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.ties import TieWatch, tied_fraction
 
 if TYPE_CHECKING:
+    from bridge.generation import Completion
     from bridge.replicas.pool import ReplicaPool
     from megasync.config.schema import Config
     from megasync.data.prompts import RunData
@@ -69,7 +73,10 @@ class Rollouts:
         self.ties = TieWatch()
         self.order = PromptOrder(len(data.train), config.run.seed, config.data.shuffle)
         settings = stream_settings(config, scores_groups=rewards.takes_groups)
-        self.stream = RolloutStream(pool, settings, self._group, self._score, log.note)
+        self.episodes = EpisodePool(config) if config.rollout.episode else None
+        self.identity = episode_identity(config)
+        players = (self.episodes, episode_settings(config)) if self.episodes is not None else None
+        self.stream = RolloutStream(pool, settings, self._group, self._score, log.note, episodes=players)
         self.stream.restore(progress, step)
         self._taken_seconds = 0.0
         self._undecoded: list[npt.NDArray[np.int32]] = []
@@ -86,13 +93,14 @@ class Rollouts:
         self.timeline.add("rollout", "rollout", begun, ended, {"step": step + 1})
         if done - waited_from > 1e-3:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step + 1})
-        samples = [sample for place, group in enumerate(groups) for sample in samples_of(group, place)]
+        samples = [sample for place, group in enumerate(groups) for sample in samples_of(group, place)] or [_nothing(groups[0])]
         seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
-        metrics |= penalty_metrics(self.config, [len(sample.response_ids) for sample in samples])
+        metrics |= penalty_metrics(self.config, [sum(one.num_sampled for one in member) for member in members_of(samples)])
         metrics |= self._ties(step, samples)
+        metrics |= episode_metrics([done for group in groups for done in group.completions if isinstance(done, Played)])
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
         if self.config.algorithm.filter_groups:
@@ -101,15 +109,13 @@ class Rollouts:
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
-        completions = self.stream.generate(requests_of(evaluation, self.prompts, self.config.run.seed))
+        requests = requests_of(evaluation, self.prompts, self.config.run.seed)
+        pairs = zip(evaluation.examples, requests, strict=True)
+        completions = self.stream.generate(requests, [task_of(*pair) for pair in pairs] if self.episodes is not None else [])
         if completions is None:
             return None
         limit = evaluation.sampling.max_new_tokens
-        answered = [
-            reward_inputs(example, of_prompt, self.prompts.texts([one.token_ids for one in of_prompt]), limit)
-            for example, of_prompt in zip(evaluation.examples, completions, strict=True)
-        ]
-        rewards = self.stream.run(self._score_all(answered))
+        rewards = self.stream.run(self._score_all(evaluation.examples, completions, limit))
         return outcome_of(evaluation, self.prompts, completions, rewards, self.config.run.log_samples)
 
     def _ties(self, step: int, samples: list[Sample]) -> dict[str, float]:
@@ -122,6 +128,8 @@ class Rollouts:
 
     def close(self) -> None:
         self.stream.close()
+        if self.episodes is not None:
+            self.episodes.close()
         self.rewards.close()
 
     def _example(self, ordinal: int) -> Example:
@@ -130,14 +138,24 @@ class Rollouts:
     def _group(self, ordinal: int) -> Group:
         example = self._example(ordinal)
         request = training_request(self.config, self.prompts, example, ordinal)
-        asked = request_digest(request, returns_experts=self.config.algorithm.router_replay == "rollout")
-        return Group(ordinal, request, asked, reward_digest(example, self.rewards, request.num_samples))
+        returns_experts = self.config.algorithm.router_replay == "rollout"
+        asked = request_digest(request, returns_experts=returns_experts, episode=self.identity)
+        task = task_of(example, request) if self.episodes is not None else None
+        return Group(ordinal, request, asked, reward_digest(example, self.rewards, request.num_samples), task=task)
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
-        example, limit = self._example(group.key), self.config.rollout.max_new_tokens
         done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
-        texts = await self._texts([completion.token_ids for completion in done])
-        return await self.rewards.score_group(reward_inputs(example, done, texts, limit))
+        return await self._scored(self._example(group.key), done, self.config.rollout.max_new_tokens)
+
+    async def _scored(self, example: Example, done: Sequence[Completion | Played], limit: int) -> list[Scored]:
+        """What an episode said it was worth, else what `rollout.reward` says of its last turn."""
+        asked = [one for one in done if not isinstance(one, Played) or one.reward is None]
+        found = iter(await self._by_rewards(example, asked, limit) if asked else [])
+        return [Scored(one.reward, {}) if isinstance(one, Played) and one.reward is not None else next(found) for one in done]
+
+    async def _by_rewards(self, example: Example, done: Sequence[Completion | Played], limit: int) -> list[Scored]:
+        ids = [np.array(one.final_ids, np.int32) if isinstance(one, Played) else one.token_ids for one in done]
+        return await self.rewards.score_group(reward_inputs(example, done, await self._texts(ids), limit))
 
     async def _texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """What is asked for before the loop comes round is decoded together, in one thread."""
@@ -151,8 +169,11 @@ class Rollouts:
         responses, self._undecoded = self._undecoded, []
         return await asyncio.to_thread(self.prompts.texts, responses)
 
-    async def _score_all(self, groups: list[list[RewardInput]]) -> list[list[float]]:
-        scored = await asyncio.gather(*map(self.rewards.score_group, groups))
+    async def _score_all(
+        self, examples: Sequence[Example], groups: Sequence[Sequence[Completion | Played]], limit: int
+    ) -> list[list[float]]:
+        pairs = zip(examples, groups, strict=True)
+        scored = await asyncio.gather(*(self._scored(example, group, limit) for example, group in pairs))
         return [[each.total for each in group] for group in scored]
 
     def _lines(self, groups: list[Group]) -> list[dict[str, Any]]:
@@ -160,8 +181,8 @@ class Rollouts:
         firsts = [(group.key, group.completions[0], group.rewards[0]) for group in groups[: self.config.run.log_samples]]
         return [
             sample_line(self.prompts, self._example(key), done, reward)
-            | penalty_fields(self.config, len(done.token_ids))
-            | token_fields(self.prompts, done)
+            | penalty_fields(self.config, done.num_sampled if isinstance(done, Played) else len(done.token_ids))
+            | ({} if isinstance(done, Played) else token_fields(self.prompts, done))
             for key, done, reward in firsts
             if done and reward is not None
         ]
@@ -169,21 +190,32 @@ class Rollouts:
 
 def samples_of(group: Group, place: int) -> list[Sample]:
     """What the trainer gets of a group that is done; `place` is its place in the batch."""
-    prompt_ids = np.array(group.request.prompt_ids, np.int32)
-    return [
-        Sample(
-            prompt_ids=prompt_ids,
-            response_ids=completion.token_ids,
-            rollout_log_probs=completion.log_probs,
-            weight_versions=completion.weight_versions,
-            routed_experts=completion.routed_experts,
-            reward=reward,
-            group=place,
-            finish_reason=completion.finish_reason,
+    prompt_ids, found = np.array(group.request.prompt_ids, np.int32), list[Sample]()
+    for member, (done, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
+        if done is None or reward is None:
+            continue
+        if isinstance(done, Played):
+            found += episode_samples(done, prompt_ids, reward, place, member)
+            continue
+        found.append(
+            Sample(
+                prompt_ids=prompt_ids,
+                response_ids=done.token_ids,
+                rollout_log_probs=done.log_probs,
+                weight_versions=done.weight_versions,
+                routed_experts=done.routed_experts,
+                reward=reward,
+                group=place,
+                member=member,
+                finish_reason=done.finish_reason,
+            )
         )
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if completion is not None and reward is not None
-    ]
+    return found
+
+
+def _nothing(group: Group) -> Sample:
+    """Of a batch all of whose episodes were dropped: no token is trained."""
+    return Sample(np.array(group.request.prompt_ids, np.int32), np.empty(0, np.int32))
 
 
 def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
@@ -207,15 +239,15 @@ def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
     """What `algorithm.truncated = penalise` adds to the reward of a response of so many tokens, -1 to 0; {} without it."""
     if config.algorithm.truncated != "penalise":
         return {}
-    return {"penalty": overlong_penalty(num_tokens, config.rollout.max_new_tokens, config.algorithm.overlong_buffer)}
+    return {"penalty": overlong_penalty(num_tokens, config.rollout.max_sampled_tokens, config.algorithm.overlong_buffer)}
 
 
 def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
     """Of each group, with their penalties: what advantages are made of."""
     groups: dict[int, list[float]] = {}
-    for sample in samples:
-        penalty = penalty_fields(config, len(sample.response_ids)).get("penalty", 0.0)
-        groups.setdefault(sample.group, []).append(sample.reward + penalty)
+    for member in members_of(samples):
+        penalty = penalty_fields(config, sum(one.num_sampled for one in member)).get("penalty", 0.0)
+        groups.setdefault(member[0].group, []).append(member[0].reward + penalty)
     return list(groups.values())
 
 
@@ -227,16 +259,18 @@ def penalty_metrics(config: Config, lengths: Sequence[int]) -> dict[str, float]:
 
 def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
     """Rewards, lengths and staleness of a batch whose generation took `seconds`, of which training waited for a part."""
-    tokens = sum(len(sample.response_ids) for sample in samples)
-    versions = sum(int(sample.weight_versions.sum(dtype=np.int64)) for sample in samples)
-    oldest = min(int(sample.weight_versions.min(initial=step)) for sample in samples)
-    rewards = [sample.reward for sample in samples]
+    tokens = sum(sample.num_sampled for sample in samples)
+    own = [sample.weight_versions[sample.is_sampled] if len(sample.is_sampled) else sample.weight_versions for sample in samples]
+    versions = sum(int(each.sum(dtype=np.int64)) for each in own)
+    oldest = min(int(each.min(initial=step)) for each in own)
+    firsts = [member[0] for member in members_of(samples)]
+    rewards = [sample.reward for sample in firsts]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
-        "response/tokens_mean": tokens / len(samples),
-        "response/truncated_fraction": statistics.fmean(sample.finish_reason == "length" for sample in samples),
-        "staleness/mean": (step * tokens - versions) / tokens,
+        "response/tokens_mean": tokens / len(firsts),
+        "response/truncated_fraction": statistics.fmean(sample.finish_reason == "length" for sample in firsts),
+        "staleness/mean": (step * tokens - versions) / max(tokens, 1),
         "staleness/max": step - oldest,
         "rollout/seconds": seconds,
         "rollout/wait_seconds": waited_seconds,

@@ -98,6 +98,25 @@ def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | Non
     return min(able, key=lambda replica: (loads[replica].tokens, replica), default=None)
 
 
+FAR_BUSIER = 2.0  # times the tokens of the least busy replica, and a prompt's more
+
+
+def choose_for_turn(
+    loads: Mapping[int, Load], held_by: int | None, num_held: int, limit: int | None, far_busier: float = FAR_BUSIER
+) -> int | None:
+    """The replica for a sample whose prompt begins with `num_held` tokens that `held_by` has in its cache; None: no one has room.
+
+    That replica, unless it has no room below `limit` or is far busier than the one that `choose_replica` gives: elsewhere these
+    tokens are computed anew.
+    """
+    least = choose_replica(loads, 1, limit)
+    if least is None or held_by is None or held_by not in loads or held_by == least:
+        return least
+    own = loads[held_by]
+    has_room = limit is None or own.samples == 0 or own.samples + 1 <= limit
+    return held_by if has_room and own.tokens <= far_busier * loads[least].tokens + num_held else least
+
+
 def choose_batch(
     candidates: Sequence[Candidate], step: int, max_staleness: int, batch_size: int, *, may_grow: bool = True
 ) -> list[int] | None:

@@ -12,6 +12,7 @@ the decisions (scheduler.py), and prompts, rewards and metrics (rollout.py).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -19,12 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.generation import Completion, GenerationRequest
 from engine.objective.advantages import is_group_worth_training
+from megasync.episodes.task import Played, Task
 from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import Dispatcher
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.rollouts.restore import restore_groups
 from megasync.rollouts.scheduler import Candidate, PrefetchController, choose_batch, num_admissible
+from megasync.rollouts.turns import Episodes, EpisodeSettings, Player, TurnGroup, take_in
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -44,10 +47,11 @@ class RolloutStream:
         score: Callable[[Group, Sequence[int]], Awaitable[list[Scored]]],
         note: Callable[[str], None],
         loop: asyncio.AbstractEventLoop | None = None,
+        episodes: tuple[Player, EpisodeSettings] | None = None,
     ) -> None:
         """`make_group` makes that of an ordinal, `score` gives what samples are worth, `note` says something to the user.
 
-        `loop`: with a clock of its own; None: a plain one.
+        `loop`: with a clock of its own; None: a plain one. `episodes`: who plays those of the groups' members, which have tasks.
         """
         self.settings, self.make_group, self.score, self.note = settings, make_group, score, note
         self.step = 0  # the next to be trained
@@ -66,6 +70,10 @@ class RolloutStream:
         self._loop = loop or asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(pool, settings, self._start, self._take_in, self._fail, self._changed.set, note)
+        self._episodes = None
+        if episodes is not None:
+            own = self._dispatcher
+            self._episodes = Episodes(*episodes, own.add, own.drop, self._start, self._take_in_member)
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -86,9 +94,11 @@ class RolloutStream:
         """
         return self.run(self._take(step))
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
-        """Completions outside of the stream, ahead of what waits in it; None as for `take`."""
-        return self.run(self._generate(requests))
+    def generate(
+        self, requests: Sequence[GenerationRequest], tasks: Sequence[Task] = ()
+    ) -> list[list[Completion | Played]] | None:
+        """Completions, or episodes of these tasks, outside of the stream, ahead of what waits in it; None as for `take`."""
+        return self.run(self._generate(requests, tasks))
 
     def progress(self) -> Progress:
         """What a run that is resumed here needs to know."""
@@ -145,7 +155,19 @@ class RolloutStream:
         first, self.num_begun = self.num_begun, self.num_begun + room - len(again)
         admitted = {ordinal: self.make_group(ordinal) for ordinal in (*again, *range(first, self.num_begun))}
         self._groups |= admitted
-        self._dispatcher.add(list(admitted.values()))
+        self._begin(list(admitted.values()))
+
+    def _begin(self, groups: list[Group]) -> None:
+        if self._episodes is None:
+            self._dispatcher.add(groups)
+        else:
+            self._episodes.begin(groups)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether samples wait or run, or are scored."""
+        is_playing = self._episodes is not None and self._episodes.is_busy
+        return self._dispatcher.is_busy or is_playing or self._num_scoring > 0
 
     @property
     def _num_unreplaced(self) -> int:
@@ -171,7 +193,7 @@ class RolloutStream:
         while (found := look()) is None:
             if self._failure is not None:
                 raise self._failure
-            if not self._dispatcher.is_busy and not self._num_scoring:
+            if not self._is_busy:
                 told = f"step {self.step + 1} waits for a batch, and nothing runs that could be in it"
                 raise RuntimeError(f"{told}: {self._numbers()}")
             if self._dispatcher.num_replicas < self.settings.min_replicas:
@@ -223,29 +245,42 @@ class RolloutStream:
         self.num_trained, self.num_begun = progress.num_trained, progress.num_begun or progress.num_trained
         self._groups = {group.key: group for group in restored.groups}
         self._dispatcher.expected_tokens = progress.expected_tokens or self._dispatcher.expected_tokens
-        self._dispatcher.add([group for group in restored.groups if group.missing])
+        self._begin([group for group in restored.groups if group.missing])
         for group in restored.groups:
             self._score_ended(group)
             self._settle(group)
         for note in restored.notes:
             self.note(note)
 
-    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]] | None:
+    async def _generate(
+        self, requests: Sequence[GenerationRequest], tasks: Sequence[Task] = ()
+    ) -> list[list[Completion | Played]] | None:
         """Keys below 0, the first request's the lowest."""
         first = self._num_outside - len(requests)
-        groups = [Group(first + place, request) for place, request in enumerate(requests)]
+        of_groups = itertools.zip_longest(requests, tasks)
+        groups = [Group(first + place, request, task=task) for place, (request, task) in enumerate(of_groups)]
         self._num_outside = first
-        self._dispatcher.add(groups)
+        self._begin(groups)
         try:
             if await self._wait_for(lambda: None if any(group.missing for group in groups) else True) is None:
                 return None
         finally:
             self._dispatcher.drop(groups)
+            if self._episodes is not None:
+                self._episodes.drop(groups)
         return [[completion for completion in group.completions if completion is not None] for group in groups]
 
     # ------------------------------------------------------------------------------------------------ what the replicas finish
 
     def _take_in(self, group: Group) -> None:
+        if isinstance(group, TurnGroup):
+            take_in(group)
+        elif group.key >= 0:
+            self._score_ended(group)
+
+    def _take_in_member(self, group: Group) -> None:
+        """An episode has ended."""
+        self._changed.set()
         if group.key >= 0:
             self._score_ended(group)
 
@@ -272,8 +307,7 @@ class RolloutStream:
         """
         if not group.is_done:
             return
-        rewards = [reward for reward in group.rewards if reward is not None]
-        if self.settings.filters_groups and not is_group_worth_training(rewards):
+        if self.settings.filters_groups and not is_group_worth_training(group.own_rewards):
             self._uniform_groups[group.key] = self._groups.pop(group.key)
             self.num_filtered += 1
         else:

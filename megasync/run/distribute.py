@@ -50,19 +50,24 @@ def with_tokens(table: SampleTable, indices: Sequence[int], buffer: torch.Tensor
             num_rows, (*shape, dtype) = int(table.lengths[index]) - 1, table.routed
             values = next(pieces).view(dtype)
             fields["routed_experts"] = values[: num_rows * shape[0] * shape[1]].reshape(num_rows, *shape)
+        if table.has_mask[index]:
+            fields["is_sampled"] = next(pieces).view(np.bool_)[: int(table.response_lengths[index])]
         samples[index] = Sample(**fields, **{name: column[index].item() for name, column in table.columns.items()})
     return dataclasses.replace(table, samples=samples)
 
 
 def array_sizes(table: SampleTable, indices: Sequence[int]) -> list[tuple[int, ...]]:
-    """How many elements of 4 bytes each sample has of each of TOKEN_ARRAYS and, where there are any, of routed experts."""
+    """How many elements of 4 bytes each sample has of each of TOKEN_ARRAYS and, where there are any, of routed experts and of
+    the mask of sampled tokens.
+    """
     lengths = zip(table.prompt_lengths[indices].tolist(), table.response_lengths[indices].tolist(), strict=True)
     sizes: list[tuple[int, ...]] = [(prompt, response, response, response) for prompt, response in lengths]
-    if table.routed is None:
-        return sizes
-    num_layers, num_chosen, dtype = table.routed
-    row_bytes = num_layers * num_chosen * np.dtype(dtype).itemsize
-    return [(*size, -(-(size[0] + size[1] - 1) * row_bytes // 4)) for size in sizes]
+    if table.routed is not None:
+        num_layers, num_chosen, dtype = table.routed
+        row_bytes = num_layers * num_chosen * np.dtype(dtype).itemsize
+        sizes = [(*size, -(-(size[0] + size[1] - 1) * row_bytes // 4)) for size in sizes]
+    masked = table.has_mask[indices].tolist()
+    return [(*size, -(-size[1] // 4)) if is_masked else size for size, is_masked in zip(sizes, masked, strict=True)]
 
 
 def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32]]:
@@ -75,6 +80,10 @@ def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32
         padded = np.zeros(-(-num_bytes // 4) * 4, np.uint8)
         if len(sample.routed_experts):
             padded[:num_bytes] = np.ascontiguousarray(sample.routed_experts).reshape(-1).view(np.uint8)
+        yield padded.view(np.int32)
+    if len(sample.is_sampled):
+        padded = np.zeros(-(-len(sample.is_sampled) // 4) * 4, np.uint8)
+        padded[: len(sample.is_sampled)] = sample.is_sampled
         yield padded.view(np.int32)
 
 

@@ -68,7 +68,7 @@ class Session:
             config.algorithm,
             num_steps=config.run.steps,
             temperature=config.rollout.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=config.rollout.max_sampled_tokens,
             seed=config.run.seed,
             **(checkpoint.engine_arguments(self.last_checkpoint) if self.last_checkpoint else {}),
         )
@@ -125,10 +125,11 @@ class Session:
     def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
         """Write the step's first responses down, with what both sides say of their tokens."""
         chosen = first_of_groups(rollout.samples.columns["group"], self.config.run.log_samples)
-        if chosen:
+        lines, self.unlogged = self.unlogged, []
+        if chosen and not self.config.rollout.episode:  # lines of episodes have no fields of tokens
             log_probs = self.engine.old_log_probs(trained, rollout.samples, chosen)
-            lines, self.unlogged = self.unlogged, []
-            self.log.samples(self.step + 1, [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)])
+            lines = [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)]
+        self.log.samples(self.step + 1, lines)
 
     # ------------------------------------------------------------------------------------------------ data
 

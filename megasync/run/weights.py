@@ -210,7 +210,7 @@ def replica_config(config: Config) -> ReplicaConfig:
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.is_colocated,
         devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
-        detokenizes=bool(rollout.stop),
+        detokenizes=bool(rollout.stop or rollout.episode),
         returns_experts=config.algorithm.router_replay == "rollout",
         engine_arguments=rollout.engine_arguments,
     )

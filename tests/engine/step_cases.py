@@ -20,6 +20,7 @@ from engine.sample import Sample
 from bridge.export.source import whole_tensors
 from tests.engine.engine_cases import engine, everywhere, exporter, log_probs, random_samples
 from tests.engine.model.lora_cases import save_adapter
+from tests.engine.moe.expert_cases import GRADIENT_STEP
 
 
 def old_log_prob_metrics(cases: list[dict[str, Any]], num_steps: int = 3) -> list[list[list[dict[str, float]]]]:
@@ -76,13 +77,55 @@ def far_samples(built: Engine, count: int, seed: int) -> list[Sample]:
     return samples
 
 
+def as_episodes(samples: list[Sample], given_log_prob: float) -> list[Sample]:
+    """In each group of four samples the first two are branches of one member; of longer responses a third is given tokens."""
+    found = []
+    for index, sample in enumerate(samples):
+        mask = np.arange(len(sample.response_ids)) % 3 != 1
+        log_probs, member = np.where(mask, sample.rollout_log_probs, given_log_prob), max(0, index % 4 - 1)
+        reward = samples[index - index % 4].reward if member == 0 else sample.reward
+        own = {"rollout_log_probs": log_probs, "is_sampled": mask, "member": member, "reward": reward}
+        found.append(dataclasses.replace(sample, **own))
+    return found
+
+
 def objective_metrics(cases: list[dict[str, Any]], num_steps: int = 2) -> list[list[dict[str, float]]]:
-    """For each case the metrics of its steps."""
+    """For each case the metrics of its steps; `episodes`: with given tokens, which have this log-prob, and branches."""
     results = []
     for case in cases:
         case = dict(case)
+        given, steps = case.pop("episodes", None), []
         with engine(case.pop("path"), name="grpo", max_new_tokens=15, **case) as built:
-            results.append([built.update(built.prepare(far_samples(built, 16, seed=step))) for step in range(num_steps)])
+            for step in range(num_steps):
+                samples = far_samples(built, 16, seed=step)
+                steps.append(built.update(built.prepare(samples if given is None else as_episodes(samples, given))))
+        results.append(steps)
+    return results
+
+
+def supervised_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Loss and largest difference of a gradient to transformers, over the sampled tokens of samples that have given ones."""
+    from transformers import AutoModelForCausalLM
+
+    results, samples = [], as_episodes(random_samples(12, seed=5), 0.0)
+    for case in cases:
+        case = dict(case)
+        path = case.pop("path")
+        with engine(path, name="sft", optimizer=GRADIENT_STEP, **case) as built:
+            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
+            loss = built.update(built.prepare(samples))["loss/sft"]
+            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
+        model, total = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
+            values = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1], -1)
+            values = values.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+            total = total - values[torch.tensor(sample.is_sampled)].sum() if len(sample.is_sampled) else total - values.sum()
+        total = total / sum(sample.num_sampled for sample in samples)
+        total.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        worst = max([float((found[name] - gradients[name]).abs().max()) for name in found.keys() & gradients.keys()], default=0.0)
+        results.append({"loss": abs(loss - float(total.detach())), "gradient": worst, "named": len(found)})
     return results
 
 

@@ -157,6 +157,28 @@ def test_objectives_are_the_same_in_every_layout(model: str) -> None:
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
+def test_episodes_are_the_same_in_every_layout(model: str) -> None:
+    """With given tokens and branches, to 1e-5, as on one rank; the log-probs of given tokens have no effect."""
+    common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -50.0}
+    objectives = [OBJECTIVES[name] for name in ("GSPO", "Dr. GRPO, RLOO", "masks by sequence", "masks by token")]
+    alone = [{**common, **objective, "tokens": 120, "episodes": -3.0} for objective in objectives]
+    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": alone})[0]
+    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
+    cases = [{**common, **objective, **layout} for layout in layouts for objective in objectives]
+    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
+    for case, steps, reference in zip(cases, results, references * len(layouts), strict=True):
+        print(case)
+        for found, wanted in zip(steps, reference, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+def test_the_gradient_of_episodes_is_that_of_transformers(model: str) -> None:
+    cases: list[dict[str, Any]] = [{"path": model, "wrap": wrap, "tokens": 60} for wrap in WRAPS]
+    for found in run_ranks(2, "tests.engine.step_cases:supervised_beside_transformers", {"cases": cases})[0]:
+        print(found)
+        assert found["loss"] < 1e-5 and found["gradient"] < 1e-5 and found["named"] > 5
+
+
 def test_entropy_is_that_of_transformers(model: str) -> None:
     cases: list[dict[str, Any]] = [{"path": model, **layout} for layout in LAYOUTS.values()]
     for case, (mine, theirs) in zip(

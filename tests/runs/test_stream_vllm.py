@@ -16,10 +16,15 @@ import pytest
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.send.publish import Publisher
+from megasync.assets import build_tokenizer
+from megasync.config.schema import Config, ModelConfig, RolloutConfig
+from megasync.episodes.pool import EpisodePool
+from megasync.episodes.task import Played, Task
 from megasync.launch.ray_cluster import start_ray
-from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.group import Group, StreamSettings, oldest_of
 from megasync.rewards.pool import Scored
 from megasync.rollouts.stream import RolloutStream
+from megasync.rollouts.turns import EpisodeSettings
 from tests.support.replicas import StampedPool
 from tests.runs.test_sync_vllm import DictSource, load
 from tests.support.tiny_models import write_tiny_model
@@ -125,28 +130,41 @@ def test_samples_that_waited_through_an_update_are_of_the_new_weights_alone(pool
     assert max(gaps) < 1e-3
 
 
-def make_stream(pool: StampedPool, notes: list[str], staleness: int) -> RolloutStream:
+@pytest.fixture(scope="module")
+def players(tmp_path_factory) -> Iterator[tuple[EpisodePool, EpisodeSettings]]:
+    """Episodes of two turns with a tool between them, in a process."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    rollout = RolloutConfig(episode="tests.support.episodes:two_turns", episode_processes=1)
+    pool = EpisodePool(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
+    yield pool, EpisodeSettings(max_turns=2, max_tokens=256)
+    pool.close()
+
+
+def make_stream(pool: StampedPool, notes: list[str], staleness: int, players=None) -> RolloutStream:
     def make_group(ordinal: int) -> Group:
-        lengths = (4, 8, 40, 120)
-        return Group(
-            ordinal,
-            GenerationRequest((5, 6, 7 + ordinal % 5), num_samples=GROUP_SIZE, max_new_tokens=lengths[ordinal % 4], seed=ordinal),
-        )
+        length, ids = (4, 8, 40, 120)[ordinal % 4], (5, 6, 7 + ordinal % 5)
+        length = length // 2 if players else length
+        request = GenerationRequest(ids, num_samples=GROUP_SIZE, max_new_tokens=length, seed=ordinal)
+        return Group(ordinal, request, task=Task("", ids, "", seed=ordinal))
 
     async def score(group: Group, samples: list[int]) -> list[Scored]:
         return [Scored(float(sample), {}) for sample in samples]
 
     settings = StreamSettings(staleness, BATCH_SIZE, NUM_STEPS, 12, 40.0, answer_seconds=4.0)
-    return RolloutStream(pool, settings, make_group, score, notes.append)
+    return RolloutStream(pool, settings, make_group, score, notes.append, episodes=players)
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
-def test_a_lost_replica_loses_no_prompt(pool, publisher, kind) -> None:
-    """While it generates, in the second step: its groups go to the other, which goes on; a new one takes part later."""
+@pytest.mark.parametrize(("kind", "plays"), [("SIGKILL", False), ("SIGSTOP", False), ("SIGKILL", True)])
+def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -> None:
+    """While it generates, in the second step: its groups go to the other, which goes on; a new one takes part later.
+
+    `plays`: samples are episodes, and it is lost in the midst of turns, each of which is in its episode once.
+    """
     pool.set_on_update("continue")
     notes: list[str] = []
     first = max(pool.versions)
-    stream = make_stream(pool, notes, staleness=2)
+    stream = make_stream(pool, notes, 2, players if plays else None)
     trained: list[int] = []
     (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
     other = pool._actors[0].pid
@@ -162,7 +180,9 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, kind) -> None:
             groups = stream.take(step)
             trained += [group.key for group in groups]
             for group in groups:
-                assert all(len(c.token_ids) == group.request.max_new_tokens for c in group.completions)
+                assert all(num_sampled(c) == group.request.max_new_tokens * (1 + plays) for c in group.completions)
+                oldest = [oldest_of(c) for c in group.completions]
+                assert all(first + 1 <= version <= first + 1 + step for version in oldest)
     finally:
         stream.close()
     assert sorted(trained) == list(range(NUM_STEPS * BATCH_SIZE))
@@ -172,6 +192,15 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, kind) -> None:
     publisher.publish(first + NUM_STEPS + 1)
     assert pool.versions == [first + NUM_STEPS + 1] * 2
     assert not psutil.pid_exists(engine.pid)
+
+
+def num_sampled(done: Completion | Played) -> int:
+    """Of an episode the one branch has both turns, the second after what the tool gave."""
+    if isinstance(done, Completion):
+        return len(done.token_ids)
+    (branch,) = done.branches
+    assert done.num_turns == 2 and done.num_given == 2 and (branch.log_probs[branch.is_sampled] < 0).all()
+    return done.num_sampled
 
 
 def publish_until_it_works(pool: StampedPool, publisher: Publisher, version: int) -> None:

@@ -30,7 +30,7 @@ from engine.batch.batch import (
     pack,
     padding_fraction,
     plan_microbatches,
-    split_evenly,
+    split_members,
 )
 from engine.batch.costs import attention_costs
 from engine.batch.packed import NO_EXPERT
@@ -50,7 +50,7 @@ LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
 
 @st.composite
 def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
-    """Samples of any lengths, with and without log-probs and experts; with advantages."""
+    """Samples of any lengths, with and without log-probs, experts and given tokens; with advantages."""
     samples = []
     dtype = draw(st.sampled_from([np.uint8, np.int16, None]))
     for _ in range(draw(st.integers(1, 9))):
@@ -62,7 +62,9 @@ def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
         reward, group = float(generator.random()), int(generator.integers(0, 3))
         num_rows = prompt + response - 1 if dtype is not None and draw(st.booleans()) else 0
         experts = generator.integers(0, 200, (num_rows, 3, 2)).astype(dtype or np.uint8)
-        samples.append(Sample(ids[:prompt], ids[prompt:], log_probs, versions, reward, group, routed_experts=experts))
+        member, mask = draw(st.sampled_from([-1, 0, 1])), generator.random(response) < draw(st.sampled_from([0.5, 2.0]))
+        own = {"member": member, "routed_experts": experts, "is_sampled": mask}
+        samples.append(Sample(ids[:prompt], ids[prompt:], log_probs, versions, reward, group, **own))
     table = SampleTable.from_samples(samples)
     return dataclasses.replace(table, advantages=np.random.default_rng(0).standard_normal(len(samples)))
 
@@ -77,9 +79,10 @@ def packed_token_by_token(table: SampleTable, indices: list[int], multiple: int)
         for position, token in enumerate(ids):
             predicted = position + 1 - first  # which response token this position predicts
             is_response = 0 <= predicted < len(sample.response_ids)
+            is_sampled = is_response and (not len(sample.is_sampled) or bool(sample.is_sampled[predicted]))
             label = ids[position + 1] if position + 1 < len(ids) else 0
             log_prob = sample.rollout_log_probs[predicted] if is_response and len(sample.rollout_log_probs) else 0
-            mask = float(is_response and bool(indices))
+            mask = float(is_sampled and bool(indices))
             rows.append((token, label, position, mask, number, advantage, log_prob))
     rows += [(0, 0, position, 0, rows[-1][4], 0, 0) for position in range(-len(rows) % multiple)]
     names = ("tokens", "labels", "position_ids", "mask", "segment", "advantages", "rollout_log_probs")
@@ -189,12 +192,13 @@ def test_samples_longer_than_an_int32_holds_are_counted_right() -> None:
 @given(tables(from_rollouts=True), st.integers(1, 3), st.integers(1, 6), st.sampled_from([Balance(), Balance(3, 5.0)]))
 def test_what_a_rank_needs_is_what_it_packs(table: SampleTable, num_minibatches: int, data_size: int, wanted: Balance) -> None:
     """Packing works with no other tokens, and every sample is packed somewhere."""
-    needed = needed_samples(table.lengths, num_minibatches, data_size, 20, wanted)
+    parts = split_members(table.members, num_minibatches)
+    needed = needed_samples(table.lengths, parts, data_size, 20, wanted)
     assert set(chain.from_iterable(needed)) == set(range(len(table)))
     for rank, own in enumerate(needed):
         alone = with_tokens(pickle.loads(pickle.dumps(table.only([]))), own, flatten(table, own))
         used: set[int] = set()
-        for part in filter(len, split_evenly(len(table), num_minibatches)):
+        for part in filter(len, parts):
             for indices in plan_microbatches(table.lengths[part.start : part.stop], data_size, 20, wanted)[rank]:
                 assert_same(pack(alone.part(part), indices, 1, CPU), pack(table.part(part), indices, 1, CPU))
                 used |= {part.start + index for index in indices or [0]}
@@ -219,7 +223,8 @@ def test_tokens_travel_whole(table: SampleTable, data: st.DataObject) -> None:
     for index in indices:
         before, after = table.samples[index], back.samples[index]
         assert before is not None and after is not None
-        assert (before.reward, before.group) == (after.reward, after.group)
+        assert (before.reward, before.group, before.member) == (after.reward, after.group, after.member)
+        assert after.is_sampled.dtype == bool and np.array_equal(after.is_sampled, before.is_sampled)
         for name, dtype in TOKEN_ARRAYS.items():
             assert getattr(after, name).dtype == dtype
             assert np.array_equal(getattr(after, name), getattr(before, name)), name
@@ -295,7 +300,7 @@ def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, 
             table = scatter(table, built.needed_samples(table))
             own, whole = built.prepare(table), built.prepare(samples)
             for first, second in zip(own, whole, strict=True):
-                assert (first.num_tokens, first.num_samples) == (second.num_tokens, second.num_samples)
+                assert (first.num_tokens, first.num_members) == (second.num_tokens, second.num_members)
                 for micro, same in zip(first.microbatches, second.microbatches, strict=True):
                     assert_same(micro, same)
             held = [index for index, sample in enumerate(table.samples) if sample is not None]
@@ -337,7 +342,7 @@ def test_a_batch_is_prepared_without_copies_of_its_tokens() -> None:
         samples = [sample for place, group in enumerate(groups) for sample in samples_of(group, place)]
         batch_metrics(samples, 0, 1.0, 0.0)
         table = SampleTable.from_samples(samples)
-        needed = needed_samples(table.lengths, 2, 4, 2 * length)
+        needed = needed_samples(table.lengths, split_members(table.members, 2), 4, 2 * length)
         own = table.only(needed[0])
         peak = tracemalloc.get_traced_memory()[1]
     finally:

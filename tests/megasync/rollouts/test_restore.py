@@ -14,8 +14,10 @@ import pytest
 from bridge.generation import Completion, GenerationRequest
 from megasync.config.schema import RolloutConfig
 from megasync.data.data import Example
+from megasync.episodes.segments import Branch
+from megasync.episodes.task import Played
 from megasync.rollouts.group import Group, StreamSettings
-from megasync.rollouts.progress import FILE, Progress, SavedGroup, SavedSample, load_progress, save_progress
+from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
 from megasync.rollouts.restore import Restored, restore_groups
 from megasync.rewards.pool import RewardPool
@@ -139,3 +141,30 @@ def test_a_reward_depends_on_names_weights_source_and_the_line(tmp_path: Path, m
     assert digest(together, num_samples=3) != found[1]
     source.write_text(source.read_text().replace("1.0", "2.0"))
     assert len({*found, digest(one)}) == len(found) + 1
+
+
+def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
+    """Beside others: one of two branches with experts, one that failed before it had tokens."""
+    def branch(length: int, prompt: int) -> Branch:
+        ids, mask = np.arange(length), np.arange(length) % 3 != 1
+        mask[:prompt] = False
+        experts = np.arange((length - 1) * 6).reshape(length - 1, 3, 2).astype(np.uint8)
+        return Branch(ids, prompt, mask, -ids / 7, ids + 2, "length", experts)
+
+    whole = Played((branch(7, 2), branch(5, 1)), 0.5, "length", 3, 2.5, 1.25, 1, metrics={"calls": 2.0}, info={"text": "ä"})
+    nothing = Played(reward=0.0, finish_reason="length", is_dropped=True, num_failures=3)
+    groups = (SavedGroup(3, (SavedSample(0, whole, 0.5), SavedSample(2, nothing, 0.0)), 5, 6), SavedGroup(4))
+    save_progress(tmp_path, Progress(7, 9, 2.0, groups))
+    back = load_progress(tmp_path)
+    assert back is not None and [(one.key, len(one.samples), one.request_digest) for one in back.groups] == [(3, 2, 5), (4, 0, 0)]
+    first, second = back.groups[0].samples
+    assert (first.index, first.reward, second.index, second.reward) == (0, 0.5, 2, 0.0)
+    for kept, saved_one in ((first.completion, whole), (second.completion, nothing)):
+        assert isinstance(kept, Played)
+        for name in (*OF_EPISODES, "num_sampled", "num_given", "oldest", "final_ids"):
+            assert getattr(kept, name) == getattr(saved_one, name), name
+        for mine, theirs in zip(kept.branches, saved_one.branches, strict=True):
+            assert (mine.prompt_length, mine.finish_reason) == (theirs.prompt_length, theirs.finish_reason)
+            for name in ("token_ids", "is_sampled", "log_probs", "weight_versions", "routed_experts"):
+                assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
+                assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name

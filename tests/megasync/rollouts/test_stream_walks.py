@@ -14,11 +14,13 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.generation import GenerationRequest, GroupRequest
-from megasync.rollouts.group import Group, StreamSettings
+from bridge.generation import Completion, GenerationRequest, GroupRequest
+from megasync.episodes.task import Played, Task
+from megasync.rollouts.group import Group, StreamSettings, oldest_of
 from megasync.rollouts.progress import Progress
 from megasync.rewards.pool import Scored
 from megasync.rollouts.stream import RolloutStream
+from megasync.rollouts.turns import EpisodeSettings, Player
 from tests.megasync.rollouts.stream_model import START_SECONDS, ModelPool
 
 LIMIT_SECONDS = 5000.0  # of virtual time; a walk takes a few hundred
@@ -64,14 +66,16 @@ class Walk:
 
         def make_group(ordinal: int) -> Group:
             prompt = ways.prompt(ordinal)
-            return Group(ordinal, replace(request, prompt_ids=(prompt,)), prompt, ways.reward)
+            asked = replace(request, prompt_ids=(prompt,))
+            return Group(ordinal, asked, prompt, ways.reward, task=Task(str(prompt), (prompt,), ""))
 
         async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
             await asyncio.sleep(source.choice((0.0, 0.0, 0.5)))
             rewards = ways.rewards(group.request.prompt_ids[0])
             return [Scored(rewards[sample], {}) for sample in samples]
 
-        stream = RolloutStream(cast(Any, pool), own, make_group, score, self.notes.append, pool.loop)
+        episodes = self.episodes(ways)
+        stream = RolloutStream(cast(Any, pool), own, make_group, score, self.notes.append, pool.loop, episodes)
         try:
             stream.restore(self.progress, self.step)
             stream.run(asyncio.wait_for(self._train(stream, pool, ways, last_step), LIMIT_SECONDS))
@@ -102,7 +106,7 @@ class Walk:
                 await self._publish(stream, pool, step + 1)
             if step + 1 == checkpoint:
                 self.progress, self.step, self.trained = await stream._progress(), step + 1, list(taken)
-        while stream._dispatcher.is_busy:
+        while stream._is_busy:
             await self._publish(stream, pool, last_step)
             await asyncio.sleep(1.0)
         for lane in stream._dispatcher._lanes.values():
@@ -123,9 +127,13 @@ class Walk:
         if self.source.random() < 0.3:
             pool.loop.call_later(self.source.choice((0.0, 0.05, 1.0)), pool.kill, self.source.choice(list(pool.replicas)))
 
+    def episodes(self, ways: Ways) -> tuple[Player, EpisodeSettings] | None:
+        """Who plays those of the groups' members."""
+        return None
+
     async def _evaluate(self, stream: RolloutStream) -> object:
         requests = [GenerationRequest((7,), num_samples=2)] * self.source.randint(1, 5)
-        answered = await stream._generate(requests)
+        answered = await stream._generate(requests, [Task("7", (7,), "")] * len(requests))
         assert answered is None or [len(samples) for samples in answered] == [2] * len(requests)
         return answered
 
@@ -138,8 +146,13 @@ class Walk:
             prompt = ways.prompt(group.key)
             assert group.rewards == ways.rewards(prompt)
             for completion in group.completions:
-                assert completion is not None and completion.token_ids[0] == prompt
-                assert 0 <= step - completion.weight_versions.min() <= own.max_staleness
+                assert completion is not None
+                self._check_sample(completion, prompt)
+                oldest = oldest_of(completion)
+                assert oldest is None or 0 <= step - oldest <= own.max_staleness
+
+    def _check_sample(self, completion: Completion | Played, prompt: int) -> None:
+        assert isinstance(completion, Completion) and completion.token_ids[0] == prompt
 
 
 def random_ways(source: random.Random, num_steps: int, former: Ways | None, share_equal: float, *, changes: bool) -> Ways:

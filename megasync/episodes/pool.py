@@ -1,0 +1,324 @@
+"""The processes that episodes run in, as the trainer holds them: who runs where, limits on time, and who is to blame for an end.
+
+Hundreds run side by side in a process. The time of an episode counts while it does not wait for the model; where another one
+holds the process up meanwhile, it gets that time back. One that does not end at its limit is ended with its process, and those
+beside it begin anew elsewhere: what they had sampled is kept and answers their turns again, as long as they ask the same. Used
+in one event loop, but for `close`. Leaves out what a failure means for the run, and how a turn is sampled (rollouts/).
+
+    ended = await pool.run(task, ask)        # ask: the tokens of a turn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megasync.episodes.segments import Turn
+from megasync.episodes.task import EpisodeLimitError, Task
+from megasync.episodes.wire import Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.rewards.process import RewardProcess
+from megasync.rewards.wire import Failure, Ready
+
+if TYPE_CHECKING:
+    from megasync.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # for a process to import the episode and the tokenizer
+GRACE_SECONDS = 1.0  # from an episode's cancellation to its end; its process is killed where it does not come
+HELD_SECONDS = 0.2  # a step that takes longer holds the process up
+MOST_LATE = 8  # episodes of a process, whose threads may still hang: it gets no others then, and ends with its last one
+MOST_DEATHS = 3  # of processes that an episode was in, nobody being to blame
+LIMIT_KEY = "rollout.episode_timeout_seconds"
+CLOSED = "the processes of episodes have been closed"
+
+AskFunction = Callable[[Ask], Awaitable[Turn]]
+
+
+class EpisodeError(RuntimeError):
+    """Episodes cannot be played."""
+
+
+class EpisodeProcess(RewardProcess):
+    module = "megasync.episodes.program"
+
+
+@dataclass(eq=False)
+class _Running:
+    """An episode that has not ended."""
+
+    number: int
+    task: Task
+    ask: AskFunction
+    ended: asyncio.Future[tuple[Ended, list[tuple[Any, Turn]]]]
+    limit_seconds: float
+    left_seconds: float = 0.0
+    since: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    is_late: bool = False
+    num_deaths: int = 0
+    asking: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    turns: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # prompt and what was sampled
+    former: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # of a process that died
+
+    def stop(self) -> None:
+        """Its clock."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer, self.left_seconds = None, self.left_seconds - (time.monotonic() - self.since)
+
+    def begin_anew(self) -> None:
+        self.stop()
+        for task in self.asking.values():
+            task.cancel()
+        self.former = {**self.former, **self.turns}
+        self.asking, self.turns, self.left_seconds, self.is_late = {}, {}, self.limit_seconds, False
+
+
+@dataclass(eq=False)
+class _State:
+    """Of a process."""
+
+    timer: asyncio.TimerHandle
+    is_ready: bool = False
+    ended_by_us: str = ""
+    late: _Running | None = None  # what it is ended for
+    num_late: int = 0
+    episodes: dict[int, _Running] = field(default_factory=dict)
+
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE
+
+
+class EpisodePool:
+    """At most `rollout.episode_processes` processes, started as episodes come."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.rollout = config, config.rollout
+        own = config.rollout
+        self.settings = Settings(config.model.path, config.data, own.episode_memory_bytes, own.episode_concurrency)
+        self.waiting: deque[_Running] = deque()
+        self.processes: dict[EpisodeProcess, _State] = {}
+        self.most_processes, self.is_closed, self._number = config.rollout.episode_processes, False, 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, task: Task, ask: AskFunction) -> tuple[Ended, list[tuple[Any, Turn]]]:
+        """How the episode ended, and the turns that are trained, each with its prompt, in their order.
+
+        Raises:
+            EpisodeError: no process can be started, or `close` was called.
+        """
+        if self.is_closed:
+            raise EpisodeError(CLOSED)
+        ended, limit = asyncio.get_running_loop().create_future(), self.rollout.episode_timeout_seconds
+        running = _Running(self._number, task, ask, ended, limit)
+        self._number += 1
+        self.waiting.append(running)
+        self._dispatch()
+        try:
+            return await running.ended
+        finally:
+            if not running.ended.done() or running.ended.cancelled():
+                self._give_up(running)
+
+    def _give_up(self, running: _Running) -> None:
+        """Nobody waits for it any more."""
+        running.begin_anew()
+        if running in self.waiting:
+            self.waiting.remove(running)
+        for process, state in self.processes.items():
+            if running.number in state.episodes:
+                self._cancel(process, state, running)
+
+    # ------------------------------------------------------------------------------------------------ handing out
+
+    def _dispatch(self) -> None:
+        """To the processes with the fewest; more are started while all have some."""
+        if self.is_closed:
+            self._refuse(CLOSED)
+        usable = [(process, state) for process, state in self.processes.items() if state.is_usable]
+        while self.waiting:
+            process, state = min(usable, key=lambda each: len(each[1].episodes), default=(None, None))
+            while (state is None or state.episodes) and self._may_start():
+                self._start()
+            if process is None or state is None or len(state.episodes) >= self.rollout.episode_concurrency:
+                return
+            running = self.waiting.popleft()
+            running.left_seconds = running.limit_seconds
+            state.episodes[running.number] = running
+            process.send(Begin(running.number, running.task))
+            self._start_clock(process, state, running)
+
+    def _may_start(self) -> bool:
+        starting = sum(not state.is_ready for state in self.processes.values())
+        return len(self.processes) < self.most_processes and starting < len(self.waiting)
+
+    def _start(self) -> None:
+        try:
+            process = EpisodeProcess(self, [self.rollout.episode], 0.0)
+        except OSError as error:
+            self._note_failed_start(f"could not be started: {error}")
+            return
+        why = f"was not ready after {START_SECONDS:g} s"
+        self.processes[process] = _State(process.loop.call_later(START_SECONDS, self._end, process, why))
+        process.send(self.settings)
+
+    def _note_failed_start(self, why: str) -> None:
+        """The others go on; without any nothing can be played."""
+        problem = f"rollout.episode: a process for episodes {why}"
+        self.most_processes = len(self.processes)
+        if self.processes:
+            logger.warning("%s\nit goes on with %d", problem, self.most_processes)
+        else:
+            self._refuse(problem)
+
+    def _refuse(self, why: str) -> None:
+        for running in self.waiting:
+            if not running.ended.done():
+                running.ended.set_exception(EpisodeError(why))
+        self.waiting.clear()
+
+    # ------------------------------------------------------------------------------------------------ time
+
+    def _start_clock(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+        running.stop()
+        running.since = time.monotonic()
+        running.timer = process.loop.call_later(max(0.0, running.left_seconds), self._run_out, process, state, running)
+
+    def _run_out(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+        """Of time; but what another one holds up is not late."""
+        running.stop()
+        begin, noted = process.begun()
+        held = time.monotonic() - max(begin, running.since)
+        if noted and noted - 1 != running.number and noted - 1 in state.episodes and held > HELD_SECONDS:
+            running.left_seconds = held
+            self._start_clock(process, state, running)
+            return
+        running.is_late = True
+        self._cancel(process, state, running)
+
+    def _cancel(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+        process.send(Cancel(running.number))
+        process.loop.call_later(GRACE_SECONDS, self._kill_with, process, state, running)
+
+    def _kill_with(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+        if state.episodes.get(running.number) is running and process in self.processes and state.late is None:
+            begin, noted = process.begun()
+            other = state.episodes.get(noted - 1)
+            held = time.monotonic() - begin
+            if other is not None and other is not running and held > HELD_SECONDS and not other.is_late:
+                process.loop.call_later(held, self._kill_with, process, state, running)  # until that one is late itself
+                return
+            state.late = running
+            self._end(process, "did not end when it was cancelled")
+
+    def _end(self, process: EpisodeProcess, why: str) -> None:
+        state = self.processes[process]
+        state.ended_by_us = state.ended_by_us or why
+        process.kill_with_stack()
+
+    # ------------------------------------------------------------------------------------------------ what comes back
+
+    def on_message(self, process: RewardProcess, message: Any) -> None:
+        """Of RewardProcess."""
+        assert isinstance(process, EpisodeProcess)
+        state = self.processes[process]
+        if isinstance(message, Ready):
+            state.timer.cancel()
+            state.is_ready, state.ended_by_us = not message.problem, message.problem
+            self._dispatch()
+            return
+        running = state.episodes.get(message.number)
+        if running is None:
+            return
+        if isinstance(message, Ask):
+            running.stop()
+            task = process.loop.create_task(self._answer(process, state, running, message))
+            running.asking[message.turn] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(message, Drop) and message.turn in running.asking:
+            running.asking.pop(message.turn).cancel()
+            if not running.asking:
+                self._start_clock(process, state, running)
+        elif isinstance(message, Ended):
+            self._finish(state, running, message)
+            if state.num_late >= MOST_LATE and not state.episodes:
+                self._end(process, "had too many episodes that were late")
+            self._dispatch()
+
+    async def _answer(self, process: EpisodeProcess, state: _State, running: _Running, asked: Ask) -> None:
+        """From what it had sampled before its process died, where it asks the same, else anew."""
+        former = running.former.pop(asked.turn, None)
+        try:
+            if former is not None and np.array_equal(former[0], asked.prompt_ids):
+                turn = former[1]
+            else:
+                running.former = {}
+                turn = await running.ask(asked)
+            told = Told(asked.number, asked.turn, turn.token_ids, turn.log_probs, turn.weight_versions, turn.finish_reason)
+            running.turns[asked.turn] = asked.prompt_ids, turn
+        except EpisodeLimitError as error:
+            told = Told(asked.number, asked.turn, limit=str(error))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 # who waits for the episode has to hear of it
+            if not running.ended.done():
+                running.ended.set_exception(error)
+            return
+        running.asking.pop(asked.turn, None)
+        if state.episodes.get(running.number) is running:
+            process.send(told)
+            if not running.asking:
+                self._start_clock(process, state, running)
+
+    def _finish(self, state: _State, running: _Running, message: Ended) -> None:
+        running.stop()
+        for task in running.asking.values():  # those of tasks that it left behind
+            task.cancel()
+        del state.episodes[running.number]
+        if running.is_late:
+            state.num_late += 1
+            late = f"took longer than {LIMIT_KEY} = {running.limit_seconds:g}, without the model's time"
+            details = message.failure.details if message.failure is not None else ""
+            message = Ended(running.number, failure=Failure(late, details))
+        if not running.ended.done():
+            message = message._replace(own_seconds=running.limit_seconds - running.left_seconds)
+            running.ended.set_result((message, [running.turns[number] for number in message.kept]))
+
+    def on_end(self, process: RewardProcess, how: str, stack: str) -> None:
+        """Of RewardProcess."""
+        assert isinstance(process, EpisodeProcess)
+        state = self.processes.pop(process)
+        state.timer.cancel()
+        why, left = state.ended_by_us or how, list(state.episodes.values())
+        blamed = state.late or state.episodes.get(process.begun()[1] - 1) or (left[0] if len(left) == 1 else None)
+        if not state.is_ready:
+            self._note_failed_start(f"{why}\n{stack}".strip())
+        for running in reversed(left):
+            running.num_deaths += 1
+            if running is blamed or running.num_deaths >= MOST_DEATHS:
+                failure = Failure(why, stack if running is blamed else "")
+                self._finish(state, running, Ended(running.number, failure=failure))
+            elif not running.ended.done():
+                running.begin_anew()
+                self.waiting.appendleft(running)
+        if len(left) > 1:
+            logger.warning("a process of episodes %s; %d that were in it begin anew", why, len(left) - (blamed is not None))
+        self._dispatch()
+
+    def close(self) -> None:
+        """End all processes. From any thread, more than once."""
+        self.is_closed = True
+        for process in list(self.processes):
+            process.kill()
+            process.join()

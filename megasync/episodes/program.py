@@ -1,0 +1,267 @@
+"""The program of one process of episodes: plays those that the trainer begins, side by side, until it hangs up or dies.
+
+Each step of an episode, from one wait to the next, is noted with its begin, so that the trainer knows which one holds the process
+up. Leaves out limits on time and turns, which are the trainer's, and where tokens come from. No torch in here. pool.py starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import pickle
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasync.data.prompts import Prompts
+from megasync.episodes.chat import Model
+from megasync.episodes.children import CURRENT, Children, limit_output
+from megasync.episodes.messages import MessageError
+from megasync.episodes.proxy import Access, Proxy
+from megasync.episodes.render import renderer_of
+from megasync.episodes.resolve import Episode, resolve_episode
+from megasync.episodes.segments import Recorder, Turn
+from megasync.episodes.task import EpisodeLimitError, Result
+from megasync.episodes.tokens import Tokens
+from megasync.episodes.wire import Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.hf.folder import read_json_object
+from megasync.rewards.program import BadValueError, begin, failure_of, text_of
+from megasync.rewards.wire import BEGUN, LENGTH, Failure, Ready, Setup, pack
+
+MOST_PRINTED_BYTES = 16 << 10
+MOST_INFO_CHARACTERS = 100_000
+
+
+def main(fields: list[Any]) -> None:
+    """`fields` are those of a Setup."""
+    setup = Setup(*fields)
+    if (connection := begin(setup)) is None:
+        return
+    limit_output(MOST_PRINTED_BYTES)
+    try:
+        play = resolve_episode(setup.names[0])
+    except BaseException as error:  # noqa: BLE001 # told below
+        connection.sendall(pack(Ready(text_of(error))))
+        return
+    asyncio.run(Program(connection, play, setup.notes).run())
+
+
+class NumberedTurn(Turn):
+    """As the trainer numbered it."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Kept(Recorder):
+    """Notes which turns are kept; the trainer has their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def add(self, prompt_ids: Sequence[int] | Any, turn: Turn) -> None:
+        assert isinstance(turn, NumberedTurn)
+        if turn.number >= 0:
+            self.numbers.append(turn.number)
+
+
+class PlainRenderer:
+    """Of a tokenizer without a chat template: tokens alone."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+
+    def _refuse(self, *_: Any) -> Any:
+        raise MessageError("the tokenizer has no chat template: use model.complete, or take a model with one")
+
+    prompt = read = _refuse
+
+
+class EpisodeModel(Model):
+    """With the tokenizer at hand, and a way to programs that speak HTTP."""
+
+    def __init__(self, program: Program, number: int, recorder: Recorder) -> None:
+        super().__init__(Asker(program, number), program.renderer, recorder)
+        self._program = program
+
+    @property
+    def has_template(self) -> bool:
+        return not isinstance(self.renderer, PlainRenderer)
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[Access]:
+        """Where programs that speak OpenAI's or Anthropic's protocol find this model, on the loopback, until the block ends."""
+        with (await self._program.proxy()).episode(self) as access:
+            yield access
+
+    def encode(self, text: str) -> list[int]:
+        """A text that the model did not sample, such as a tool's answer; nothing is added around it."""
+        return self.renderer.tokens.encode(text)
+
+
+class Asker:
+    """The sampler of one episode: asks the trainer."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self.program, self.number, self.num_turns = program, number, 0
+
+    async def __call__(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        turn, answer = self.num_turns, asyncio.get_running_loop().create_future()
+        self.num_turns += 1
+        self.program.asked[self.number, turn] = answer
+        self.program.send(Ask(self.number, turn, np.asarray(prompt_ids, np.int32), max_new_tokens, tuple(stop)))
+        try:
+            told: Told = await answer
+        except asyncio.CancelledError:
+            self.program.send(Drop(self.number, turn))
+            raise
+        finally:
+            del self.program.asked[self.number, turn]
+        if told.limit:
+            raise EpisodeLimitError(told.limit)
+        made = NumberedTurn(told.token_ids, told.log_probs, told.weight_versions, told.finish_reason)
+        object.__setattr__(made, "number", turn)
+        return made
+
+
+class Program:
+    """Begins and cancels episodes, and brings them what the trainer tells."""
+
+    def __init__(self, connection: socket.socket, play: Episode, notes: int) -> None:
+        self.connection, self.play, self.notes = connection, play, notes
+        self.asked: dict[tuple[int, int], asyncio.Future[Told]] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.children = Children()
+        self.renderer: Any = None
+        self._proxy: asyncio.Task[Proxy] | None = None
+
+    async def proxy(self) -> Proxy:
+        """One for all episodes of the process, started by the first that wants it."""
+        if self._proxy is None:
+            self._proxy = asyncio.get_running_loop().create_task(Proxy.start())
+        return await asyncio.shield(self._proxy)
+
+    async def run(self) -> None:
+        """Until the trainer hangs up."""
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=self.connection)
+        settings = await self._read()
+        if not isinstance(settings, Settings):
+            return
+        try:
+            self._set_up(settings)
+        except BaseException as error:  # noqa: BLE001 # told below
+            self.send(Ready(text_of(error)))
+            await self.writer.drain()
+            return
+        self.send(Ready())
+        while (message := await self._read()) is not None:
+            if isinstance(message, Begin):
+                self.tasks[message.number] = asyncio.get_running_loop().create_task(self._episode(message))
+            elif isinstance(message, Cancel) and message.number in self.tasks:
+                self.tasks[message.number].cancel()
+            elif isinstance(message, Told):
+                answer = self.asked.get((message.number, message.turn))
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+
+    def _set_up(self, settings: Settings) -> None:
+        prompts = Prompts(settings.model_path, settings.data)
+        tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
+        threads = ThreadPoolExecutor(settings.concurrency, "episode")  # asyncio's own are a few more than there are cores
+        asyncio.get_running_loop().set_default_executor(threads)
+        arguments, model_type = settings.data.chat_template_arguments, _model_type(settings.model_path)
+        has_template = bool(prompts.tokenizer.chat_template)
+        self.renderer = renderer_of(tokens, model_type, arguments) if has_template else PlainRenderer(tokens)
+        if settings.memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes,) * 2)
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.writer.write(pack(message))
+
+    async def _read(self) -> Any:
+        try:
+            header = await self.reader.readexactly(LENGTH.size)
+            return pickle.loads(await self.reader.readexactly(*LENGTH.unpack(header)))  # noqa: S301 # the trainer's
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def _episode(self, given: Begin) -> None:
+        CURRENT.set(given.number)
+        kept = Kept()
+        model = EpisodeModel(self, given.number, kept)
+        try:
+            value = await _Steps(self.play(given.task, model), given.number, self)
+            ended = Ended(given.number, tuple(kept.numbers), *_result(value))
+        except EpisodeLimitError as error:
+            ended = Ended(given.number, tuple(kept.numbers), limit=str(error))
+        except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
+            cancelled = Failure("was cancelled") if isinstance(error, asyncio.CancelledError) else failure_of(error)
+            ended = Ended(given.number, failure=cancelled)
+        del self.tasks[given.number]
+        self.children.end(given.number)
+        if not self.tasks:
+            self.children.end_all()
+        self.send(ended)
+
+
+class _Steps:
+    """Awaits a coroutine with a note about each of its steps."""
+
+    def __init__(self, coroutine: Any, number: int, program: Program) -> None:
+        self.coroutine, self.number, self.program = coroutine, number, program
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        send, throw = self.coroutine.send, self.coroutine.throw
+        step, value = send, None
+        notes, children = self.program.notes, self.program.children
+        while True:
+            os.pwrite(notes, BEGUN.pack(time.monotonic(), self.number + 1), 0)
+            try:
+                with children.of(self.number):
+                    waits_for = step(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                os.pwrite(notes, BEGUN.pack(time.monotonic(), 0), 0)
+            try:
+                value, step = (yield waits_for), send
+            except BaseException as error:  # noqa: BLE001 # handed on
+                value, step = error, throw
+
+
+def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+    """Reward, metrics and what there is to show of them.
+
+    Raises:
+        BadValueError: it is none of what an episode may return.
+    """
+    if value is None:
+        return None, {}, {}
+    result = value if isinstance(value, Result) else Result(value)
+    numbers: dict[str, Any] = dict(result.metrics)
+    if result.reward is not None:
+        numbers[""] = result.reward
+    for name, number in numbers.items():
+        is_number = isinstance(number, int | float | np.number) or getattr(number, "ndim", 1) == 0
+        if not is_number or not math.isfinite(float(number)):
+            what = f"the metric {name} = " if name else ""
+            raise BadValueError(f"returned {what}{number!r:.80}, a finite number is expected")
+    told = json.dumps(dict(result.info), default=str) if result.info else "{}"
+    info = json.loads(told) if len(told) <= MOST_INFO_CHARACTERS else {"too_long": told[:MOST_INFO_CHARACTERS]}
+    reward = None if result.reward is None else float(result.reward)
+    return reward, {name: float(number) for name, number in numbers.items() if name}, info
+
+
+def _model_type(folder: str) -> str:
+    path = Path(folder) / "config.json"
+    return str(read_json_object(path).get("model_type", "")) if path.is_file() else ""

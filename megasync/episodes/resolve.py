@@ -1,0 +1,76 @@
+"""`rollout.episode` becomes a function: imported, and looked at before anything starts.
+
+Leaves out how it is called (program.py). No torch in here.
+
+    play = resolve_episode("my_package.my_module:episode")
+    played = await play(task, model)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from megasync.config.errors import ConfigError, nearest_name
+from megasync.episodes.environments import play
+from megasync.rewards.resolve import IMPORT_PATH
+
+Episode = Callable[[Any, Any], Awaitable[Any]]
+REMEDY = "write rollout.episode=package.module:name, of an async function of (task, model) or a class with reset and step"
+
+
+def resolve_episode(path: str) -> Episode:
+    """What plays an episode; an environment class is played turn by turn (environments.py).
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot play.
+    """
+    headline = f"rollout.episode = {path!r}"
+    if not IMPORT_PATH.fullmatch(path):
+        raise ConfigError(f"{headline}: is not the name of an episode", remedy=REMEDY)
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        remedy = "start where the module can be imported, or set PYTHONPATH"
+        raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
+    found: Any = getattr(module, name, None)
+    if problem := _problem(found, module):
+        near = nearest_name(name, [other for other, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{headline}: {name} {problem}", nearest=near, remedy=REMEDY)
+    return _of_class(found) if inspect.isclass(found) else found
+
+
+def identity(path: str) -> str:
+    """The name, and a digest of the file that it is in: where it differs, episodes may."""
+    file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
+    return f"{path} {hashlib.blake2b(Path(file).read_bytes() if file else b'').hexdigest()}"
+
+
+def _problem(found: Any, module: Any) -> str:
+    if found is None:
+        return f"is not in {module.__file__}"
+    if inspect.isclass(found):
+        has_begin = callable(getattr(found, "reset", None)) or callable(getattr(found, "init", None))
+        return "" if has_begin and callable(getattr(found, "step", None)) else "has no methods reset and step"
+    if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__ if callable(found) else None)):
+        return "is no async function"
+    try:
+        inspect.signature(found).bind("task", "model")
+    except TypeError as error:
+        return f"cannot be called with a task and a model: {error}"
+    return ""
+
+
+def _of_class(environment: Any) -> Episode:
+    takes_task = len(inspect.signature(environment).parameters) > 0
+
+    async def episode(task: Any, model: Any) -> Any:
+        return await play(environment(task) if takes_task else environment(), task, model)
+
+    return episode

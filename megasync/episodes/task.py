@@ -1,0 +1,86 @@
+"""What an episode gets and gives back.
+
+Leaves out the model that it talks to (chat.py).
+
+    async def episode(task: Task, model: Model) -> float | Result | None:
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megasync.episodes.segments import Branch
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of the data, of which a group's members each play an episode."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the line
+    seed: int = 0  # of the group: what is drawn from it is the same for its members, and in a run that is repeated
+    member: int = 0  # of the group
+    turns: tuple[tuple[str, str], ...] = ()  # role and content, where the prompt is a list of messages
+    line: int = 0  # of the data file, from 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an episode was worth. None: `rollout.reward` scores the text of its last turn."""
+
+    reward: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as episode/NAME, a mean over episodes
+    info: Mapping[str, Any] = field(default_factory=dict)  # for samples.jsonl, as JSON
+
+
+class EpisodeLimitError(ValueError):
+    """A turn would be one too many, or its prompt leaves no room. An episode that does not catch it ends there, cut off."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Played:
+    """An episode that has ended, as the trainer keeps it."""
+
+    branches: tuple[Branch, ...] = ()
+    reward: float | None = None  # None: to be scored
+    finish_reason: str = "stop"  # length: its last turn was cut off, or a limit ended it
+    num_turns: int = 0
+    seconds: float = 0.0  # from its begin to its end
+    tool_seconds: float = 0.0  # of these, that it did not wait for the model
+    num_failures: int = 0  # attempts that failed
+    is_dropped: bool = False  # it failed, and has no part in its group
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(int(branch.is_sampled.sum()) for branch in self.branches)
+
+    @property
+    def num_given(self) -> int:
+        """Tokens behind a branch's prompt that were not sampled in it."""
+        return sum(len(branch.token_ids) - branch.prompt_length for branch in self.branches) - self.num_sampled
+
+    @property
+    def oldest(self) -> int | None:
+        """The version of the oldest sampled token."""
+        versions = [int(branch.weight_versions[branch.is_sampled].min()) for branch in self.branches]
+        return min(versions, default=None)
+
+    @property
+    def final_ids(self) -> list[int]:
+        """The tokens of the last turn, as far as the last branch shows where that began."""
+        if not self.branches:
+            return []
+        mask, ids = self.branches[-1].is_sampled.tolist(), self.branches[-1].token_ids.tolist()
+        end = len(mask) - mask[::-1].index(True)
+        begin = end
+        while begin and mask[begin - 1]:
+            begin -= 1
+        return list(ids[begin:end])

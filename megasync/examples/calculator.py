@@ -1,0 +1,67 @@
+"""A calculator as a tool: products that the quickstart's model is right about once it asks for them. No torch in here.
+
+Two turns: for 57*68= the model writes <57*68>, gets :3876; and is to answer 3876. What it has to learn is to ask for the right
+product and to trust the answer. Leaves out the model's folder, which megasync/assets.py writes.
+
+    python -m megasync.examples.calculator --to FOLDER        # warm_up.jsonl, warm_up_held_out.jsonl, train.jsonl, held_out.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NUM_OPERANDS, NUM_HELD_OUT = 100, 200
+CALL = re.compile(r"<(\d{1,4})\*(\d{1,4})>")
+END = "<eos>"  # what ends a turn
+
+
+def calculator(asked: str) -> str:
+    """What the tool answers."""
+    call = CALL.fullmatch(asked)
+    return f":{int(call[1]) * int(call[2])};" if call else ":?;"
+
+
+async def episode(task: Any, model: Any) -> float:
+    """1 where the second turn is the product, else 0."""
+    asked = await model.complete(task.prompt_ids)
+    ids = [*task.prompt_ids, *asked.token_ids, *model.encode(calculator(asked.text))]
+    answer = await model.complete(ids)
+    return float(answer.text == task.answer)
+
+
+def lines(seed: int) -> dict[str, list[dict[str, str]]]:
+    """Of each file; what is held out is in no other one."""
+    pairs = [(left, right) for left in range(NUM_OPERANDS) for right in range(NUM_OPERANDS)]
+    random.Random(seed).shuffle(pairs)
+    found: dict[str, list[dict[str, str]]] = {name: [] for name in ("warm_up", "warm_up_held_out", "train", "held_out")}
+    for place, (left, right) in enumerate(pairs):
+        question, call, product = f"{left}*{right}=", f"<{left}*{right}>", str(left * right)
+        is_held_out = place < NUM_HELD_OUT
+        found["held_out" if is_held_out else "train"].append({"question": question, "answer": product})
+        turns = found["warm_up_held_out" if is_held_out else "warm_up"]
+        turns.append({"question": question, "answer": call})
+        turns.append({"question": f"{question}{call}{END}:{product};", "answer": product})
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the files."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.examples.calculator", description="Write the calculator's data.")
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument("--seed", default=0, type=int)
+    given = parser.parse_args(arguments)
+    given.to.mkdir(parents=True, exist_ok=True)
+    for name, rows in lines(given.seed).items():
+        (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,256 @@
+"""Episodes of groups: each member plays one, whose turns go to the replicas as groups of one sample.
+
+An episode that waits on its tools is no load of any replica. A turn prefers the replica that holds the tokens before it. Turns
+that a lost replica worked on are generated again elsewhere (dispatch.py). Leaves out processes (episodes/pool.py), and what the
+members' rewards are worth (stream.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from bridge.generation import Completion
+from megasync.episodes.segments import Recorder, Turn
+from megasync.episodes.task import EpisodeLimitError, Played
+from megasync.episodes.wire import Ask, Ended
+from megasync.rewards.failure import shown
+from megasync.rollouts.group import Group
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # of an episode under `retry`, and in evaluations
+NUM_NOTED = 3  # failures that are logged, of each kind
+TURNS_KEY, FAILURE_KEY = "rollout.episode_max_turns", "rollout.episode_on_failure"
+
+
+class EpisodeFailedError(RuntimeError):
+    """An episode failed, and the run is to stop then."""
+
+
+class Player(Protocol):
+    """Of EpisodePool."""
+
+    async def run(self, task: Any, ask: Callable[[Ask], Any]) -> tuple[Ended, list[tuple[Any, Turn]]]: ...
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """`max_tokens`: of a prompt with what is sampled after it."""
+
+    max_turns: int
+    max_tokens: int
+    on_failure: str = "retry"
+
+
+@dataclass
+class TurnGroup(Group):
+    """One turn of an episode: a group of one sample, in the place of its episode's group.
+
+    `before`: the turn that came before it. What was computed with the weights of another version is of no use (api.py's salt).
+    """
+
+    parent: Group | None = None
+    answer: asyncio.Future[Completion] | None = None
+    before: TurnGroup | None = None
+
+    def held(self, version: int) -> tuple[int | None, int]:
+        """By the turn before it, or by the first turn of another member."""
+        former: Group | None = self.before or self.parent
+        if former is None or former.oldest != version:
+            return None, 0
+        sampled = former.completions[0] if isinstance(former, TurnGroup) else None
+        held = len(former.request.prompt_ids) + (len(sampled.token_ids) if isinstance(sampled, Completion) else 0)
+        return former.replica, min(held, len(self.request.prompt_ids))
+
+    def begin(self, replica: int, version: int) -> None:
+        super().begin(replica, version)
+        if self.parent is not None:
+            self.parent.begin(replica, version)
+
+
+@dataclass
+class _Attempt:
+    """At one episode."""
+
+    group: Group
+    member: int
+    number: int
+    num_turns: int = 0
+    last: TurnGroup | None = None  # of its turns, that has ended
+    waited_seconds: float = 0.0  # for the model, while nothing else went on
+    num_waiting: int = 0
+    waits_since: float = 0.0
+
+    def wait(self) -> None:
+        if self.num_waiting == 0:
+            self.waits_since = time.monotonic()
+        self.num_waiting += 1
+
+    def go_on(self) -> None:
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.waited_seconds += time.monotonic() - self.waits_since
+
+
+class Episodes:
+    """Of one stream; methods are called on its event loop."""
+
+    def __init__(
+        self,
+        pool: Player,
+        settings: EpisodeSettings,
+        hand_out: Callable[[list[Group]], None],
+        drop: Callable[[Iterable[Group]], None],
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        on_member: Callable[[Group], None],
+    ) -> None:
+        """`hand_out`, `drop`: the dispatcher's; `start` runs a coroutine; `on_member` hears of each member that has ended."""
+        self.pool, self.settings = pool, settings
+        self.hand_out, self.drop_turns, self.start, self.on_member = hand_out, drop, start, on_member
+        self.num_failures = 0
+        self._keys = itertools.count(1)
+        self._waiting: list[Group] = []  # turns that are handed out together, once the loop comes round
+        self._tasks: dict[int, list[asyncio.Task[None]]] = {}  # by the group's key
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tasks)
+
+    def begin(self, groups: Iterable[Group]) -> None:
+        """Play the members that are missing."""
+        for group in groups:
+            tasks = [self.start(self._member(group, member)) for member in group.missing]
+            if tasks:
+                self._tasks[group.key] = tasks
+
+    def drop(self, groups: Iterable[Group]) -> None:
+        """Nobody waits for these any more."""
+        for group in groups:
+            group.is_wanted = False
+            for task in self._tasks.pop(group.key, []):
+                task.cancel()
+
+    async def _member(self, group: Group, member: int) -> None:
+        failures, played = 0, None
+        while played is None:
+            attempt = _Attempt(group, member, failures)
+            assert group.task is not None
+            ended, turns = await self.pool.run(replace(group.task, member=member), partial(self._turn, attempt))
+            if ended.failure is None:
+                played = replace(_played(attempt, ended, turns), num_failures=failures)
+                break
+            failures, played = failures + 1, self._after_failure(attempt, ended, failures + 1)
+        group.complete(member, played)
+        if not group.missing:
+            group.ended_seconds = time.time()
+            self._tasks.pop(group.key, None)
+        self.on_member(group)
+
+    def _after_failure(self, attempt: _Attempt, ended: Ended, failures: int) -> Played | None:
+        """What takes the episode's place; None: another attempt.
+
+        Raises:
+            EpisodeFailedError: the run is to stop.
+        """
+        assert ended.failure is not None
+        assert attempt.group.task is not None
+        self.num_failures += 1
+        policy, is_evaluation = self.settings.on_failure, attempt.group.key < 0
+        told = f"an episode {ended.failure.what}\n  prompt: {shown(attempt.group.task.prompt)}\n{ended.failure.details}".strip()
+        if policy == "stop" or (policy == "retry" and failures == ATTEMPTS and not is_evaluation):
+            tried = f" {ATTEMPTS} times" if policy == "retry" else ""
+            remedy = f"mend it, or write {FAILURE_KEY}=zero or {FAILURE_KEY}=drop to go on without such episodes"
+            raise EpisodeFailedError(f"{told}\n  It failed{tried}. Remedy: {remedy}")
+        if self.num_failures <= NUM_NOTED:
+            logger.warning("%s: %s", policy, told)
+        if (policy == "retry" or is_evaluation) and failures < ATTEMPTS:
+            return None
+        is_dropped = policy == "drop" and not is_evaluation
+        seconds = attempt.waited_seconds + ended.own_seconds, ended.own_seconds
+        return Played((), 0.0, "length", 0, *seconds, num_failures=failures, is_dropped=is_dropped)
+
+    # ------------------------------------------------------------------------------------------------ one turn
+
+    async def _turn(self, attempt: _Attempt, asked: Ask) -> Turn:
+        """EpisodeLimitError where it may not be, or has no room."""
+        turn = self._turn_group(attempt, asked)
+        assert turn.answer is not None
+        attempt.wait()
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(turn)
+        try:
+            done = await turn.answer
+        finally:
+            attempt.go_on()
+            if not turn.answer.done() or turn.answer.cancelled():
+                turn.is_wanted = False
+                self.drop_turns([turn])
+        turn.before, attempt.last = None, turn  # or all would stay
+        return Turn(done.token_ids, done.log_probs, done.weight_versions, done.finish_reason, done.routed_experts)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = [turn for turn in self._waiting if turn.is_wanted], []
+        self.hand_out(waiting)
+
+    def _turn_group(self, attempt: _Attempt, asked: Ask) -> TurnGroup:
+        own, group = self.settings, attempt.group
+        if attempt.num_turns >= own.max_turns:
+            raise EpisodeLimitError(f"{TURNS_KEY} = {own.max_turns}")
+        room = own.max_tokens - len(asked.prompt_ids)
+        if room <= 0:
+            told = f"a prompt of {len(asked.prompt_ids)} tokens leaves no room: a sequence has {own.max_tokens} at most"
+            raise EpisodeLimitError(told)
+        request = replace(
+            group.request,
+            prompt_ids=tuple(asked.prompt_ids.tolist()),
+            num_samples=1,
+            seed=turn_seed(group.request.seed, attempt.member, attempt.number, attempt.num_turns),
+            max_new_tokens=max(1, min(asked.max_new_tokens or group.request.max_new_tokens, group.request.max_new_tokens, room)),
+            stop=(*group.request.stop, *asked.stop),
+        )
+        attempt.num_turns += 1
+        turn = TurnGroup(next(self._keys), request, parent=group)
+        turn.answer = asyncio.get_running_loop().create_future()
+        turn.place, turn.before = group.key, attempt.last
+        return turn
+
+
+def take_in(turn: TurnGroup) -> None:
+    """Its sample has ended."""
+    (completion,) = turn.completions
+    assert turn.answer is not None
+    assert isinstance(completion, Completion)
+    if not turn.answer.done():
+        turn.answer.set_result(completion)
+
+
+def turn_seed(seed: int, member: int, attempt: int, turn: int) -> int:
+    """Of a turn's sampling, from the group's seed: the same in a run that is repeated, and shared with no other turn."""
+    digest = hashlib.blake2b(f"{seed}/{member}/{attempt}/{turn}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) % 2**31
+
+
+def _played(attempt: _Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> Played:
+    recorder = Recorder()
+    for prompt_ids, turn in turns:
+        recorder.add(prompt_ids, turn)
+    is_cut = bool(ended.limit) or bool(turns and turns[-1][1].finish_reason == "length")
+    return Played(
+        branches=tuple(recorder.branches()),
+        reward=0.0 if ended.limit else ended.reward,
+        finish_reason="length" if is_cut else "stop",
+        num_turns=len(turns),
+        seconds=attempt.waited_seconds + ended.own_seconds,
+        tool_seconds=ended.own_seconds,
+        metrics=ended.metrics,
+        info=ended.info,
+    )

@@ -1,0 +1,158 @@
+"""Losses of episodes, whose given tokens are masked and whose branches share a member, beside plain loops. No ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from engine.batch.batch import MicroBatch, SampleTable, pack, plan_microbatches, split_evenly, split_members
+from engine.config import AlgorithmConfig
+from engine.objective.loss import aggregation_weights, grpo_loss, leave_out
+from engine.sample import Sample
+from tests.engine.objective.test_losses import CPU, MAX_NEW_TOKENS, Response, add, algorithms, plain_loss, responses
+
+
+@dataclass
+class Branch:
+    """`sampled` alone counts; before its token i are `given[i]` given ones, and the last of `given` comes after all."""
+
+    sampled: Response
+    given: list[int]
+    member: int
+
+    @property
+    def mask(self) -> list[bool]:
+        """Of the response, which begins with the first sampled token."""
+        pieces = [[False] * (number if place else 0) + [True] for place, number in enumerate(self.given[:-1])]
+        return [*(value for piece in pieces for value in piece), *[False] * self.given[-1]]
+
+    @property
+    def sample(self) -> Sample:
+        mask = np.array(self.mask)
+        log_probs = np.full(len(mask), -123.0, np.float32)  # has no meaning where a token is given
+        log_probs[mask] = self.sampled.rollout
+        prompt = (5,) * (self.sampled.prompt_length + self.given[0])
+        return Sample(prompt, (7,) * len(mask), log_probs, member=self.member, is_sampled=mask)
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> list[Branch]:
+    """Of several members, each with one to three branches, which share its advantage and whether it is in the loss."""
+    found = []
+    for member in range(draw(st.integers(1, 4))):
+        branches = draw(st.lists(responses(), min_size=1, max_size=3))
+        for one in branches:
+            one.advantage, one.is_in_loss = branches[0].advantage, branches[0].is_in_loss
+            given = draw(st.lists(st.integers(0, 3), min_size=len(one.current) + 1, max_size=len(one.current) + 1))
+            found.append(Branch(one, given, member))
+    return found
+
+
+def table_of(branches: list[Branch]) -> SampleTable:
+    table = SampleTable.from_samples([branch.sample for branch in branches])
+    return dataclasses.replace(table, advantages=np.array([branch.sampled.advantage for branch in branches]))
+
+
+def placed(values: list[list[float]], branches: list[Branch], micro: MicroBatch, elsewhere: float) -> torch.Tensor:
+    """`values` where the sampled tokens of the micro-batch's branches are predicted."""
+    result = torch.full((micro.num_tokens,), elsewhere)
+    for index, start in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
+        sample, mask = branches[index].sample, torch.tensor(branches[index].mask)
+        first = start + len(sample.prompt_ids) - 1
+        result[first : first + len(mask)][mask] = torch.tensor(values[index])
+    return result
+
+
+def engine_loss(
+    branches: list[Branch], bins: list[list[int]], config: AlgorithmConfig
+) -> tuple[float, list[list[float]], dict[str, float]]:
+    """As the engine has it: packed in `bins`, with the mini-batch's sizes."""
+    table = table_of(branches)
+    counted = [branch for branch in branches if branch.sampled.is_in_loss]
+    sizes = sum(len(branch.sampled.current) for branch in counted), len({branch.member for branch in counted})
+    total, gradients, sums = 0.0, [list[float]() for _ in branches], dict[str, float]()
+    for indices in bins:
+        micro = pack(table, indices, 4, CPU)
+        micro.old_log_probs = placed([branch.sampled.old for branch in branches], branches, micro, elsewhere=0.9)
+        micro.reference_log_probs = placed([branch.sampled.reference for branch in branches], branches, micro, elsewhere=-0.3)
+        leave_out(micro, [branches[index].sampled.is_in_loss for index in indices])
+        log_probs = placed([branch.sampled.current for branch in branches], branches, micro, elsewhere=-1.5).requires_grad_()
+        weights = aggregation_weights(micro, *sizes, config.loss_aggregation, MAX_NEW_TOKENS)
+        loss, found = grpo_loss(log_probs, micro, weights, config)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+        gradient = log_probs.grad
+        assert gradient is not None and not bool(gradient[micro.mask == 0].any()), "given tokens and padding have no gradient"
+        for index, start in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
+            first = start + len(branches[index].sample.prompt_ids) - 1
+            gradients[index] = gradient[first : first + len(branches[index].mask)][torch.tensor(branches[index].mask)].tolist()
+        add(sums, found)
+    return total, gradients, sums
+
+
+@settings(deadline=None, max_examples=80)
+@given(episodes(), algorithms, st.data())
+def test_only_sampled_tokens_count_each_once_and_members_alike(
+    branches: list[Branch], config: AlgorithmConfig, data: st.DataObject
+) -> None:
+    """The sum over branches of their loss by plain loops, which see the sampled tokens alone; wherever branches are packed."""
+    place = data.draw(st.lists(st.integers(0, 2), min_size=len(branches), max_size=len(branches)))
+    bins = [[index for index, own in enumerate(place) if own == number] for number in range(3)]
+    loss, gradients, sums = engine_loss(branches, bins, config)
+    counted = [branch for branch in branches if branch.sampled.is_in_loss]
+    num_tokens, num_members = sum(len(b.sampled.current) for b in counted), len({b.member for b in counted})
+    of_member = Counter(branch.member for branch in branches for _ in branch.sampled.current)
+    expected, expected_sums = 0.0, dict[str, float]()
+    for branch, found in zip(branches, gradients, strict=True):
+        length = len(branch.sampled.current)
+        shares = {
+            "token_mean": length / max(num_tokens, 1),
+            "sequence_mean": length / of_member[branch.member] / max(num_members, 1),
+            "constant_length": 1 / max(num_members, 1),
+        }
+        share = shares[config.loss_aggregation] if branch.sampled.is_in_loss else 0.0
+        alone, (wanted,), told = plain_loss([branch.sampled], config)
+        expected += alone * share
+        assert found == pytest.approx([value * share for value in wanted], rel=2e-5, abs=2e-6)
+        for name, value in told.items():
+            expected_sums[name] = expected_sums.get(name, 0.0) + value * (share if name in ("loss", "policy") else 1.0)
+    assert loss == pytest.approx(expected, rel=2e-5, abs=2e-5)
+    for name, value in expected_sums.items():
+        assert sums[name] == pytest.approx(value, rel=1e-5, abs=2e-5), name
+    assert sums["tokens"] == num_tokens
+
+
+@settings(deadline=None, max_examples=40)
+@given(episodes(), st.integers(1, 5))
+def test_mini_batches_hold_members_whole(branches: list[Branch], num_parts: int) -> None:
+    """As evenly as members go; where each has one sample the cut is that of samples."""
+    table = table_of(branches)
+    numbers = sorted({branch.member for branch in branches})
+    parts = split_members(table.members, num_parts)
+    assert [index for part in parts for index in part] == list(range(len(branches)))
+    held = [sorted({branches[index].member for index in part}) for part in parts]
+    assert held == [numbers[own.start : own.stop] for own in split_evenly(len(numbers), num_parts)]
+    assert split_members(np.arange(len(branches)), num_parts) == split_evenly(len(branches), num_parts)
+    plan = plan_microbatches(table.lengths, 2, 20)
+    assert sorted(index for own in plan for micro in own for index in micro) == list(range(len(branches)))
+
+
+def test_samples_without_a_member_are_their_own() -> None:
+    """Also where group and reward are equal; a member's samples are those that lie side by side."""
+    samples = [Sample((1,), (2,), group=group, member=member) for group, member in ((0, -1), (0, -1), (0, 2), (0, 2), (1, 2))]
+    assert SampleTable.from_samples(samples).members.tolist() == [0, 1, 2, 2, 3]
+    assert SampleTable.from_samples([]).members.tolist() == []
+
+
+def test_a_mask_of_sampled_tokens_alone_is_none() -> None:
+    """So that nothing is packed, sent or stored for it."""
+    assert len(Sample((1,), (2, 3), is_sampled=(True, True)).is_sampled) == 0
+    mixed = Sample((1,), (2, 3, 4), is_sampled=(True, False, True))
+    assert mixed.num_sampled == 2 and mixed.is_sampled.tolist() == [True, False, True]

@@ -1,0 +1,78 @@
+"""Environments of others as they come, played with a model that says given lines. Those that are not installed are skipped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megasync.config.errors import ConfigError
+from megasync.episodes.environments import play
+from megasync.episodes.task import Task
+from megasync.examples import attempts, calculator, tasks
+from tests.support.episodes import Guess
+from tests.support.samplers import Lines, model_of
+
+
+def model(*lines: str) -> Any:
+    """With a chat template, as an episode gets it."""
+    made = model_of(Lines(*lines))
+    made.has_template = True  # type: ignore[attr-defined]
+    return made
+
+
+def texts(of: Any) -> list[str]:
+    return [of.sampler.tokens.decode(branch.token_ids) for branch in of.recorder.branches()]
+
+
+def test_gymnasiums_manner_is_played_to_its_end() -> None:
+    told = model("1", "2", "3")
+    result = asyncio.run(play(Guess(Task("", (1,), "2")), Task("Guess.", (1,), "2", seed=7), told))
+    assert (result.reward, result.metrics) == (1.0, {"left": 0.0})
+    assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(told)[0] and texts(told)[-1].count("user\nno") == 2
+
+
+def test_skyrl_gyms_environment_is_played_as_it_comes() -> None:
+    gym = pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed: pip install skyrl-gym")
+    for answer, reward in (("So it is #### 12", 1.0), ("#### 13", 0.0)):
+        environment = gym.make("gsm8k", extras={"reward_spec": {"ground_truth": "12"}})
+        told = model(answer)
+        result = asyncio.run(play(environment, Task("7 + 5?", (1,), "12"), told))
+        assert result.reward == reward and len(told.recorder.branches()) == 1
+
+
+def test_a_question_of_reasoning_gym_has_several_attempts() -> None:
+    try:
+        tasks.reasoning_gym()
+    except ConfigError as error:
+        pytest.skip(f"reasoning-gym cannot be fetched: {error}")
+    (line,), _ = tasks.generate_task("chain_sum", {"max_terms": 2, "max_digits": 2}, 1, 0, seed=3)
+    task = Task(line["question"], (1,), line["answer"], {"entry": line["entry"]})
+    assert json.loads(line["entry"])["answer"] == line["answer"]
+    assert asyncio.run(attempts.episode(task, model("nothing", line["answer"]))) == 0.75
+    assert asyncio.run(attempts.episode(task, model(line["answer"]))) == 1.0
+
+
+def test_the_calculator_says_what_a_call_is_worth() -> None:
+    assert [calculator.calculator(asked) for asked in ("<12*34>", "<12*>", "12*34")] == [":408;", ":?;", ":?;"]
+    lines = calculator.lines(0)
+    held_out, trained = ({line["question"] for line in lines[name]} for name in ("held_out", "train"))
+    assert len(held_out) == calculator.NUM_HELD_OUT and not held_out & trained
+    assert len(lines["warm_up"]) == 2 * len(trained)
+
+    class Model:
+        def __init__(self, *said: str) -> None:
+            self.said = list(said)
+
+        async def complete(self, ids: list[int]) -> SimpleNamespace:
+            return SimpleNamespace(token_ids=[0], text=self.said.pop(0))
+
+        def encode(self, text: str) -> list[int]:
+            assert text == ":408;"
+            return [1]
+
+    for said, reward in (("408", 1.0), ("40", 0.0)):
+        assert asyncio.run(calculator.episode(Task("12*34=", (2,), "408"), Model("<12*34>", said))) == reward

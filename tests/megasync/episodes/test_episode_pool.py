@@ -1,0 +1,201 @@
+"""The processes of episodes, real ones: what an episode may do to them costs that episode alone.
+
+python -m pytest tests/megasync/episodes/test_episode_pool.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megasync.assets import build_tokenizer
+from megasync.config.errors import ConfigError
+from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from megasync.episodes.pool import EpisodePool
+from megasync.episodes.resolve import resolve_episode
+from megasync.episodes.segments import Turn
+from megasync.episodes.task import EpisodeLimitError, Task
+from megasync.episodes.wire import Ask, Ended
+from tests.support.chat_families import FAMILIES
+
+EPISODES = "tests.support.episodes:episode"
+TIMEOUT_SECONDS = 4.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def pool_of(folder: str, **options: Any) -> EpisodePool:
+    own = {"episode": EPISODES, "episode_timeout_seconds": TIMEOUT_SECONDS, "episode_processes": 1, **options}
+    return EpisodePool(Config(model=ModelConfig(path=folder), data=DataConfig(), rollout=RolloutConfig(**own)))
+
+
+class Replica:
+    """Says as many tokens as it has been asked for, with what the process has no business with."""
+
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+
+    async def __call__(self, asked: Ask) -> Turn:
+        self.asked.append(asked)
+        await asyncio.sleep(0.01)
+        if len(asked.prompt_ids) > 60:
+            raise EpisodeLimitError("60 tokens")
+        number = asked.max_new_tokens or 3
+        return Turn([5] * number, [-0.5] * number, [4] * number, "stop")
+
+
+Told = dict[str, tuple[Ended, list[tuple[Any, Turn]]]]
+
+
+def play(pool: EpisodePool, prompts: list[str], replica: Replica | None = None) -> Told:
+    """How episodes side by side end."""
+    replica = replica or Replica()
+
+    async def all_of_them() -> Told:
+        tasks = [pool.run(Task(prompt, (7, 8, 9), "12", seed=3), replica) for prompt in prompts]
+        return dict(zip(prompts, await asyncio.gather(*tasks), strict=True))
+
+    try:
+        return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    finally:
+        pool.close()
+
+
+def failure(told: Told, prompt: str) -> str:
+    ended, _ = told[prompt]
+    assert ended.failure is not None
+    return ended.failure.what
+
+
+@pytest.fixture(scope="module")
+def side_by_side(folder: str) -> Told:
+    """In one process, beside many good ones."""
+    good = [f"good {0.2 + 0.01 * number}" for number in range(50)]
+    bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "endless"]
+    return play(pool_of(folder, episode_memory_bytes=4 << 30), [*good, *bad])
+
+
+def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Told) -> None:
+    good = [told for prompt, told in side_by_side.items() if prompt.startswith("good")]
+    assert len(good) == 50
+    for ended, turns in good:
+        assert (ended.failure, ended.reward, ended.metrics, ended.info["seed"]) == (None, 1.0, {"length": 8.0}, 3)
+        assert [prompt.tolist() for prompt, _ in turns] == [[7, 8, 9], [7, 8, 9, 5, 5, 5, 17, 10]]
+        assert [len(turn.token_ids) for _, turn in turns] == [3, 2]
+
+
+def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
+    assert failure(side_by_side, "raises") == "raised ZeroDivisionError: on purpose"
+    assert "on purpose" in (side_by_side["raises"][0].failure or "")[1]
+    assert failure(side_by_side, "hangs").startswith("took longer than rollout.episode_timeout_seconds = 4")
+    assert failure(side_by_side, "nan") == "returned nan, a finite number is expected"
+    assert failure(side_by_side, "text") == "returned 'good', a finite number is expected"
+    assert failure(side_by_side, "greedy").startswith("raised MemoryError")
+    assert side_by_side["none"][0].reward is None and side_by_side["none"][0].failure is None
+    assert side_by_side["endless"][0].limit == "60 tokens", side_by_side["endless"][0]
+
+
+def test_what_it_prints_and_starts_is_no_matter_of_others(side_by_side: Told) -> None:
+    assert side_by_side["floods"][0].failure is None
+    pid = int(side_by_side["leaves"][0].metrics["pid"])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("kind", "what"), [("dies", "SIGKILL"), ("holds", "took longer"), ("swallows", "took longer")])
+def test_whoever_takes_its_process_down_is_to_blame_alone(folder: str, kind: str, what: str) -> None:
+    """Those beside it begin anew in another one, and what they had sampled answers their turns: no token is sampled twice."""
+    good, replica = [f"good {1.0 + number / 100}" for number in range(8)], Replica()
+    pool = pool_of(folder, episode_timeout_seconds=2.5)
+    told = play(pool, [*good, kind], replica)
+    assert what in failure(told, kind)
+    assert all(told[prompt][0].failure is None for prompt in good)
+    by_length = [len(asked.prompt_ids) for asked in replica.asked]
+    assert by_length.count(3) == len(good) + 1 and by_length.count(8) == len(good)
+
+
+def test_the_models_time_is_not_the_episodes(folder: str) -> None:
+    class Slow(Replica):
+        async def __call__(self, asked: Ask) -> Turn:
+            await asyncio.sleep(1.0)
+            return await super().__call__(asked)
+
+    told = play(pool_of(folder, episode_timeout_seconds=0.8), ["good 0.3"], Slow())
+    assert told["good 0.3"][0].failure is None
+
+
+def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
+    replica = Replica()
+    told = play(pool_of(folder, episode="tests.support.episodes:Guess"), ["any"], replica)
+    ended, turns = told["any"]
+    assert (ended.failure, ended.reward, ended.metrics) == (None, 0.0, {"left": 0.0}) and len(turns) == 3
+    for (first, turn), (second, _) in pairwise(turns):
+        assert np.array_equal(second[: len(first) + len(turn.token_ids)], [*first, *turn.token_ids])
+
+
+def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
+    """More than a process may have: it ends with its last one, and what waited is played in another."""
+    options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 2.0, "episode_concurrency": 12}
+    bad, good = [f"hangs {number}" for number in range(9)], [f"good {number}" for number in range(40)]
+    told = play(pool_of(folder, **options), [*bad, *good])
+    assert all("took longer" in failure(told, prompt) for prompt in bad)
+    assert all((told[prompt][0].failure, told[prompt][0].reward) == (None, 1.0) for prompt in good)
+
+
+def test_an_unchanged_program_is_an_episode(tmp_path: Path) -> None:
+    """With the official client, in a process of its own; its turns are one sequence."""
+    family = FAMILIES["qwen3"]
+    family.tokenizer().save_pretrained(tmp_path)
+    pool = pool_of(str(tmp_path), episode="tests.support.episodes:program", episode_timeout_seconds=60.0)
+    ended, turns = play(pool, ["any"])["any"]
+    assert (ended.failure, ended.reward, ended.info) == (None, 1.0, {"said": "stop 5"})
+    (first, turn), (second, _) = turns
+    assert np.array_equal(second[: len(first) + 3], [*first, *turn.token_ids]) and len(second) > len(first) + 3
+
+
+def test_an_episode_that_nobody_waits_for_ends(folder: str) -> None:
+    pool = pool_of(folder)
+
+    async def give_up() -> int:
+        waiting = asyncio.ensure_future(pool.run(Task("good 1000", (7,), ""), Replica()))
+        other = await pool.run(Task("good", (7,), ""), Replica())
+        assert other[0].failure is None
+        waiting.cancel()
+        begin = time.monotonic()
+        while any(state.episodes for state in pool.processes.values()) and time.monotonic() < begin + 10:
+            await asyncio.sleep(0.05)
+        return sum(len(state.episodes) for state in pool.processes.values())
+
+    try:
+        assert asyncio.run(give_up()) == 0
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("episode", "is not the name of an episode"),
+        ("no.such.module:episode", "cannot be imported: ModuleNotFoundError"),
+        ("tests.support.episodes:episod", "episod is not in"),
+        ("tests.support.episodes:not_async", "is no async function"),
+        ("tests.support.episodes:one_argument", "cannot be called with a task and a model"),
+        ("tests.support.episodes:NoSteps", "has no methods reset and step"),
+        ("tests.support.episodes:number", "is no async function"),
+    ],
+)
+def test_what_cannot_play_is_refused_before_anything_starts(path: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        resolve_episode(path)
+    assert "rollout.episode" in str(caught.value) and "emedy" in str(caught.value)

@@ -1,0 +1,72 @@
+"""What a batch makes of episodes: samples of their branches, statistics by member, metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bridge.generation import Completion, GenerationRequest
+from engine.batch.batch import SampleTable
+from megasync.episodes.segments import Branch, Recorder, Turn
+from megasync.episodes.task import Played
+from megasync.rollouts.group import Group
+from megasync.rollouts.played import episode_metrics, members_of
+from megasync.rollouts.rollout import batch_metrics, samples_of
+
+PROMPT = (1, 2, 3)
+
+
+def turn(length: int, version: int) -> Turn:
+    return Turn([7] * length, [-0.5] * length, [version] * length)
+
+
+def branches() -> tuple[Branch, ...]:
+    """Of two turns and a third one that has forgotten the second: two branches, the first turn in the first one alone."""
+    recorder = Recorder()
+    recorder.add(PROMPT, turn(2, 4))
+    recorder.add([*PROMPT, 7, 7, 9], turn(3, 5))
+    recorder.add([*PROMPT, 7, 7, 8, 8], turn(1, 6))
+    return tuple(recorder.branches())
+
+
+def group() -> Group:
+    made = Group(0, GenerationRequest(PROMPT, num_samples=4))
+    first = Played(branches(), 1.0, num_turns=3, seconds=4.0, tool_seconds=1.0, metrics={"calls": 2.0})
+    arrays = np.full(3, 7, np.int32), np.full(3, -0.5, np.float32), np.full(3, 5, np.int32)
+    dropped = Played(reward=0.0, is_dropped=True, num_failures=1, finish_reason="length")
+    failed = Played(reward=0.0, num_failures=1, finish_reason="length", seconds=1.0, tool_seconds=1.0)
+    for member, done in enumerate((first, Completion(*arrays, "stop"), dropped, failed)):
+        made.complete(member, done)
+        made.rewards[member] = 1.0 if member == 0 else 0.0
+    return made
+
+
+def test_branches_become_samples_of_one_member() -> None:
+    samples = samples_of(group(), 5)
+    assert [(sample.member, sample.reward) for sample in samples] == [(0, 1.0), (0, 1.0), (1, 0.0), (3, 0.0)]
+    assert {sample.group for sample in samples} == {5}
+    assert [[len(sample.prompt_ids), sample.num_sampled] for sample in samples] == [[3, 5], [7, 1], [3, 3], [3, 0]]
+    assert samples[0].is_sampled.tolist() == [True, True, False, True, True, True] and not len(samples[1].is_sampled)
+    assert SampleTable.from_samples(samples).members.tolist() == [0, 0, 1, 2]
+    assert [len(member) for member in members_of(samples)] == [2, 1, 1]
+
+
+def test_metrics_count_members_and_sampled_tokens() -> None:
+    found = batch_metrics(samples_of(group(), 0), 6, 2.0, 0.0)
+    assert found["reward/mean"] == pytest.approx(1 / 3) and found["response/tokens_mean"] == 3
+    assert found["response/truncated_fraction"] == pytest.approx(1 / 3)
+    assert found["staleness/max"] == 2 and found["staleness/mean"] == pytest.approx((2 * 2 + 3 * 1 + 0 + 3 * 1) / 9)
+    played = [done for done in group().completions if isinstance(done, Played)]
+    told = episode_metrics(played)
+    assert (told["episode/turns_mean"], told["episode/branches"]) == (1.0, pytest.approx(2 / 3))
+    assert told["episode/given_tokens"] == pytest.approx(1 / 3) and told["episode/sampled_tokens"] == 2
+    assert told["episode/failures"] == 2 and told["episode/dropped"] == 1 and told["episode/calls"] == 2
+    assert told["episode/tool_share"] == pytest.approx(2 / 5)
+    assert episode_metrics([]) == {}
+
+
+def test_a_dropped_member_has_no_part_in_its_group() -> None:
+    made = group()
+    assert made.own_rewards == [1.0, 0.0, 0.0] and made.is_done
+    assert made.oldest == 4
+    assert branches()[1].is_sampled.sum() == 1 and Played(branches()).final_ids == [7]

@@ -1,0 +1,79 @@
+"""A whole run whose samples are episodes: one step off, with failures, branches, evaluations, and a checkpoint in its midst.
+
+One module of its own, since what a run's samples are is the same from its first step to its last.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megasync.episodes.task import Played
+from megasync.reporting.log import read_evaluations, read_samples
+from megasync.rollouts.progress import load_progress
+from tests.runs.train_cases import cut_off_copy, metrics, train, write_config
+
+NUM_EPISODES = 8 * 4
+
+
+def config_of(folder: Path) -> Path:
+    rollout = {"max_staleness": 1, "on_update": "continue", "max_new_tokens": 6, "evaluate_every_steps": 3}
+    episode = {"episode": "tests.support.episodes:unsteady", "episode_max_turns": 2, "episode_on_failure": "drop"}
+    config = write_config(folder, run={"log_samples": 8}, rollout={**rollout, **episode}, data={"shuffle": False})
+    data = folder / "held_out.jsonl"
+    data.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
+    config.write_text(config.read_text().replace("data:\n", f"data:\n  eval: {data}\n"))
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("episodes")
+    code, said = train(config_of(folder))
+    assert code == 0, said
+    return folder / "runs" / "run", said
+
+
+def test_what_was_sampled_is_what_is_trained(run: tuple[Path, str]) -> None:
+    """In the first step, whose tokens are of the weights that train on them, trainer and vLLM agree on each token."""
+    lines = metrics(run[0])
+    assert lines[0]["logprob_gap/max"] < 1e-4 and lines[0]["staleness/max"] == 0
+    assert all(line["staleness/max"] <= 1 for line in lines) and any(line["staleness/max"] == 1 for line in lines)
+    for line in lines:
+        assert line["train/response_tokens"] == pytest.approx(NUM_EPISODES * line["episode/sampled_tokens"])
+        assert 0 < line["episode/given_tokens"] < 2 and 0.8 < line["episode/branches"] < 2
+        assert line["episode/tool_seconds"] > 0 and 0 < line["episode/tool_share"] < 1 and line["episode/first"] >= 1
+    assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_episodes_that_fail_are_counted_and_have_no_part_in_their_groups(run: tuple[Path, str]) -> None:
+    lines = metrics(run[0])
+    assert sum(line["episode/dropped"] for line in lines) == sum(line["episode/failures"] for line in lines) == 6 * 4
+    assert "drop: an episode raised RuntimeError: broken on purpose" in run[1]
+    assert all(line["episode/turns_mean"] == pytest.approx(2 - line["episode/dropped"] / 16) for line in lines)
+
+
+def test_samples_show_their_turns(run: tuple[Path, str]) -> None:
+    lines = [line for line in read_samples(run[0]) if line["set"] == "train"]
+    assert {line["line"] for line in lines} >= {1, 2, 3, 5} and all(line["line"] % 8 or not line["branches"] for line in lines)
+    for line in lines:
+        kinds = [[piece["sampled"] for piece in branch] for branch in line["branches"]]
+        wanted = [[False, True]] * 2 if line["line"] % 3 == 0 else [[False, True, False, True]]
+        assert kinds == (wanted if line["line"] % 8 else [])
+        assert line["line"] % 8 == 0 or line["branches"][0][0]["text"] == line["prompt"]
+        assert sum(piece["tokens"] for branch in line["branches"] for piece in branch if piece["sampled"]) == line["tokens"]
+    assert [line["step"] for line in read_evaluations(run[0])] == [0, 3, 6]
+
+
+def test_a_resumed_run_goes_on_with_the_episodes_that_had_ended(run: tuple[Path, str], tmp_path: Path) -> None:
+    kept = load_progress(run[0] / "checkpoints" / "step_00000003")
+    assert kept is not None
+    saved = [sample.completion for group in kept.groups for sample in group.samples]
+    assert all(isinstance(one, Played) for one in saved)
+    copy = cut_off_copy(run[0], tmp_path)
+    code, said = train(config_of(tmp_path), "run.steps=7")
+    assert code == 0, said
+    lines = metrics(copy)
+    assert [line["step"] for line in lines] == list(range(7)) and lines[:3] == metrics(run[0])[:3]
+    assert sum(line["episode/dropped"] for line in lines) == 7 * 4, "each prompt is trained once"

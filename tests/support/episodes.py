@@ -1,0 +1,145 @@
+"""Episodes that tests play: what one does, and how it fails, is the prompt of its task."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from megasync.episodes.task import Result, Task
+
+
+async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one for each kind
+    """Two turns with a tool between them, unless the prompt asks for something else."""
+    kind, _, option = task.prompt.partition(" ")
+    first = await model.complete(task.prompt_ids)
+    await asyncio.sleep(float(option) if kind == "good" and option else 0)
+    match kind:
+        case "raises":
+            raise ZeroDivisionError("on purpose")
+        case "hangs":
+            await asyncio.sleep(1000)
+        case "holds":
+            time.sleep(1000)
+        case "swallows":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    print("cancelled")
+        case "exits":
+            os._exit(3)
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "floods":
+            for _ in range(100_000):
+                print("x" * 1000)
+                print("y" * 1000, file=sys.stderr)
+        case "leaves":
+            child = subprocess.Popen(["sleep", "600"])
+            return Result(float(child.pid), {"pid": child.pid})
+        case "nan":
+            return float("nan")
+        case "text":
+            return "good"
+        case "none":
+            return None
+        case "greedy":
+            held = bytearray(8 << 30)
+            return float(len(held))
+        case "endless":
+            ids = [*task.prompt_ids, *first.token_ids]
+            while True:
+                ids += (await model.complete(ids)).token_ids
+    ids = [*task.prompt_ids, *first.token_ids, *model.encode("=7")]
+    second = await model.complete(ids, max_new_tokens=2, stop=["z"])
+    return Result(len(second.token_ids) / 2, {"length": len(ids)}, {"text": second.text, "seed": task.seed})
+
+
+async def two_turns(task: Task, model: Any) -> float:
+    """A tool takes a moment and gives two tokens."""
+    first = await model.complete(task.prompt_ids)
+    await asyncio.sleep(0.02)
+    await model.complete([*task.prompt_ids, *first.token_ids, *model.encode("=7")])
+    return float(task.member)
+
+
+async def unsteady(task: Task, model: Any) -> Result | None:
+    """Two turns. Every eighth line fails, every third forgets its first turn, and every fifth is scored by the run's reward."""
+    if task.line % 8 == 0:
+        raise RuntimeError("broken on purpose")
+    first = await model.complete(task.prompt_ids)
+    await asyncio.sleep(0.01 * (task.seed + task.member) % 0.05)
+    given = model.encode("=7" if task.line % 3 else "xyz")
+    await model.complete([*task.prompt_ids, *(first.token_ids if task.line % 3 else []), *given])
+    if task.line % 5 == 0:
+        return None
+    return Result(len(first.token_ids) / 6, {"first": len(first.token_ids)}, {"line": task.line})
+
+
+PROGRAM = """
+import openai
+client, messages = openai.OpenAI(), [{"role": "user", "content": "Hello"}]
+for _ in range(2):
+    reply = client.chat.completions.create(model="any", messages=messages, max_tokens=3).choices[0]
+    messages += [reply.message, {"role": "user", "content": "Go on"}]
+print(reply.finish_reason, len(messages))
+"""
+
+
+async def program(task: Task, model: Any) -> Result:
+    """What it does is a program's that knows OpenAI's protocol alone."""
+    async with model.serve() as access:
+        environment = os.environ | access.environment()
+        options = {"env": environment, "stdout": asyncio.subprocess.PIPE}
+        started = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, **options)
+        said, _ = await started.communicate()
+    return Result(float(started.returncode == 0), info={"said": said.decode().strip()})
+
+
+class Guess:
+    """An environment in Gymnasium's manner: the action is a number of tokens."""
+
+    def __init__(self, task: Task) -> None:
+        self.answer, self.left = task.answer, 3
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"?{seed % 10}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
+
+
+class Sleeps:
+    """Its step holds a thread up: for ever where the prompt says so."""
+
+    def __init__(self, task: Task) -> None:
+        self.seconds = 1000.0 if task.prompt.startswith("hangs") else 0.2
+
+    def reset(self) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.seconds)
+        return "", 1.0, True, False, {}
+
+
+def not_async(task: Task, model: Any) -> float:
+    return 0.0
+
+
+async def one_argument(task: Task) -> float:
+    return 0.0
+
+
+class NoSteps:
+    def reset(self) -> str:
+        return ""
+
+
+number = 7
