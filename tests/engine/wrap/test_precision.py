@@ -115,10 +115,10 @@ def test_a_checkpoint_in_float32_of_a_bf16_model_keeps_small_steps(wrap: str, tm
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif("MEGASYNC_MODEL_FOLDER" not in os.environ, reason="MEGASYNC_MODEL_FOLDER names no model")
 def test_a_model_of_a_folder_learns_alike_in_both_wraps() -> None:
-    """bf16 on four data-parallel ranks, 20 steps of a micro-batch each.
+    """bf16 on four data-parallel ranks, 20 steps of a micro-batch each, without clipping.
 
-    With more of them sums have other last bits, at 1e-8 of the gradient: in some step a weight is rounded otherwise, and with it
-    all activations behind, so that losses differ by 1e-2.
+    With more of them, or with clipping, sums have other last bits, at 1e-8 of the gradient: in some step a weight is rounded
+    otherwise, and with it all activations behind, so that losses differ by 1e-2.
     """
     arguments = {"path": os.environ["MEGASYNC_MODEL_FOLDER"], "wraps": WRAPS, "num_steps": 20, "num_samples": 8}
     found = run_ranks(4, "tests.engine.wrap.precision_cases:losses_of_folder", arguments, timeout_seconds=3600)[0]
