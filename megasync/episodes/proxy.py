@@ -4,7 +4,8 @@ A request says by its key whose episode it is of: in `Authorization: Bearer KEY`
 path. Token ids stay inside. A client that is gone cancels its sampling; the same request sent again is answered by the same turn
 until it has been followed up. Leaves out how tokens are drawn (the run says it) and streaming token by token.
 
-    async with serve(model) as access:
+    proxy = await Proxy.start()
+    with proxy.episode(model) as access:
         openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key)
 """
 
@@ -15,8 +16,7 @@ import contextlib
 import json
 import logging
 import secrets
-import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,34 +188,7 @@ class Proxy:
         return _error(OPENAI, 404, f"{request.method} {request.path}: there is no such thing; there is POST {paths}")
 
 
-@contextlib.asynccontextmanager
-async def serve(model: Model) -> AsyncIterator[Access]:
-    """One proxy for all episodes of this event loop, from the first to the last."""
-    shared = _SHARED.setdefault(asyncio.get_running_loop(), _Shared())
-    shared.num_episodes += 1
-    try:
-        async with shared.lock:
-            shared.proxy = shared.proxy or await Proxy.start()
-        with shared.proxy.episode(model) as access:
-            yield access
-    finally:
-        shared.num_episodes -= 1
-        if not shared.num_episodes and shared.proxy:
-            proxy, shared.proxy = shared.proxy, None
-            await proxy.close()
-
-
 # ---------------------------------------------------------------------------------------------------- inside
-
-
-@dataclass(slots=True, eq=False)
-class _Shared:
-    proxy: Proxy | None = None
-    num_episodes: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = weakref.WeakKeyDictionary()
 
 
 def _is_retry(call: _Call, retry: str | None) -> bool:

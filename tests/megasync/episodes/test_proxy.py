@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from megasync.episodes.chat import Model
-from megasync.episodes.proxy import Access, Proxy, serve
+from megasync.episodes.proxy import Access, Proxy
 from tests.support.samplers import Lines, model_of
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -30,9 +30,12 @@ def through_proxy(sampler: Lines, talk: Callable[[Access], Awaitable[None]]) -> 
     """The model after the program `talk` has spoken with it."""
 
     async def run() -> Model:
-        model = model_of(sampler)
-        async with serve(model) as access:
-            await talk(access)
+        model, proxy = model_of(sampler), await Proxy.start()
+        try:
+            with proxy.episode(model) as access:
+                await talk(access)
+        finally:
+            await proxy.close()
         return model
 
     return asyncio.run(run())
@@ -228,11 +231,11 @@ def test_episodes_and_their_agents_side_by_side() -> None:
     """Each episode's answers are its own, whichever way its key comes; its agents fork from their common turn."""
 
     async def run() -> list[Model]:
+        proxy = await Proxy.start()
         models = [model_of(Lines(f"Start {number}", *[f"Task {number}"] * 4)) for number in range(8)]
 
         async def program(number: int) -> None:
-            async with serve(models[number]) as access:
-                urls.add(access.url)
+            with proxy.episode(models[number]) as access:
                 url = access.openai_url if number % 2 else f"{access.url}/v1"
                 client = openai.AsyncOpenAI(base_url=url, api_key=access.key if not number % 2 else "unused")
                 start = await client.chat.completions.create(model="any", messages=QUESTION)
@@ -242,9 +245,8 @@ def test_episodes_and_their_agents_side_by_side() -> None:
                 replies = await asyncio.gather(*(client.chat.completions.create(model="any", messages=task) for task in tasks))
                 assert {reply.choices[0].message.content for reply in replies} == {f"Task {number}"}
 
-        urls: set[str] = set()
         await asyncio.gather(*(program(number) for number in range(8)))
-        assert len(urls) == 1
+        await proxy.close()
         return models
 
     for number, model in enumerate(asyncio.run(run())):
