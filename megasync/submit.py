@@ -31,7 +31,7 @@ from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
-from megasync.launch.included import import_roots, included_modules, refuse_excluded
+from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import INTERRUPTED, REFUSED
@@ -99,7 +99,10 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     path = Path(options.config).resolve()
     environment = {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     modules = included_modules(options.include)
-    runtime_env: dict[str, Any] = {"env_vars": environment, **({"py_modules": list(map(str, modules))} if modules else {})}
+    runtime_env: dict[str, Any] = {
+        "env_vars": environment,
+        **({"py_modules": list(map(str, as_packages(modules)))} if modules else {}),
+    }
     interpreter, config_path = sys.executable, str(path)
     if options.address:
         if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):

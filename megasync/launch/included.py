@@ -5,6 +5,9 @@ Ray puts them on the import path of every process of the job. Leaves out the job
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +32,18 @@ def included_modules(included: Sequence[Path]) -> list[Path]:
 
 def _is_module(path: Path) -> bool:
     return path.suffix == ".py" if path.is_file() else (path / "__init__.py").is_file()
+
+
+def as_packages(modules: Sequence[Path]) -> list[Path]:
+    """Folders alone, which is what Ray's job client takes: a module becomes a package of its name, until this process ends."""
+    if all(map(Path.is_dir, modules)):
+        return list(modules)
+    folder = Path(tempfile.mkdtemp(prefix="megasync-include-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for module in (one for one in modules if one.is_file()):
+        (folder / module.stem).mkdir()
+        shutil.copyfile(module, folder / module.stem / "__init__.py")
+    return [one if one.is_dir() else folder / one.stem for one in modules]
 
 
 def import_roots(modules: Sequence[Path]) -> list[str]:

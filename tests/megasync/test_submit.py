@@ -24,7 +24,7 @@ import pytest
 
 from megasync.config.schema import Config, RolloutConfig
 from megasync.config.errors import ConfigError
-from megasync.launch.included import import_roots, included_modules, refuse_excluded
+from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.ray_cluster import local_cluster
 from megasync.submit import absolute_paths
@@ -151,6 +151,10 @@ def test_what_travels_with_a_job_is_what_can_be_imported(tmp_path: Path) -> None
     package, module = folder / "my_rewards", folder / "my_numbers.py"
     assert included_modules([folder]) == [module, package] and import_roots([module, package]) == [str(folder)]
     assert included_modules([package, module]) == [package, module] and included_modules([]) == import_roots([]) == []
+    assert as_packages([package]) == [package]
+    copied, same = as_packages([module, package])
+    assert same == package and copied.name == "my_numbers"
+    assert (copied / "__init__.py").read_text() == module.read_text()
     refuse_excluded([module, package], ["/docs", "/.venv"])
     (package / "docs").mkdir()
     with pytest.raises(ConfigError, match="docs in it would not travel"):

@@ -133,8 +133,9 @@ def test_the_last_words_are_the_error_the_checkpoint_and_the_command(tmp_path: P
     overrides = ["engine.optimizer.learning_rate=1e30", "engine.optimizer.clip_grad_norm=0.0", "run.steps=20"]
     done = launch(config, *overrides, ranks=1)
     assert done.returncode == 1, done.stderr
-    cause, newest, command = done.stderr.splitlines()[-3:]
+    cause, report, newest, command = done.stderr.splitlines()[-4:]
     assert cause.startswith("rank 0 failed: NonFiniteError: ") and "is not finite" in cause
+    assert report == f"report: {tmp_path}/runs/run/report.html"
     assert newest.startswith(f"newest checkpoint: {tmp_path}/runs/run/checkpoints/step_0000000")
     assert command == f"go on from it: {TORCHRUN[0]} {config} {' '.join(overrides)} --nproc 1 checkpoint.resume=auto"
     assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr
