@@ -73,7 +73,8 @@ def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, An
             held = trace(rank, engine, (32, 32)).held
         assert rank.counts == real["counts"] and held == real["held"] > 0 and real["is_same"]
         planned, kinds = state_bytes(rank.counts, engine, "bfloat16", grid), real["state"]
-        assert sum(planned.values()) == pytest.approx(sum(kinds.values()), rel=0.01), (planned, kinds)
+        gathered = 2 * rank.counts.whole if keys["wrap"] == "megatron_fsdp" else 0  # so small a model stays gathered
+        assert sum(planned.values()) + gathered == pytest.approx(sum(kinds.values()), rel=0.01), (planned, kinds)
         assert planned["gradients"] == pytest.approx(kinds["gradients"], rel=0.01)
 
 
