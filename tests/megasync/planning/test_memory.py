@@ -66,7 +66,7 @@ def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, An
     folder = write_model(tmp_path / model, SHAPES[model].hf_config(64))
     engine = EngineConfig.model_validate({**keys, "fusions": "none"})
     arguments = {"folder": str(folder), "keys": {**keys, "fusions": "none"}}
-    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments):
+    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments, alone="pipeline" in keys.get("parallel", {})):
         grid = Grid(2, *(getattr(engine.parallel, name) for name in GRID))
         with world(2, grid.stage_rank(real["stage"]), engine.parallel):
             rank = build_rank(ModelConfig(path=str(folder)), engine)
