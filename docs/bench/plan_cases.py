@@ -90,11 +90,13 @@ def rows_of(path: Path, folder: Path) -> list[Row]:
                 "device_ratio": memory.device / measured["device_bytes"],
             }
         seconds = plan.seconds.train + plan.seconds.optimizer
-        row |= {"planned_seconds": seconds, "seconds": measured["step_seconds_median"]}
+        timed = measured["steps"][results["config"]["bench_train"]["warm_up_steps"] :]
+        taken = statistics.median(step["update_seconds"] for step in timed)
+        row |= {"planned_seconds": seconds, "seconds": taken}
         found.append(
             {
                 **row,
-                "seconds_ratio": seconds / measured["step_seconds_median"],
+                "seconds_ratio": seconds / taken,
                 "state": measured.get("state_bytes"),
                 "parts": memory.parts,
             }

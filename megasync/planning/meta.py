@@ -24,6 +24,7 @@ from engine.model import build, lora
 from engine.runtime.megatron import parallel_state as mpu
 from engine.runtime.megatron import tensor_parallel
 from engine.runtime.random_state import unchanged_random_state
+from megasync.planning.tracker import Tracker
 
 META = torch.device("meta")
 
@@ -95,7 +96,10 @@ def build_rank(model: ModelConfig, engine: EngineConfig) -> MetaRank:
     """Of this rank of the world, the real one or that of `world`. `engine.fusions` is all or none: no device is asked."""
     with unchanged_random_state():
         bridge = build.build_mbridge(model, engine)
-        with OnMeta():
+        with (
+            OnMeta(),
+            Tracker(),
+        ):  # which answers the all-reduce of tied embeddings (language_module.py:245): nobody else is asked
             chunks = build.build_chunks(bridge, None)
             if engine.lora.rank:
                 lora.add_adapters(chunks, engine.lora, 0)

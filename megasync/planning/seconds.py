@@ -101,7 +101,7 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
     launched = "layer_launch_selective" if engine.recompute == "selective" else "layer_launch"
-    launch = 0.0 if hardware.is_cpu else seconds(launched) * costs_.num_layers / grid.pipeline * count
+    launch = seconds("cpu_launch" if hardware.is_cpu else launched) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     train = max(2 * passes * tokens / split / speed, launch) * bubble + sent
     alone = max(2 * forward * tokens / split / speed, launch / 3) * bubble + sent / 3
@@ -131,7 +131,7 @@ def _communication_seconds(config: Config, grid: Grid, tokens: float, costs_: Mo
 
 def optimizer_seconds(config: Config, counts: Counts, grid: Grid, work: Work, hardware: Hardware) -> float:
     own = counts.dense_trained / grid.shards + counts.experts_trained / grid.expert_shards
-    found = ADAM_BYTES * own / hardware.bandwidth
+    found = ADAM_BYTES * own / hardware.bandwidth + (seconds("cpu_step") if hardware.is_cpu else 0.0)
     if config.engine.optimizer.offload:
         found += 2 * 12 * own / hardware.host_link
     return found * work.num_minibatches

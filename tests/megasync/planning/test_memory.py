@@ -66,14 +66,15 @@ def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, An
     folder = write_model(tmp_path / model, SHAPES[model].hf_config(64))
     engine = EngineConfig.model_validate({**keys, "fusions": "none"})
     arguments = {"folder": str(folder), "keys": {**keys, "fusions": "none"}}
-    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments):
+    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments, alone="pipeline" in keys.get("parallel", {})):
         grid = Grid(2, *(getattr(engine.parallel, name) for name in GRID))
         with world(2, grid.stage_rank(real["stage"]), engine.parallel):
             rank = build_rank(ModelConfig(path=str(folder)), engine)
             held = trace(rank, engine, (32, 32)).held
         assert rank.counts == real["counts"] and held == real["held"] > 0 and real["is_same"]
         planned, kinds = state_bytes(rank.counts, engine, "bfloat16", grid), real["state"]
-        assert sum(planned.values()) == pytest.approx(sum(kinds.values()), rel=0.01), (planned, kinds)
+        gathered = 2 * rank.counts.whole if keys["wrap"] == "megatron_fsdp" else 0  # so small a model stays gathered
+        assert sum(planned.values()) + gathered == pytest.approx(sum(kinds.values()), rel=0.01), (planned, kinds)
         assert planned["gradients"] == pytest.approx(kinds["gradients"], rel=0.01)
 
 
