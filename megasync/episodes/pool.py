@@ -269,6 +269,8 @@ class EpisodePool:
             running.turns[asked.turn] = asked.prompt_ids, turn
         except EpisodeLimitError as error:
             told = Told(asked.number, asked.turn, limit=str(error))
+        except ValueError as error:
+            told = Told(asked.number, asked.turn, problem=str(error))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 # who waits for the episode has to hear of it

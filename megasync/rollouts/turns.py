@@ -61,6 +61,14 @@ class TurnGroup(Group):
     answer: asyncio.Future[Completion] | None = None
     before: TurnGroup | None = None
 
+    @property
+    def can_be_refused(self) -> bool:
+        return True
+
+    def refuse(self, error: Exception) -> None:
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_exception(ValueError(str(error)))
+
     def held(self, version: int) -> tuple[int | None, int]:
         """By the turn before it, or by the first turn of another member."""
         former: Group | None = self.before or self.parent

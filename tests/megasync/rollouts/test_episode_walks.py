@@ -50,6 +50,8 @@ class RandomPlayer:
                 return Ended(0, failure=Failure("failed on purpose")), []
             if number and source.random() < 0.2:  # what was said is forgotten: a branch
                 ids = [*task.prompt_ids, GIVEN + 1]
+            if source.random() < 0.1:
+                await self._ask_for_nonsense(ask, number)
             prompt = np.array(ids, np.int32)
             try:
                 turn = await ask(Ask(0, number, prompt, None, ()))
@@ -59,6 +61,17 @@ class RandomPlayer:
             turns.append((prompt, turn))
             ids += [*turn.token_ids.tolist(), GIVEN]
         return Ended(0, tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
+
+
+    async def _ask_for_nonsense(self, ask: Any, number: int) -> None:
+        """Which the replica refuses, beside turns of others that it takes."""
+        try:
+            await ask(Ask(0, number, np.array([-1]), None, ()))
+        except EpisodeLimitError:
+            return
+        except ValueError:
+            return
+        raise AssertionError("it was taken")
 
 
 class EpisodeWalk(Walk):
