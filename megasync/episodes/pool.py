@@ -93,7 +93,6 @@ class _State:
     num_late: int = 0
     episodes: dict[int, _Running] = field(default_factory=dict)
 
-
     @property
     def is_usable(self) -> bool:
         return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE
