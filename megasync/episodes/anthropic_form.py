@@ -30,14 +30,11 @@ class AnthropicForm:
         tools = objects(body, "tools")
         if kinds := [tool["type"] for tool in tools if tool.get("type") not in (None, "custom")]:
             raise MessageError(f"tools: type = {kinds[0]!r:.100}: a server's own tool; give tools with an input_schema")
-        choice = body.get("tool_choice") or {"type": "auto"}
-        kind = choice.get("type") if isinstance(choice, Mapping) else choice
-        if kind not in ("auto", "none"):
-            raise MessageError(f"tool_choice = {kind!r:.100}: the policy chooses itself; write auto or none")
+        choice = body.get("tool_choice")
         thinking = body.get("thinking")
         return Asked(
             messages=messages,
-            tools=tools if kind == "auto" else (),
+            tools=() if isinstance(choice, Mapping) and choice.get("type") == "none" else tools,
             max_tokens=number(body, "max_tokens"),
             stop=texts(body, "stop_sequences"),
             stream=bool(body.get("stream")),

@@ -16,7 +16,10 @@ MOST_SAMPLES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One request. How tokens are drawn (temperature, top_p, seed ...) is the run's and not the program's."""
+    """One request. How tokens are drawn (temperature, top_p, seed ...) is the run's and not the program's.
+
+    Nor can a program make the policy call a tool: with any `tool_choice` but none it may.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()

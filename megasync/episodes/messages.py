@@ -56,7 +56,7 @@ def text_of(content: Any) -> str:
         MessageError: there is something else, such as an image.
     """
     if content is None or isinstance(content, str):
-        return content or ""
+        return (content or "").encode(errors="replace").decode()  # half a surrogate pair is no text for a tokenizer
     if not isinstance(content, Sequence):
         raise MessageError(f"content is {type(content).__name__}: write a text, or a list of parts")
     texts = []
@@ -68,7 +68,7 @@ def text_of(content: Any) -> str:
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise MessageError(f"content has a part of type {kind!r}: only text is taken")
-    return "".join(texts)
+    return text_of("".join(texts))
 
 
 def key(message: Message) -> bytes:

@@ -26,14 +26,11 @@ class OpenAIForm:
         response_format = body.get("response_format") or {"type": "text"}
         if not isinstance(response_format, Mapping) or response_format.get("type") != "text":
             raise MessageError("response_format: the policy writes text; leave it out, and read the text")
-        choice = body.get("tool_choice") or "auto"
-        if choice not in ("auto", "none"):
-            raise MessageError(f"tool_choice = {choice!r:.100}: the policy chooses itself; write auto or none")
         options = body.get("stream_options") or {}
         limit = number(body, "max_completion_tokens") or number(body, "max_tokens")
         return Asked(
             messages=objects(body, "messages"),
-            tools=objects(body, "tools") if choice == "auto" else (),
+            tools=objects(body, "tools") if body.get("tool_choice") != "none" else (),
             max_tokens=limit,
             stop=texts(body, "stop"),
             num_samples=number(body, "n", most=MOST_SAMPLES) or 1,

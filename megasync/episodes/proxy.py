@@ -225,7 +225,7 @@ async def _wait(call: _Call) -> list[Reply]:
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
         body = json.loads(await request.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MessageError(f"the request's body is not JSON: {error}") from error
     if not isinstance(body, Mapping):
         raise MessageError("the request's body is not a JSON object")

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}  # noqa: S108
+TMP = "/tmp"  # noqa: S108 # the sandbox's own
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": TMP, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 PROBE_SECONDS = 20.0
 # Within the sandbox: gives up all rights, then becomes the program, which it reads from stdin.
@@ -30,6 +31,8 @@ LAUNCHER = """
 import ctypes, json, os, resource, sys
 limits = json.loads(sys.argv[1])
 for name, value in limits["rlimits"].items():
+    most = resource.getrlimit(getattr(resource, name))[1]  # who started it may have less
+    value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(getattr(resource, name), (value, value))
 libc = ctypes.CDLL(None, use_errno=True)
 for capability in range(64):
@@ -48,10 +51,10 @@ set -e
 root=$1
 shift
 mount -t tmpfs -o size=1m,mode=755 none "$root"
-{binds}
 mkdir "$root/tmp"
 mount -t tmpfs -o size={tmp_bytes},mode=1777,nosuid,nodev none "$root/tmp"
-mount -o remount,ro "$root"
+{binds}
+mount -o remount,bind,ro "$root"
 chroot "$root" "$@"
 exit $?
 """
@@ -141,7 +144,7 @@ def problem_of(way: Sandbox) -> str:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"took longer than {PROBE_SECONDS:.0f} s"
-    return "" if done.stdout.strip() == "42" else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return "" if done.stdout.strip() == "42" else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
 
 
 def _folders() -> tuple[list[str], dict[str, str]]:
@@ -156,7 +159,7 @@ def _folders() -> tuple[list[str], dict[str, str]]:
 
 def _parents(names: Sequence[str]) -> list[str]:
     """Folders above these, the outermost first."""
-    above = {str(parent) for name in names for parent in Path(name).parents if parent != Path("/")}
+    above = {str(parent) for name in names for parent in Path(name).parents if str(parent) not in ("/", TMP)}
     return sorted(above - set(names), key=lambda name: name.count("/"))
 
 
@@ -177,6 +180,7 @@ def _bubblewrap(as_root: bool, limits: Limits, _folder: str) -> list[str]:
             command += ["--cap-add", f"CAP_{capability}"]
     else:
         command += ["--unshare-all"]
+    command += ["--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", TMP]  # first: Python may lie in it
     for parent in _parents((*folders, *DEVICES)):  # else they are for root alone
         command += ["--dir", parent]
     for name in folders:
@@ -187,7 +191,7 @@ def _bubblewrap(as_root: bool, limits: Limits, _folder: str) -> list[str]:
         command += ["--dev-bind", name, name]
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
-    return [*command, "--perms", "1777", "--size", str(limits.file_bytes), "--tmpfs", "/tmp", "--remount-ro", "/"]  # noqa: S108
+    return [*command, "--remount-ro", "/"]
 
 
 def _unshare(as_root: bool, limits: Limits, folder: str) -> list[str]:

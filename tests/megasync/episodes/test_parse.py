@@ -86,6 +86,11 @@ def test_a_message_is_known_in_each_form_in_which_a_client_sends_it_back() -> No
     assert key(plain({**one, "role": "user"})) != key(plain(one))
 
 
+def test_half_a_surrogate_pair_becomes_a_character() -> None:
+    assert plain({"role": "tool", "content": "a\ud800b"})["content"] == "a?b"
+    assert plain({"role": "user", "content": [{"type": "text", "text": "\udfff"}, "é"]})["content"] == "?é"
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [

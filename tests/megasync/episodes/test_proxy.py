@@ -64,7 +64,12 @@ def test_openai_client_calls_a_tool(stream: bool) -> None:
         messages = list(QUESTION)
         if stream:
             chunks = await client.chat.completions.create(
-                model="any", messages=messages, tools=OPENAI_TOOLS, stream=True, stream_options={"include_usage": True}
+                model="any",
+                messages=messages,
+                tools=OPENAI_TOOLS,
+                tool_choice="required",
+                stream=True,
+                stream_options={"include_usage": True},
             )
             content, calls, reason, usage = "", [], None, None
             async for chunk in chunks:
@@ -163,6 +168,23 @@ def test_the_same_request_again_is_one_turn_until_it_is_followed_up() -> None:
 
     model = through_proxy(Lines("One", "Two", "Three", "Four", "Five"), talk)
     assert texts_of(model) == [f"{text}<|im_end|>" for text in ("One", "Two<|im_end|>Four", "Three", "Five")]
+
+
+def test_tools_that_are_not_to_be_called_are_not_offered() -> None:
+    sampler = Lines(CALL, CALL)
+
+    async def talk(access: Access) -> None:
+        said = await of_openai(access).chat.completions.create(
+            model="any", messages=QUESTION, tools=OPENAI_TOOLS, tool_choice="none"
+        )
+        assert said.choices[0].message.tool_calls is None and "<tool_call>" in (said.choices[0].message.content or "")
+        message = await of_anthropic(access).messages.create(
+            model="any", max_tokens=90, messages=QUESTION, tools=ANTHROPIC_TOOLS, tool_choice={"type": "none"}
+        )
+        assert [block.type for block in message.content] == ["text"]
+
+    through_proxy(sampler, talk)
+    assert all("<tools>" not in sampler.tokens.decode(prompt) for prompt in sampler.prompts)
 
 
 def test_a_client_that_goes_away_cancels_the_sampling() -> None:
@@ -268,6 +290,7 @@ USER = {"role": "user", "content": "x"}
 BAD = [
     (CHAT, b"{", 400, "not JSON"),
     (CHAT, b"[]", 400, "not a JSON object"),
+    (CHAT, b"[" * 100_000, 400, "not JSON"),
     (CHAT, {}, 400, "there are no messages"),
     (CHAT, {"messages": "x"}, 400, "messages: write a list of objects"),
     (CHAT, {"messages": ["x"]}, 400, "messages: write a list of objects"),
@@ -280,12 +303,11 @@ BAD = [
     (CHAT, {"messages": [USER], "stop": [1]}, 400, "stop = [1]: write a text"),
     (CHAT, {"messages": [USER], "logprobs": True}, 400, "logprobs: the policy's server has no such thing"),
     (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
-    (CHAT, {"messages": [USER], "tool_choice": "required"}, 400, "tool_choice = 'required'"),
     (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, 400, "a tool has no name"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "no function with a name"),
     (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 400, "role is 'tool': write user or assistant"),
     (MESSAGES, {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "s"}]}, 400, "a server's own tool"),
-    (MESSAGES, {"messages": [USER], "tool_choice": {"type": "any"}}, 400, "tool_choice = 'any'"),
+    (MESSAGES, {"messages": [USER], "max_tokens": 0}, 400, "max_tokens = 0"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "only text is taken"),
     (MESSAGES, {"messages": [USER], "stop_sequences": 5}, 400, "stop_sequences = 5"),
     (MESSAGES, {"messages": [USER], "mcp_servers": [{}]}, 400, "mcp_servers"),

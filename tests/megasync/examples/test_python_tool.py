@@ -8,6 +8,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -101,10 +103,10 @@ for path in ("/dev/sda", "/dev/vda", "/dev/mem", "/proc/sys/kernel/core_pattern"
     except OSError:
         pass
 open("/tmp/mine", "w").write("x")
-print(os.listdir("/tmp"))
+print(open("/tmp/mine").read())
 """
-    assert run(any_way, code).output == "['mine']\n"
-    assert run(any_way, "import os; print(os.listdir('/tmp'))").output == "[]\n"
+    assert run(any_way, code).output == "x\n"
+    assert run(any_way, "import os; print(os.path.exists('/tmp/mine'))").output == "False\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -243,6 +245,22 @@ def test_calls_side_by_side_and_arguments_as_a_model_writes_them(way: Sandbox) -
     said = asyncio.run(calls())
     assert said[:6] == [str(number**2) for number in range(6)]
     assert set(said[6:]) == {'error: the arguments are to be {"code": "a Python program"}'}
+
+
+def test_limits_of_the_process_that_calls_hold_too(way: Sandbox) -> None:
+    code = f"""
+import asyncio, resource
+from megasync.examples import sandbox
+from megasync.examples.python_tool import PythonTool
+from megasync.examples.sandbox import Limits
+way = next(way for way in sandbox.ways() if way.name == {way.name!r})
+for name in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE):
+    resource.setrlimit(name, (1 << 29 if name == resource.RLIMIT_AS else 200,) * 2)
+tool = PythonTool(Limits(seconds={SECONDS}, memory_bytes=4 << 30), way)
+print(asyncio.run(tool.run("import resource; print(resource.getrlimit(resource.RLIMIT_AS), resource.getrlimit(7))")).output)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["(536870912,", "536870912)", "(200,", "200)"], done.stderr
 
 
 def test_a_machine_without_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
