@@ -93,7 +93,6 @@ class _State:
     num_late: int = 0
     episodes: dict[int, _Running] = field(default_factory=dict)
 
-
     @property
     def is_usable(self) -> bool:
         return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE
@@ -269,6 +268,8 @@ class EpisodePool:
             running.turns[asked.turn] = asked.prompt_ids, turn
         except EpisodeLimitError as error:
             told = Told(asked.number, asked.turn, limit=str(error))
+        except ValueError as error:
+            told = Told(asked.number, asked.turn, problem=str(error))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 # who waits for the episode has to hear of it

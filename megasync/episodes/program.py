@@ -116,6 +116,8 @@ class Asker:
         self.program, self.number, self.num_turns = program, number, 0
 
     async def __call__(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        if not len(prompt_ids):
+            raise ValueError("there are no tokens that a turn could go on from")
         turn, answer = self.num_turns, asyncio.get_running_loop().create_future()
         self.num_turns += 1
         self.program.asked[self.number, turn] = answer
@@ -129,6 +131,8 @@ class Asker:
             del self.program.asked[self.number, turn]
         if told.limit:
             raise EpisodeLimitError(told.limit)
+        if told.problem:
+            raise ValueError(f"a turn was refused: {told.problem}")
         made = NumberedTurn(told.token_ids, told.log_probs, told.weight_versions, told.finish_reason)
         object.__setattr__(made, "number", turn)
         return made

@@ -45,7 +45,7 @@ class Drop(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A turn's tokens; or why there are none: the limit that it would be beyond."""
+    """A turn's tokens; or why there are none: the limit that it would be beyond, or what is wrong with its prompt."""
 
     number: int
     turn: int
@@ -54,6 +54,7 @@ class Told(NamedTuple):
     weight_versions: Any = ()
     finish_reason: str = "stop"
     limit: str = ""
+    problem: str = ""
 
 
 class Cancel(NamedTuple):

@@ -130,9 +130,25 @@ class Dispatcher:
                 self._take_back(groups)
                 self.on_change()
         except (ValueError, TypeError) as error:  # of the request itself: another replica would say the same
-            self.on_error(error)
+            self._refuse(replica, lane, groups, error)
         except Exception as error:  # noqa: BLE001 # whatever ended it
             self._lose(replica, lane, str(error))
+
+    def _refuse(self, replica: int, lane: _Lane, groups: list[Group], error: Exception) -> None:
+        """The run stops where groups are the data's; a turn is refused alone, to who has asked for it.
+
+        Those of a replica that was lost meanwhile are others'.
+        """
+        if not all(group.can_be_refused for group in groups):
+            self.on_error(error)
+        elif self._lanes.get(replica) is lane and len(groups) > 1:
+            for group in groups:
+                self.start(self._hand_in(replica, lane, [group]))
+        elif self._lanes.get(replica) is lane:
+            (group,) = groups
+            del self._handed_out[group.key]
+            self._add_load(replica, -1, group.expected_tokens)
+            group.refuse(error)
 
     async def _collect(self, replica: int, lane: _Lane) -> None:
         """Take in what a replica finishes, for as long as it answers."""

@@ -90,6 +90,15 @@ class Group:
         samples = [SavedSample(index, done, math.nan if reward is None else reward) for index, (done, reward) in pairs if done]
         return SavedGroup(self.key, tuple(samples), self.request_digest, self.reward_digest)
 
+    @property
+    def can_be_refused(self) -> bool:
+        """Whether a replica may find fault with the request, and the run goes on."""
+        return False
+
+    def refuse(self, error: Exception) -> None:
+        """It did."""
+        raise error
+
     def held(self, version: int) -> tuple[int | None, int]:
         """The replica that has computed the first tokens of its prompt with `version`, and how many; None: no one has."""
         return None, 0

@@ -77,10 +77,10 @@ class Rollouts:
         self.identity = episode_identity(config)
         players = (self.episodes, episode_settings(config)) if self.episodes is not None else None
         self.stream = RolloutStream(pool, settings, self._group, self._score, log.note, episodes=players)
-        self.stream.restore(progress, step)
         self._taken_seconds = 0.0
         self._undecoded: list[npt.NDArray[np.int32]] = []
         self._decoding: asyncio.Future[list[str]]
+        self.stream.restore(progress, step)  # what is restored without a reward is scored at once
 
     def take(self, step: int) -> RolloutBatch | None:
         """Wait for the batch of `step`; its samples, in order of prompts, and metrics. None: too few replicas are left."""

@@ -61,6 +61,14 @@ class TurnGroup(Group):
     answer: asyncio.Future[Completion] | None = None
     before: TurnGroup | None = None
 
+    @property
+    def can_be_refused(self) -> bool:
+        return True
+
+    def refuse(self, error: Exception) -> None:
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_exception(ValueError(str(error)))
+
     def held(self, version: int) -> tuple[int | None, int]:
         """By the turn before it, or by the first turn of another member."""
         former: Group | None = self.before or self.parent
@@ -83,7 +91,6 @@ class _Attempt:
     group: Group
     member: int
     number: int
-    num_turns: int = 0
     last: TurnGroup | None = None  # of its turns, that has ended
     waited_seconds: float = 0.0  # for the model, while nothing else went on
     num_waiting: int = 0
@@ -203,7 +210,7 @@ class Episodes:
 
     def _turn_group(self, attempt: _Attempt, asked: Ask) -> TurnGroup:
         own, group = self.settings, attempt.group
-        if attempt.num_turns >= own.max_turns:
+        if asked.turn >= own.max_turns:
             raise EpisodeLimitError(f"{TURNS_KEY} = {own.max_turns}")
         room = own.max_tokens - len(asked.prompt_ids)
         if room <= 0:
@@ -213,11 +220,10 @@ class Episodes:
             group.request,
             prompt_ids=tuple(asked.prompt_ids.tolist()),
             num_samples=1,
-            seed=turn_seed(group.request.seed, attempt.member, attempt.number, attempt.num_turns),
+            seed=turn_seed(group.request.seed, attempt.member, attempt.number, asked.turn),
             max_new_tokens=max(1, min(asked.max_new_tokens or group.request.max_new_tokens, group.request.max_new_tokens, room)),
             stop=(*group.request.stop, *asked.stop),
         )
-        attempt.num_turns += 1
         turn = TurnGroup(next(self._keys), request, parent=group)
         turn.answer = asyncio.get_running_loop().create_future()
         turn.place, turn.before = group.key, attempt.last

@@ -51,6 +51,10 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one f
         case "greedy":
             held = bytearray(8 << 30)
             return float(len(held))
+        case "nonsense":
+            await model.complete([10**6])
+        case "nothing":
+            await model.complete([])
         case "endless":
             ids = [*task.prompt_ids, *first.token_ids]
             while True:

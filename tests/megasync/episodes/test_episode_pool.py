@@ -50,6 +50,8 @@ class Replica:
     async def __call__(self, asked: Ask) -> Turn:
         self.asked.append(asked)
         await asyncio.sleep(0.01)
+        if max(asked.prompt_ids) > 10**5:
+            raise ValueError("no such token")
         if len(asked.prompt_ids) > 60:
             raise EpisodeLimitError("60 tokens")
         number = asked.max_new_tokens or 3
@@ -83,7 +85,7 @@ def failure(told: Told, prompt: str) -> str:
 def side_by_side(folder: str) -> Told:
     """In one process, beside many good ones."""
     good = [f"good {0.2 + 0.01 * number}" for number in range(50)]
-    bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "endless"]
+    bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "endless", "nonsense", "nothing"]
     return play(pool_of(folder, episode_memory_bytes=4 << 30), [*good, *bad])
 
 
@@ -102,6 +104,8 @@ def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
     assert failure(side_by_side, "hangs").startswith("took longer than rollout.episode_timeout_seconds = 4")
     assert failure(side_by_side, "nan") == "returned nan, a finite number is expected"
     assert failure(side_by_side, "text") == "returned 'good', a finite number is expected"
+    assert failure(side_by_side, "nonsense") == "raised ValueError: a turn was refused: no such token"
+    assert failure(side_by_side, "nothing").startswith("raised ValueError: there are no tokens")
     assert failure(side_by_side, "greedy").startswith("raised MemoryError")
     assert side_by_side["none"][0].reward is None and side_by_side["none"][0].failure is None
     assert side_by_side["endless"][0].limit == "60 tokens", side_by_side["endless"][0]

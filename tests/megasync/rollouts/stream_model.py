@@ -140,6 +140,8 @@ class ModelPool:
             raise RuntimeError("it died")
         if not chosen.is_open:
             raise NotServingError("its sync broke off")
+        if any(-1 in group.request.prompt_ids for group in groups):
+            raise ValueError("there is no such token")
         chosen.waiting.extend((group, sample) for group in groups for sample in group.samples)
         chosen.advance()
 

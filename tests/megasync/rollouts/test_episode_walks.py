@@ -9,19 +9,23 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.generation import Completion
+from bridge.generation import Completion, GenerationRequest
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Played, Task
 from megasync.episodes.wire import Ask, Ended
 from megasync.rewards.wire import Failure
+from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.scheduler import Load, choose_for_turn, choose_replica
-from megasync.rollouts.turns import EpisodeSettings, Player, turn_seed
+from megasync.rollouts.stream import RolloutStream
+from megasync.rollouts.turns import EpisodeFailedError, EpisodeSettings, Player, turn_seed
+from tests.megasync.rollouts.stream_model import ModelPool
 from tests.megasync.rollouts.test_stream_walks import Walk, Ways, random_ways
 
 MOST_TURNS, GIVEN = 4, 10_000
@@ -50,6 +54,8 @@ class RandomPlayer:
                 return Ended(0, failure=Failure("failed on purpose")), []
             if number and source.random() < 0.2:  # what was said is forgotten: a branch
                 ids = [*task.prompt_ids, GIVEN + 1]
+            if source.random() < 0.1:
+                await self._ask_for_nonsense(ask, number)
             prompt = np.array(ids, np.int32)
             try:
                 turn = await ask(Ask(0, number, prompt, None, ()))
@@ -59,6 +65,17 @@ class RandomPlayer:
             turns.append((prompt, turn))
             ids += [*turn.token_ids.tolist(), GIVEN]
         return Ended(0, tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
+
+
+    async def _ask_for_nonsense(self, ask: Any, number: int) -> None:
+        """Which the replica refuses, beside turns of others that it takes."""
+        try:
+            await ask(Ask(0, number, np.array([-1]), None, ()))
+        except EpisodeLimitError:
+            return
+        except ValueError:
+            return
+        raise AssertionError("it was taken")
 
 
 class EpisodeWalk(Walk):
@@ -130,3 +147,29 @@ def test_a_turn_stays_with_its_tokens_unless_that_replica_is_far_busier(
 def test_turns_share_no_seed(turns: list[tuple[int, int, int, int]]) -> None:
     assert len({turn_seed(*turn) for turn in turns}) == len(turns)
     assert turn_seed(*turns[0]) == turn_seed(*turns[0])
+
+
+@pytest.mark.parametrize(("policy", "told"), [("stop", "It failed. Remedy"), ("retry", "It failed 3 times. Remedy")])
+def test_a_run_stops_with_what_the_episode_said(policy: str, told: str) -> None:
+    pool = ModelPool(1, lambda group, sample: 3)
+    request = GenerationRequest((1,), num_samples=2)
+
+    def make_group(ordinal: int) -> Group:
+        return Group(ordinal, request, task=Task("Whose?", (1,), ""))
+
+    own = StreamSettings(0, 1, 1, None, 5.0, 60.0)
+    episodes = RandomPlayer(random.Random(0), fails=1.0), EpisodeSettings(2, 100, policy)
+    stream = RolloutStream(cast(Any, pool), own, make_group, cast(Any, None), print, pool.loop, episodes)
+
+    async def train() -> None:
+        await stream._serve(0)
+        await stream._admit(0)
+        await stream._take(0)
+
+    try:
+        with pytest.raises(EpisodeFailedError, match=told) as caught:
+            stream.run(train())
+        text = str(caught.value)
+        assert "an episode failed on purpose" in text and "prompt: 'Whose?'" in text and "rollout.episode_on_failure=drop" in text
+    finally:
+        stream.close()
