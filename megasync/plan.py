@@ -2,8 +2,8 @@
 
 Needs no GPU and of the model its config.json alone. Exit code 0: it fits; 1: it does not; 2: training would refuse the config.
 
-    python -m megasync.plan CONFIG [key=value ...] [--gpus N] [--gpu h100|h200|a100|b200|cpu] [--suggest] [--json FILE]
-    python -m megasync.plan --compare RUN
+    megasync plan CONFIG [key=value ...] [--gpus N] [--gpu h100|h200|a100|b200|cpu] [--suggest] [--json FILE]
+    megasync plan --compare RUN
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megasync.planning.hardware import KINDS
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m megasync.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megasync plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", nargs="?", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
