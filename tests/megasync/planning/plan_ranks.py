@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.engine.engine_cases import leave_groups
+
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.runtime import parallel
@@ -37,5 +39,5 @@ def state(folder: str, keys: dict[str, Any]) -> dict[str, Any]:
         "is_same": before["random"] == after["random"] and bool((before["torch"] == after["torch"]).all()),
         "stage": built.layout.pipeline_rank,
     }
-    parallel.shutdown()
+    leave_groups()
     return found

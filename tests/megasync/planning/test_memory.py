@@ -66,7 +66,7 @@ def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, An
     folder = write_model(tmp_path / model, SHAPES[model].hf_config(64))
     engine = EngineConfig.model_validate({**keys, "fusions": "none"})
     arguments = {"folder": str(folder), "keys": {**keys, "fusions": "none"}}
-    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments, alone="pipeline" in keys.get("parallel", {})):
+    for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments):
         grid = Grid(2, *(getattr(engine.parallel, name) for name in GRID))
         with world(2, grid.stage_rank(real["stage"]), engine.parallel):
             rank = build_rank(ModelConfig(path=str(folder)), engine)
@@ -97,10 +97,14 @@ def plan_cases() -> Any:
         ("train_h200_131k_cp2", "ddp"),
         ("train_h200_moe6", "ddp"),
         ("train_h200_kernels", "megatron_fsdp_torch_kernels"),
+        ("plan/fsdp-full", "megatron_fsdp"),
+        ("plan/lora-fsdp-32k", "megatron_fsdp"),
+        ("plan/moe3-selective", "ddp"),
+        ("plan/ddp-bf16-gradients", "ddp"),
     ],
 )
 def test_peaks_are_those_that_gpus_had(name: str, variant: str, tmp_path: Path) -> None:
-    """Without recompute, selective, over context ranks, with experts, both wraps; nothing of the plan was fitted to them."""
+    """All kinds of recompute, context ranks, experts, LoRA, both wraps; nothing of the plan was fitted to them."""
     results = json.loads((BENCH / f"{name}.json").read_text())
     plan = plan_cases().plan_of(results, variant, "h200", tmp_path)
     measured = results["variants"][variant]
