@@ -95,7 +95,7 @@ class Prompts:
         from jinja2 import TemplateError
 
         def apply(chosen: Sequence[Example]) -> list[str]:
-            turns = [self._turns(example) for example in chosen]
+            turns = [self.turns(example) for example in chosen]
             arguments = self.data.chat_template_arguments
             texts: list[str]
             texts = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
@@ -106,12 +106,13 @@ class Prompts:
         except TemplateError as error:
             if len(examples) == 1:
                 message = f"line {examples[0].line}: the model's chat template refuses the prompt: {error}"
-                roles = ", ".join(turn["role"] for turn in self._turns(examples[0]))
+                roles = ", ".join(turn["role"] for turn in self.turns(examples[0]))
                 remedy = "give it turns that the template takes; data.system_prompt adds a system turn"
                 raise ConfigError(message, roles=roles, remedy=remedy) from error
         return [text for example in examples for text in self._templated([example])]
 
-    def _turns(self, example: Example) -> list[dict[str, str]]:
+    def turns(self, example: Example) -> list[dict[str, str]]:
+        """The prompt's messages, with data.system_prompt where they bring none."""
         turns = example.turns or (("user", example.prompt),)
         if self.data.system_prompt and turns[0][0] != "system":
             turns = (("system", self.data.system_prompt), *turns)

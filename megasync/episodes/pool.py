@@ -23,7 +23,7 @@ import numpy as np
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Ask, Begin, Cancel, Drop, Ended, Settings, Told
-from megasync.rewards.process import RewardProcess
+from megasync.rewards.process import ENVIRONMENT, RewardProcess
 from megasync.rewards.wire import Failure, Ready
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ class EpisodeError(RuntimeError):
 
 
 class EpisodeProcess(RewardProcess):
+    """Its many threads take little of the address space that it may have."""
+
     module = "megasync.episodes.program"
+    environment = ENVIRONMENT | {"MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(eq=False)

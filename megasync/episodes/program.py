@@ -14,6 +14,7 @@ import os
 import pickle
 import resource
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from megasync.rewards.program import BadValueError, begin, failure_of, text_of
 from megasync.rewards.wire import BEGUN, LENGTH, Failure, Ready, Setup, pack
 
 MOST_PRINTED_BYTES = 16 << 10
+STACK_BYTES = 2 << 20  # of a thread; the system's 8 MiB, times hundreds, would be most of a limit on memory
 MOST_INFO_CHARACTERS = 100_000
 
 
@@ -181,6 +183,7 @@ class Program:
     def _set_up(self, settings: Settings) -> None:
         prompts = Prompts(settings.model_path, settings.data)
         tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
+        threading.stack_size(STACK_BYTES)
         threads = ThreadPoolExecutor(settings.concurrency, "episode")  # asyncio's own are a few more than there are cores
         asyncio.get_running_loop().set_default_executor(threads)
         arguments, model_type = settings.data.chat_template_arguments, _model_type(settings.model_path)

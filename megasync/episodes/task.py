@@ -26,7 +26,7 @@ class Task:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the line
     seed: int = 0  # of the group: what is drawn from it is the same for its members, and in a run that is repeated
     member: int = 0  # of the group
-    turns: tuple[tuple[str, str], ...] = ()  # role and content, where the prompt is a list of messages
+    turns: tuple[tuple[str, str], ...] = ()  # the prompt as messages: role and content, with data.system_prompt
     line: int = 0  # of the data file, from 1
 
 

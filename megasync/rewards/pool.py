@@ -118,8 +118,10 @@ class RewardPool:
 def reward_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     """`reward/NAME`, the mean of each reward where there are several, and how often one failed and counted as 0.
 
-    Samples that were scored before a run was resumed are not among `scored`, which may be empty.
+    Samples that were scored before a run was resumed are not among `scored`, which may be empty. What episodes say they are
+    worth has no parts.
     """
-    names = list(scored[0].parts) if scored else []
-    means = {f"reward/{name}": statistics.fmean(one.parts[name] for one in scored) for name in names if len(names) > 1}
+    parts = [one.parts for one in scored if one.parts]
+    names = list(parts[0]) if parts else []
+    means = {f"reward/{name}": statistics.fmean(own[name] for own in parts) for name in names if len(names) > 1}
     return means | {"reward/failures": float(sum(len(one.failures) for one in scored))}

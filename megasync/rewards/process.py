@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megasync.rewards.wire import BEGUN, Setup, Unpacker, pack
@@ -47,6 +48,7 @@ class RewardProcess:
     """
 
     module = "megasync.rewards.program"  # whose `main` runs in it
+    environment: Mapping[str, str] = ENVIRONMENT
 
     def __init__(self, owner: Owner, names: list[str], limit_seconds: float) -> None:
         self.owner, self.loop = owner, asyncio.get_running_loop()
@@ -58,7 +60,7 @@ class RewardProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", PROGRAM.format(module=self.module), json.dumps(setup)],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | self.environment,
                 pass_fds=(setup.socket, setup.notes),
                 start_new_session=True,
             )

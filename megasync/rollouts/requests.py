@@ -59,10 +59,11 @@ def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: i
     return GenerationRequest(prompts.prompt_ids(example), seed, prompts.stop_token_ids, **asdict(sampling))
 
 
-def task_of(example: Example, request: GenerationRequest) -> Task:
+def task_of(prompts: Prompts, example: Example, request: GenerationRequest) -> Task:
     """What the members of a group play."""
     ids, seed = request.prompt_ids, request.seed
-    return Task(example.prompt, ids, example.answer, example.extra, seed, turns=example.turns, line=example.line)
+    turns = tuple((turn["role"], turn["content"]) for turn in prompts.turns(example))
+    return Task(example.prompt, ids, example.answer, example.extra, seed, turns=turns, line=example.line)
 
 
 def request_digest(request: GenerationRequest, *, returns_experts: bool, episode: str = "") -> int:

@@ -110,8 +110,8 @@ class Rollouts:
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
         requests = requests_of(evaluation, self.prompts, self.config.run.seed)
-        pairs = zip(evaluation.examples, requests, strict=True)
-        completions = self.stream.generate(requests, [task_of(*pair) for pair in pairs] if self.episodes is not None else [])
+        pairs = zip(evaluation.examples, requests, strict=True) if self.episodes is not None else ()
+        completions = self.stream.generate(requests, [task_of(self.prompts, *pair) for pair in pairs])
         if completions is None:
             return None
         limit = evaluation.sampling.max_new_tokens
@@ -140,7 +140,7 @@ class Rollouts:
         request = training_request(self.config, self.prompts, example, ordinal)
         returns_experts = self.config.algorithm.router_replay == "rollout"
         asked = request_digest(request, returns_experts=returns_experts, episode=self.identity)
-        task = task_of(example, request) if self.episodes is not None else None
+        task = task_of(self.prompts, example, request) if self.episodes is not None else None
         return Group(ordinal, request, asked, reward_digest(example, self.rewards, request.num_samples), task=task)
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:

@@ -9,6 +9,7 @@ from bridge.generation import Completion, GenerationRequest
 from engine.batch.batch import SampleTable
 from megasync.episodes.segments import Branch, Recorder, Turn
 from megasync.episodes.task import Played
+from megasync.rewards.pool import Scored, reward_metrics
 from megasync.rollouts.group import Group
 from megasync.rollouts.played import episode_metrics, members_of
 from megasync.rollouts.rollout import batch_metrics, samples_of
@@ -63,6 +64,14 @@ def test_metrics_count_members_and_sampled_tokens() -> None:
     assert told["episode/failures"] == 2 and told["episode/dropped"] == 1 and told["episode/calls"] == 2
     assert told["episode/tool_share"] == pytest.approx(2 / 5)
     assert episode_metrics([]) == {}
+
+
+def test_rewards_that_have_a_name_are_means_over_what_they_scored() -> None:
+    """Beside episodes that say themselves what they are worth."""
+    by_rewards = [Scored(1.5, {"a": 1.0, "b": 0.5}), Scored(0.0, {"a": 0.0, "b": 0.0}, ("b",))]
+    found = reward_metrics([Scored(0.25, {}), *by_rewards, Scored(1.0, {})])
+    assert found == {"reward/a": 0.5, "reward/b": 0.25, "reward/failures": 1.0}
+    assert reward_metrics([Scored(0.25, {})]) == {"reward/failures": 0.0}
 
 
 def test_a_dropped_member_has_no_part_in_its_group() -> None:
