@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasync.config.errors import main_errors
+from megasync.config.errors import ConfigError, main_errors
 from megasync.planning.hardware import KINDS
 
 
@@ -56,9 +56,13 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(given: argparse.Namespace) -> int:
     from megasync.config.files import write_atomically
     from megasync.config.load import load_config
+    from megasync.hf.folder import check_model_config
     from megasync.planning.request import find_request
 
     config = load_config(given.config, given.overrides)
+    if not config.model.path:
+        raise ConfigError("model.path is not set", remedy="set model.path to a Hugging Face folder; its config.json is enough")
+    check_model_config(Path(config.model.path))
     request = find_request(config, given)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # nothing is computed: no device, no compiler
     from megasync.planning import remedies

@@ -84,6 +84,7 @@ OTHERS_NAMES = {  # our key: what verl, TRL, slime and common speech have for it
     "rollout.top_k": "rollout_top_k",
     "rollout.top_p": "rollout_top_p",
     "run.dir": "default_local_dir output_dir save",
+    "run.loggers": "logger report_to tensorboard trackio use_wandb wandb",
     "run.log_samples": "log_completions log_val_generations num_completions_to_print",
     "run.name": "exp_name experiment_name run_name wandb_group",
     "run.seed": "data_seed rollout_seed",

@@ -23,7 +23,7 @@ from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl
 from megasync.planning.tracker import Tracker
 
 COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
-    (fused, ("_rotate", "_rotate_back", "_log_sum_exp", "_logits_gradient")),
+    (fused, ("_rotate", "_log_sum_exp", "_logits_gradient")),
     (entropy, ("_within_fused",)),
     (sys.modules[bias_swiglu_impl.__module__], ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")),
 )

@@ -86,6 +86,13 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     assert "leave no GPU for the trainer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("path", "told"), [("/nowhere/model", "there is no such folder"), ('""', "model.path is not set")])
+def test_a_missing_model_is_named(path: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(["configs/grpo_gpu.yaml", f"model.path={path}", "--gpu", "h100"])
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_what_a_run_took_stands_beside_its_plan(tmp_path: Path) -> None:
     predicted = {"memory/tensors_peak_bytes": 2**30, "step/seconds": 2.0, "train": 1.0, "sync/seconds": None}
     (tmp_path / "plan.json").write_text(json.dumps({"predicted": predicted}))
