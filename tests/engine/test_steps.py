@@ -134,6 +134,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def without_padding(metrics: dict[str, float]) -> dict[str, float]:
+    """What a layout does not change; how much is padded is its own."""
+    return {name: value for name, value in metrics.items() if name != "train/padding_fraction"}
+
+
 def test_objectives_are_the_same_in_every_layout(model: str) -> None:
     """All that is logged, to 1e-5, over two steps of two mini-batches of several micro-batches, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}
@@ -154,7 +159,7 @@ def test_objectives_are_the_same_in_every_layout(model: str) -> None:
     for case, steps, reference in zip(cases, results, references * len(LAYOUTS), strict=True):
         print(case)
         for found, wanted in zip(steps, reference, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
 
 
 def test_episodes_are_the_same_in_every_layout(model: str) -> None:
@@ -169,7 +174,7 @@ def test_episodes_are_the_same_in_every_layout(model: str) -> None:
     for case, steps, reference in zip(cases, results, references * len(layouts), strict=True):
         print(case)
         for found, wanted in zip(steps, reference, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
 
 
 def test_the_gradient_of_episodes_is_that_of_transformers(model: str) -> None:

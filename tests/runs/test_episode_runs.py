@@ -75,5 +75,5 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_had_ended(run: tuple[Path,
     code, said = train(config_of(tmp_path), "run.steps=7")
     assert code == 0, said
     lines = metrics(copy)
-    assert [line["step"] for line in lines] == list(range(7)) and lines[:3] == metrics(run[0])[:3]
+    assert [line["step"] for line in lines] == list(range(1, 8)) and lines[:3] == metrics(run[0])[:3]
     assert sum(line["episode/dropped"] for line in lines) == 7 * 4, "each prompt is trained once"

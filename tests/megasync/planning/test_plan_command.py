@@ -18,7 +18,7 @@ from megasync.planning.record import RATIO, compare, outcome
 from megasync.planning.remedies import nearest, suggest, with_changes
 from megasync.planning.shapes import Request
 
-from tests.megasync.planning.test_memory import BENCH, write_model
+from tests.megasync.planning.test_planned_memory import BENCH, write_model
 
 
 def config_of(folder: Path, shapes: str = "3b", **sections: Any) -> Any:
