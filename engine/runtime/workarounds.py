@@ -140,18 +140,12 @@ def add_fsdp_fields(ddp_config: Any) -> None:
 
 
 def use_foreach_clipping() -> None:
-    """Gradient norm and clipping over all tensors at once by torch, whatever is installed.
+    """Clipping over all tensors at once by torch, whatever is installed.
 
-    megatron-core takes TransformerEngine's or apex's, unasked. Without them utils.py:1200 brings each tensor's norm to the host
-    by itself (hundreds of waits a step) and :1212 launches two kernels a tensor.
+    megatron-core takes TransformerEngine's or apex's, unasked. Without them utils.py:1212 launches two kernels a tensor.
     """
     import torch
     from megatron.core.optimizer import clip_grads
-
-    def l2_norm(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], _each: bool) -> tuple[torch.Tensor, None]:
-        tensors = [tensor for tensor in lists[0] if tensor.numel()]
-        norms = torch._foreach_norm(tensors) if tensors else [torch.zeros((), device=lists[0][0].device)]
-        return torch.linalg.vector_norm(torch.stack(list(norms))).float().view(1), None
 
     def scale(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], factor: float) -> None:
         source, target = lists
@@ -159,7 +153,37 @@ def use_foreach_clipping() -> None:
             torch._foreach_copy_(target, source)
         torch._foreach_mul_(target, factor)
 
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = l2_norm, scale
+    clip_grads.multi_tensor_scale_impl = scale
+
+
+def use_gradient_norm_in_float64() -> None:
+    """The norm of all gradients is the same, and with it what clipping does, however they are sharded.
+
+    clip_grads.py:51 adds squares in float32, shard by shard: wraps and layouts then differ at 1e-8, enough for a bfloat16 weight
+    to be rounded otherwise. And without TransformerEngine and apex utils.py:1200 brings each tensor's norm to the host by itself.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    from engine.runtime import device
+
+    def gradient_norm(grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
+        assert norm_type == 2
+        gradients = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else grads_for_norm
+        data_group = None
+        for gradient in gradients:
+            data_group = clip_grads.get_data_parallel_group_if_dtensor(gradient, data_group)
+        local = [part for gradient in gradients if (part := clip_grads.to_local_if_dtensor(gradient)).numel()]
+        total = torch.zeros(1, dtype=torch.float64, device=device.compute_device())
+        if local:
+            total += torch.stack(torch._foreach_norm(local, dtype=torch.float64)).square().sum()
+        if data_group:
+            dist.all_reduce(total, group=data_group)
+        dist.all_reduce(total, group=grad_stats_parallel_group)
+        return float(total.item() ** 0.5)
+
+    optimizer.get_grad_norm_fp32 = gradient_norm
 
 
 def fold_gradients_of_frozen_linears() -> None:

@@ -38,6 +38,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtyp
         ),
         chunks,
     )
+    workarounds.use_gradient_norm_in_float64()
     if use_fused:
         workarounds.use_foreach_clipping()
         for group in (group for inner in inner_optimizers(optimizer) for group in inner.param_groups):

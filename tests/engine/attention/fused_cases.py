@@ -18,7 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, optimizer
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -105,9 +105,11 @@ def _clipping() -> dict[str, float]:
     parameter = torch.nn.Parameter(torch.zeros(7, device=where))
     parameter.grad = gradients[2]
     workarounds.use_foreach_clipping()
-    assert clip_grads.l2_norm_impl.__module__ == clip_grads.multi_tensor_scale_impl.__module__ == "engine.runtime.workarounds"
+    workarounds.use_gradient_norm_in_float64()
+    used = optimizer.get_grad_norm_fp32, clip_grads.multi_tensor_scale_impl
+    assert {function.__module__ for function in used} == {"engine.runtime.workarounds"}
     group = mpu.get_data_parallel_group()
-    norm = clip_grads.get_grad_norm_fp32(gradients, grad_stats_parallel_group=group)
+    norm = optimizer.get_grad_norm_fp32(gradients, grad_stats_parallel_group=group)
     clip_grads.clip_grad_by_total_norm_fp32([parameter], 1.0, norm)
     expected = 0.5 * 22**0.5
     return {"norm": abs(norm - expected), "clipped": float((parameter.grad - 0.5 / expected).abs().max())}

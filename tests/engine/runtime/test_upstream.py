@@ -277,3 +277,10 @@ def test_a_frozen_output_layer_still_takes_a_product_for_each_token() -> None:
     workarounds.fold_gradients_of_frozen_linears()
     names, gradient = backward(layers.LinearWithFrozenWeight)
     assert names == ["mm"] and torch.equal(gradient, expected)
+
+
+def test_the_gradient_norm_is_still_a_sum_in_float32() -> None:
+    """engine/runtime/workarounds.py:use_gradient_norm_in_float64"""
+    from megatron.core.optimizer import clip_grads
+
+    assert "float64" not in inspect.getsource(clip_grads.get_grad_norm_fp32)

@@ -114,17 +114,16 @@ def trained_folders(path: str, root: str, wrap: str, dtype: str) -> float:
     return changed / sum(before.numel() for before, _ in pairs)
 
 
-def losses_of_folder(path: str, wraps: list[str], num_steps: int, num_samples: int) -> dict[str, list[float]]:
-    """By wrap the losses of supervised steps in bf16 on random tokens of a model in any Hugging Face folder.
+def losses_of_folder(path: str, wraps: list[str], num_steps: int, num_samples: int, dtype: str) -> dict[str, list[float]]:
+    """By wrap the losses of supervised steps, all of them clipped, on random tokens of a model in any Hugging Face folder.
 
-    Short samples, since products in bf16 are slow on CPUs; a rank's are one micro-batch. Nothing is clipped: the norm, a sum over
-    shards, has other last bits in another layout.
+    Short samples, since products in bf16 are slow on CPUs; a rank's are one micro-batch.
     """
     results = {}
     vocabulary = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     for wrap in wraps:
-        optimizer = {"learning_rate": 1e-5, "warmup_steps": 0, "clip_grad_norm": 0.0}
-        with engine(path, wrap=wrap, name="sft", dtype="bfloat16", optimizer=optimizer) as built:
+        optimizer = {"learning_rate": 1e-5, "warmup_steps": 0, "clip_grad_norm": 0.01}
+        with engine(path, wrap=wrap, name="sft", dtype=dtype, optimizer=optimizer) as built:
             losses = []
             for step in range(num_steps):
                 generator = torch.Generator().manual_seed(step)
