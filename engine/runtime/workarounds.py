@@ -161,6 +161,7 @@ def use_gradient_norm_in_float64() -> None:
 
     clip_grads.py:51 adds squares in float32, shard by shard: wraps and layouts then differ at 1e-8, enough for a bfloat16 weight
     to be rounded otherwise. And without TransformerEngine and apex utils.py:1200 brings each tensor's norm to the host by itself.
+    A norm whose square is too large for float32 is infinite, as it was: such a step is not to be taken.
     """
     import torch
     import torch.distributed as dist
@@ -181,7 +182,8 @@ def use_gradient_norm_in_float64() -> None:
         if data_group:
             dist.all_reduce(total, group=data_group)
         dist.all_reduce(total, group=grad_stats_parallel_group)
-        return float(total.item() ** 0.5)
+        square = float(total.item())
+        return math.inf if square > torch.finfo(torch.float32).max else square**0.5
 
     optimizer.get_grad_norm_fp32 = gradient_norm
 
