@@ -4,8 +4,8 @@
     python -m tests.doc_commands --run FOLDER     # in a new clone of this repository at FOLDER: those that a CPU can run
     python -m tests.doc_commands --run FOLDER --only evaluate.md
 
-A page's commands run in the order in which they stand, in one clone for all pages, with the remedy of a placeholder (PLACEHOLDERS)
-put in. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its program takes
+A page's commands run in the order in which they stand, in one clone for all pages, with files that are there in the place of
+PLACEHOLDERS. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its program takes
 (test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
 """
 
@@ -33,17 +33,17 @@ PLACEHOLDERS = {
     "data.prompt_key=problem data.answer_key=solution": "data.prompt_key=question data.answer_key=answer",
     "data.prompt_key=problem": "data.prompt_key=question",
 }
-# What a command needs that a machine without GPUs lacks, by the first expression that is found in it.
+# Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
-    r"^docs/bench/gpus\.sh": "a GPU",
-    r"-m gpu\b": "a GPU",
-    r"^megasync train configs/smollm2\.yaml": "a GPU; the first lines of the config say what to add on a CPU",
-    r"runs/smollm2|--compare runs/grpo-gpu": "the run on a GPU before it",
-    r"staleness_accuracy\.py": "the run folders of a GPU",
-    r"configs/bench_train\.yaml": "a GPU",
-    r"runs/a runs/b": "two runs of the reader's own",
-    r"^\./launch/test\.sh$": "is the suite itself",
-    r"check_locks\.sh": "minutes, after a change of locks/ alone",
+    r"^docs/bench/gpus\.sh": "needs a GPU",
+    r"-m gpu\b": "needs GPUs",
+    r"^megasync train configs/smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
+    r"runs/smollm2|--compare runs/grpo-gpu": "needs the run on a GPU before it",
+    r"staleness_accuracy\.py": "needs run folders of a GPU",
+    r"configs/bench_train\.yaml": "needs a GPU",
+    r"runs/a runs/b": "needs two runs of the reader's own",
+    r"^\./launch/test\.sh$": "it is the suite itself",
+    r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
 }
 UNTIL_STOPPED = re.compile(r"--watch")
 SERVES_SECONDS, LIMIT_SECONDS = 20.0, 1800.0
@@ -107,7 +107,7 @@ def main() -> int:
     failed = 0
     for command in commands:
         if command.needs or given.run is None:
-            print(f"{command.page}: {command.line}" + (f"\n    not on a CPU: needs {command.needs}" if command.needs else ""))
+            print(f"{command.page}: {command.line}" + (f"\n    not run: {command.needs}" if command.needs else ""))
             continue
         code, seconds, said = run(command, given.run)
         failed += code != 0
