@@ -43,6 +43,7 @@ NEEDS = {
     r"configs/bench_train\.yaml": "needs a GPU",
     r"runs/a runs/b": "needs two runs of the reader's own",
     r"^\./launch/test\.sh$": "it is the suite itself",
+    r"-m tests\.": "takes an hour",
     r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
 }
 UNTIL_STOPPED = re.compile(r"--watch")
