@@ -115,7 +115,7 @@ def _use_own_token() -> Callable[[], None]:
     where `RAY_AUTH_MODE` was set after ray had been imported, its servers want a token and this process sends none (ray 2.60.0
     _private/authentication/authentication_token_setup.py:104). Returns what forgets it.
     """
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     def read_again() -> None:
         Config.initialize("")
