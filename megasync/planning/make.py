@@ -18,10 +18,10 @@ from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape, model_shape
 from megasync.planning import seconds as times
-from megasync.planning.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.hardware import GIB, Hardware, seconds
 from megasync.planning.memory import RankMemory, rank_memory
-from megasync.planning.meta import Counts, build_rank, world
+from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
+from megasync.planning.meta.ranks import Counts, build_rank, world
 from megasync.planning.replicas import WorkerMemory, worker_memory
 from megasync.planning.shapes import Grid, Request, Work
 
