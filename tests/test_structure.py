@@ -36,7 +36,7 @@ ROOMS = {
     ],
     "bridge": [
         *("config", "messages", "generation", "processes"),
-        *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
+        *("layout", "versions", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),

@@ -92,7 +92,7 @@ class Replica:
         await self._engine.collective_rpc("megasync_begin_trace", args=(token_ids, num_prompt))
         written = ""
         try:
-            await self._generator.generate([request])
+            await self._generator.generate([request], keeps_cache=True)
             written = path
         finally:
             await self._engine.collective_rpc("megasync_end_trace", args=(written,))

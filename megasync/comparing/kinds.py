@@ -79,7 +79,7 @@ def _norm(case: Case) -> Iterator[Guess]:
     shrunk = (case.out * case.expected).sum(-1) / case.expected.square().sum(-1)  # (power + eps) / (power + other eps), rooted
     other = float(((power + eps) / shrunk.square() - power).median())
     if 0 < other < 1:
-        yield Guess("wrong eps", f"{other:.3g} in place of {eps:g}", ref.rms_norm(x, weight, other))
+        yield Guess("wrong eps", f"{other:.2g} in place of {eps:g}", ref.rms_norm(x, weight, other))
     yield Guess("centre of weights", "1 is added to them", ref.rms_norm(x, weight + 1, eps))
     yield Guess("weights left out", "as if all were 1", ref.rms_norm(x, torch.ones_like(weight), eps))
     yield from former_guesses(case)

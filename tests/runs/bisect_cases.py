@@ -51,7 +51,10 @@ def trainer_faults(run: Path, lora_run: Path, passes: Passes, response: Response
             found[name] = outcome(compare(forward, passes, response, refs, swap))
             undo()
         found["sound again"] = outcome(compare(forward, passes, response, refs))
-    with forwards(lora_run, scratch, "engine.lora.rank=4", "engine.lora.alpha=6", "rollout.temperature=0.7") as (chosen, forward):
+    with forwards(lora_run, scratch, "engine.lora.rank=8", "engine.lora.alpha=12", "rollout.temperature=0.7") as (
+        chosen,
+        forward,
+    ):
         refs = references(chosen)
         found["adapter"] = outcome(compare(forward, passes, response, refs))
         forward.model.decoder.layers[1].mlp.linear_fc2.lora_scale *= 2
@@ -80,9 +83,13 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
-    former = tensor.clone()
+    former = tensor.detach().clone()
     tensor.data.copy_(value)
-    return lambda: tensor.data.copy_(former) and None
+
+    def undo() -> None:
+        tensor.data.copy_(former)
+
+    return undo
 
 
 def _transposed_head(forward: Forward, _: Chosen) -> Undo:
@@ -123,7 +130,11 @@ def _stale_layer(forward: Forward, chosen: Chosen) -> Undo:
     layer = forward.model.decoder.layers[3]
     now = {name: tensor.clone() for name, tensor in layer.state_dict().items() if tensor is not None}
     layer.load_state_dict(other.state_dict())
-    return lambda: layer.load_state_dict(now) and None
+
+    def undo() -> None:
+        layer.load_state_dict(now)
+
+    return undo
 
 
 def _element(forward: Forward, _: Chosen) -> Undo:

@@ -35,7 +35,7 @@ EXPECTED: dict[str, tuple[str, str, str]] = {  # where it is, what it looks like
     "transposed head": ("model.layers.1.self_attn.q_proj", "one head", "head 2"),
     "reordered head": ("model.layers.2.self_attn.q_proj", "rows moved", "head 1: its rows are in another order"),
     "eps": ("model.layers.2.input_layernorm", "wrong eps", "1e-05 in place of 1e-06"),
-    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 1e+04"),
+    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
     "missing q-norm": ("model.layers.1.self_attn.q_norm", "left out", "it gives what it got"),
     "stale layer": ("model.layers.3.input_layernorm", "stale layer", "those of step 5"),
     "one element": ("model.layers.0.self_attn.o_proj", "one element", "[5, 7]"),
@@ -48,7 +48,7 @@ EXPECTED: dict[str, tuple[str, str, str]] = {  # where it is, what it looks like
 OF_REPLICA: dict[str, tuple[str, str, str]] = {
     "stale KV": ("model.layers.0.self_attn.attn", "stale KV", "of the first 32 tokens"),
     "eps": (NORM, "wrong eps", "1e-05 in place of 1e-06"),
-    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 1e+04"),
+    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
     "one element": (NORM, "one element", "[9]"),
     "temperature": ("log_probs", "wrong temperature", "is forgotten"),
 }
@@ -59,17 +59,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run with two checkpoints, of which the newer is the other run's adapter merged into its base model."""
     root = tmp_path_factory.mktemp("bisect")
     lora_run = adapter_run(root / "lora", "qwen3", "float32", target_modules=LINEARS)
-    config = load_config(write_runnable(root), ["run.name=rl", "model.dtype=float32", "rollout.temperature=0.7"])
+    named = ["run.name=rl", "model.dtype=float32", "rollout.temperature=0.7"]
+    export(lora_run, root / "merged", merge=True)
+    config = load_config(write_runnable(root), [*named, f"model.path={root / 'merged'}"])
     run = config.run.folder
-    for step, folder in ((10, export_merged(lora_run, root)), (5, write_tiny_model(root / "former", "qwen3", seed=7))):
+    for step, folder in ((10, root / "merged"), (5, write_tiny_model(root / "former", "qwen3", seed=7))):
         shutil.copytree(folder, run / "checkpoints" / f"step_{step:08d}" / "hf")
     save_config(config, run / "config.yaml")
     return run, lora_run
-
-
-def export_merged(run: Path, root: Path) -> Path:
-    export(run, root / "merged", merge=True)
-    return root / "merged"
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +106,10 @@ def all_passes(pool: FaultyPool, scratch: Path) -> dict[str, Passes]:
     pool.call("tests_turn", 20000.0)
     trace("rope theta")
     pool.call("tests_turn", 10000.0)
-    pool.call("tests_scale", "model.layers.0.self_attn.k_norm.weight", 2.0)  # the weights before an update, with which a prompt is read
+    keys = "model.layers.0.self_attn.k_norm.weight"
+    pool.call("tests_scale", keys, 2.0)  # the weights before an update, with which a prompt is read
     pool.generate([GenerationRequest(RESPONSE.prompt_ids, max_new_tokens=1)]).result()
-    pool.call("tests_scale", "model.layers.0.self_attn.k_norm.weight", 0.5)
+    pool.call("tests_scale", keys, 0.5)
     trace("stale KV")
     trace("sound again")
     return found
