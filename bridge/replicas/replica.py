@@ -84,6 +84,23 @@ class Replica:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
         return await self._generator.score(sequences)
 
+    async def trace(self, token_ids: list[int], num_prompt: int, temperature: float, path: str) -> None:
+        """Go through a prompt and a given response as if it were sampled, and write every tensor on the way to `path`."""
+        request = GenerationRequest(
+            prompt_ids=tuple(token_ids[:num_prompt]), max_new_tokens=len(token_ids) - num_prompt, temperature=temperature
+        )
+        await self._engine.collective_rpc("megasync_begin_trace", args=(token_ids, num_prompt))
+        written = ""
+        try:
+            await self._generator.generate([request], keeps_cache=True)
+            written = path
+        finally:
+            await self._engine.collective_rpc("megasync_end_trace", args=(written,))
+
+    async def forget_prefixes(self) -> None:
+        """Nothing that was computed before is read again."""
+        await self._engine.reset_prefix_cache()
+
     async def silent_seconds(self) -> float:
         """How long vLLM's engine core has owed an answer; also where another call waits for it."""
         return self._generator.silent_seconds

@@ -18,6 +18,7 @@ from pathlib import Path
 from megasync.config.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
+VERSIONS = "versions"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"

@@ -34,6 +34,7 @@ from megasync.reporting.log import RunLog
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
 from megasync.run.rank_zero import TooFewReplicasError, control_group, on_rank_zero
+from megasync.run.versions import VersionLog
 
 MERGE_ERROR_NOTE = 0.5
 SYNC_ATTEMPTS = 3
@@ -48,6 +49,7 @@ class Weights:
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.canary: Canary | None = None
+        self.version_log: VersionLog | None = None
         self.syncs: list[dict[str, float]] = []
         self.devices = DeviceSharing(config, engine, log.timeline)
         self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
@@ -77,7 +79,8 @@ class Weights:
             if canary is not None:
                 canary.score_by_trainer(self.engine)
             report = self._publish(version)
-            found = canary.compare(version, self.pool, self.publisher) if canary is not None else {}
+            found = self._log_version(version)  # before the canary may stop the run: the version can be looked at then
+            found |= canary.compare(version, self.pool, self.publisher) if canary is not None else {}
         for stage in report.stages:
             self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
         metrics = {
@@ -92,6 +95,13 @@ class Weights:
             metrics["lora/merge_error"] = self._merge_error()
         self.syncs.append(metrics)
         return metrics
+
+    def _log_version(self, version: int) -> dict[str, float]:
+        """Into the run's log of versions, where it keeps one; metrics."""
+        if self.config.sync.log == "off":
+            return {}
+        self.version_log = self.version_log or VersionLog(self.config, self.exporter, first_version=version)
+        return self.version_log.write(version)
 
     def _publish(self, version: int) -> SyncReport:
         assert self.publisher is not None
