@@ -28,5 +28,6 @@ run/           a run on one rank: session, loop, weights
 checks/        whether a config can run here
 diagnosis/     whether this machine is fit for it
 serving/       weights of a run or folder, served for generate and evaluate
+nodes/         a run on several nodes, the same command on each
 bench/         figures of this machine: weight sync, generation, training
 """

@@ -41,7 +41,7 @@ ROOMS = {
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
         *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "doctor"),
-        *("quickstart", "train", "submit", "bench", "cli", "__main__"),
+        *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
