@@ -29,9 +29,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from bridge.transport.channel import open_store
+from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.launch.last_words import last_words
-from megasync.launch.processes import REFUSED, run_and_leave
+from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
 
 dist: Any = distributed  # its stores are not typed
@@ -61,7 +63,9 @@ class OneStoreRendezvous(StaticTCPRendezvous):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of the rank that failed, 1 where a signal ended it; 128 and its number where one ended this process."""
+    """The exit code of the rank that failed, 1 where a signal ended it; 128 and its number where one ended this process; STOPPED
+    where the run has stopped because it was asked to.
+    """
     rendezvous_handler_registry.register(BACKEND, OneStoreRendezvous)
     logging.disable(logging.ERROR)  # torchrun's own words on failed ranks
     code, problem = 0, ""
@@ -74,15 +78,21 @@ def main(arguments: Sequence[str]) -> int:
             code, problem = likely_cause(error.failures)
         except SignalException as error:
             code, problem = 128 + error.sigval, f"ended by {error.sigval.name}"
+    if code == 0 and TRAINER in arguments and is_asked_to_stop(trainer_config(arguments).run.folder):
+        return STOPPED
     if code not in (0, REFUSED):
         print(problem, file=sys.stderr)
         if not is_alone and TOLD in os.environ:
             Path(os.environ[TOLD]).write_text(problem, encoding="utf-8")
         elif TRAINER in arguments:
-            config, *overrides = arguments[arguments.index(TRAINER) + 1 :]
             command = shlex.join([sys.executable, "-m", "megasync.launch.torchrun", *arguments])
-            print(last_words(load_config(config, overrides), command), file=sys.stderr)
+            print(last_words(trainer_config(arguments), command), file=sys.stderr)
     return code
+
+
+def trainer_config(arguments: Sequence[str]) -> Config:
+    config, *overrides = arguments[arguments.index(TRAINER) + 1 :]
+    return load_config(config, overrides)
 
 
 def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.transport.channel import open_store
-from megasync.launch.processes import REFUSED
+from megasync.launch.processes import REFUSED, STOPPED
 from megasync.nodes.compare import differences
 from megasync.nodes.judge import judge
 from megasync.nodes.roll_call import Arrival, roll_call, room_problem, seats
@@ -28,7 +28,6 @@ from megasync.run.heartbeat import LastSeen
 FRESH_SECONDS = 10.0  # a node that gives no sign of life for so long is not here, while nodes are waited for
 CHECK_SECONDS = 180.0
 CAUSE_SECONDS = 5.0  # after the first failure, for others: that of a node which is gone is the likelier cause
-STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; started again it goes on
 FINAL = (REFUSED, STOPPED)  # exit codes after which no round follows
 
 
@@ -116,7 +115,7 @@ class Head:
             self._announce(members)
         elif time.monotonic() - self._begun > self.terms.wait_seconds:
             self.end(1, f"gave up after {self.terms.wait_seconds:g} s: {told}")
-        else:
+        elif present:
             self.store.set("waiting", told)
 
     def _present(self) -> list[Arrival]:
@@ -198,8 +197,9 @@ class Head:
     def _run(self) -> None:
         members, number = self.round.members, self.round.number
         ended = [self.store.get(f"ended/{number}/{seat}") for seat in range(len(members))]
-        if all(told and told["code"] == 0 for told in ended):
-            self.end(0, "")
+        codes = {told["code"] if told else None for told in ended}
+        if codes in ({0}, {STOPPED}):
+            self.end(codes.pop(), "")
             return
         lost = self._lost()
         failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] != 0]

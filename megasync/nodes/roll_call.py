@@ -63,7 +63,10 @@ def absent(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]
     hosts = {arrival.host for arrival in present}
     names = [name for name in expected if not hosts & {name, name.partition(".")[0]}]
     if names and missing:
-        return ", ".join(names[:missing]) if len(names) == missing else f"{missing} of {', '.join(names)}"
+        known, unknown = ", ".join(names), missing - len(names)
+        if unknown < 0:
+            return f"{missing} of {known}"
+        return f"{known} and {unknown} more" if unknown else known
     wishes = {arrival.wish for arrival in present}
     if missing and wishes & set(range(1, num_nodes)):
         return ", ".join(f"--node-rank {rank}" for rank in range(1, num_nodes) if rank not in wishes)

@@ -1,6 +1,6 @@
 """Nodes on one machine: namespaces of network, processes, mounts and host name on a bridge, for tests that are root.
 
-Each has its own address, loopback, /dev/shm and /tmp; the rest of the file system is shared. Leaves out what runs in them.
+Each has its own address, loopback, /dev/shm and TMPDIR; the rest of the file system is shared. Leaves out what runs in them.
 
     with nodes(2) as (first, second):
         process = first.start([sys.executable, "-m", "..."])
@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -62,24 +62,24 @@ class Node:
         """A first process that holds the namespaces, as after a boot."""
         for path in self.temporary.iterdir():
             shutil.rmtree(path, ignore_errors=True)
-        inner = f"hostname {self.name}; mount -t tmpfs -o size=2g tmpfs /dev/shm; mount --bind {self.temporary} /tmp; "
-        inner += "echo up; exec sleep infinity"
+        inner = f"hostname {self.name}; mount -t tmpfs -o size=2g tmpfs /dev/shm; echo up; exec sleep infinity"
         spaces = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         command = ["ip", "netns", "exec", self.name, "unshare", *spaces, "sh", "-c", inner]
-        self.keeper = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self.keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert self.keeper.stdout is not None
         assert self.keeper.stdout.readline() == b"up\n"
         children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children").read_text().split()
         self.init = int(children[0])
 
-    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wd={Path.cwd()}", *command], text=True, **options)
+    def start(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+        enter = ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wd={Path.cwd()}"]
+        own = {**environment, "TMPDIR": str(self.temporary)}
+        return subprocess.Popen([*enter, *command], env=own, text=True, **options)
 
     def processes(self) -> list[str]:
         """Of this node, without its first."""
-        told = subprocess.run(
-            ["nsenter", "-t", str(self.init), "-p", "-m", "ps", "-eo", "pid,args", "--no-headers"], capture_output=True, text=True, check=True
-        )
+        command = ["nsenter", "-t", str(self.init), "-p", "-m", "ps", "-eo", "pid,args", "--no-headers"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
         return [line for line in told.stdout.splitlines() if "sleep infinity" not in line and "ps -eo" not in line]
 
     def kill(self) -> None:
@@ -105,13 +105,12 @@ class Node:
 
 @contextmanager
 def nodes(count: int, temporary: Path, rate: str = "") -> Iterator[list[Node]]:
-    """`temporary`: holds the nodes' /tmp, a short path."""
+    """`temporary`: holds the nodes' TMPDIR, a short path."""
     ip("link", "add", f"{PREFIX}br", "type", "bridge")
     ip("link", "set", f"{PREFIX}br", "up")
     made: list[Node] = []
     try:
-        for number in range(1, count + 1):
-            made.append(Node(number, temporary, rate))
+        made.extend(Node(number, temporary, rate) for number in range(1, count + 1))
         time.sleep(0.5)  # until the bridge forwards
         yield made
     finally:
