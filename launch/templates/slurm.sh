@@ -5,7 +5,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=@{cpus}
 #SBATCH --time=@{time}
-#SBATCH --output=@{run_dir}/%x-%j.log
+#SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@@@{grace_seconds}
