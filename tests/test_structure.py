@@ -42,7 +42,7 @@ ROOMS = {
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
         *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "comparing"),
         *("generate", "evaluate", "bisect", "doctor"),
-        *("quickstart", "train", "submit", "bench", "cli", "__main__"),
+        *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]

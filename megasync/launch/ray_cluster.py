@@ -68,7 +68,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
         _wait_for_port(process, port, log)
         yield f"http://{LOOPBACK}:{port}"
     finally:
-        _end(process)
+        end_ray(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -204,7 +204,7 @@ def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> No
         time.sleep(0.2)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_ray(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
