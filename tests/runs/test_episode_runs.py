@@ -73,7 +73,8 @@ def test_samples_show_their_turns(run: tuple[Path, str]) -> None:
         wanted_prompt = f"({line['prompt']})=" if is_chat else line["prompt"]
         assert line["line"] % 8 == 0 or line["branches"][0][0]["text"] == wanted_prompt
         for piece in (piece for branch in line["branches"] for piece in branch if piece["sampled"]):
-            assert len(piece["token_texts"]) == len(piece["rollout_log_probs"]) == len(piece["trainer_log_probs"]) == piece["tokens"]
+            fields = ("token_texts", "rollout_log_probs", "trainer_log_probs")
+            assert [len(piece[field]) for field in fields] == [piece["tokens"]] * 3
             if line["step"] == 1:
                 assert piece["trainer_log_probs"] == pytest.approx(piece["rollout_log_probs"], abs=2e-4)
         assert sum(piece["tokens"] for branch in line["branches"] for piece in branch if piece["sampled"]) == line["tokens"]

@@ -74,8 +74,9 @@ async def two_turns(task: Task, model: Any) -> float:
 
 
 async def unsteady(task: Task, model: Any) -> Result | None:
-    """Two turns. Every eighth line fails, every seventh is played by OpenAI's client, every third forgets its first turn, and every
-    fifth is scored by the run's reward.
+    """Two turns. Every eighth line fails, every seventh is played by OpenAI's client, every third forgets its first turn.
+
+    Every fifth is scored by the run's reward.
     """
     if task.line % 8 == 0:
         raise RuntimeError("broken on purpose")
