@@ -29,7 +29,7 @@ def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         remedy = "start where the module can be imported, or set PYTHONPATH"
         raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
     return module, getattr(module, name, None)

@@ -32,7 +32,8 @@ def resolve_episode(path: str) -> Episode:
     module, found = import_named(path, headline)
     name = path.partition(":")[2]
     if problem := _problem(found, module):
-        near = nearest_name(name, [other for other, value in vars(module).items() if callable(value)])
+        others = [other for other, value in vars(module).items() if callable(value) and other != name]
+        near = nearest_name(name, others)
         raise ConfigError(f"{headline}: {name} {problem}", nearest=near, remedy=REMEDY)
     return _of_class(found) if inspect.isclass(found) else found
 
@@ -46,8 +47,7 @@ def _problem(found: Any, module: Any) -> str:
     if found is None:
         return f"is not in {module.__file__}"
     if inspect.isclass(found):
-        has_begin = callable(getattr(found, "reset", None)) or callable(getattr(found, "init", None))
-        return "" if has_begin and callable(getattr(found, "step", None)) else "has no methods reset and step"
+        return _problem_of_class(found)
     if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__ if callable(found) else None)):
         return "is no async function"
     try:
@@ -57,8 +57,26 @@ def _problem(found: Any, module: Any) -> str:
     return ""
 
 
+def _problem_of_class(found: Any) -> str:
+    has_begin = callable(getattr(found, "reset", None)) or callable(getattr(found, "init", None))
+    if not has_begin or not callable(getattr(found, "step", None)):
+        return "has no methods reset and step"
+    try:
+        inspect.signature(found).bind(*["task"] * _takes_task(found))
+    except TypeError as error:
+        return f"cannot be made with a task: {error}"
+    return ""
+
+
+def _takes_task(environment: Any) -> bool:
+    """Whether it is made with the task. One whose arguments all have defaults is not, unless the first is called `task`."""
+    given = list(inspect.signature(environment).parameters.values())
+    positional = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return bool(positional) and (positional[0].default is inspect.Parameter.empty or positional[0].name == "task")
+
+
 def _of_class(environment: Any) -> Episode:
-    takes_task = len(inspect.signature(environment).parameters) > 0
+    takes_task = _takes_task(environment)
 
     async def episode(task: Any, model: Any) -> Any:
         return await play(environment(task) if takes_task else environment(), task, model)

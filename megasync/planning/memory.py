@@ -1,7 +1,7 @@
 """Bytes of one trainer rank by part: weights, gradients and optimizer state by wrap, activations, buckets, what CUDA takes.
 
-A rank's peak is the larger one of its passes and of its optimizer step. Pure functions of counts; what they are is in meta/ranks.py
-and activations.py. Checked against engines' own storages (tests/megasync/planning) and measured peaks (docs/plan.md).
+A rank's peak is the larger one of its passes and of its optimizer step. Pure functions of counts (meta/ranks.py) and activations
+(meta/activations.py). Checked against engines' own storages (tests/megasync/planning) and measured peaks (docs/plan.md).
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ METRICS = (
         ("episode/sampled_tokens", "Sampled tokens", "tokens", "Mean of an episode: what is trained."),
         ("episode/given_tokens", "Given tokens", "tokens", "Mean of an episode: its prompt, tool results, separators of turns."),
         ("episode/branches", "Branches", "", "Mean number of training sequences of an episode."),
+        ("episode/prefix_hits", "Prefix hits", SHARE, "Of the turns' prompt tokens: those that their replica had before."),
         ("episode/failures", "Failed episodes", "episodes", "What went wrong in the batch's episodes, retries included."),
         ("episode/dropped", "Dropped episodes", "episodes", "Left out of the batch (rollout.episode_on_failure=drop)."),
         ("episode/NAME", "NAME of an episode", "", "Mean of what episodes return in `metrics` under that name."),

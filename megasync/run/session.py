@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from megasync.reporting.page import advice_lines, write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
-from megasync.rollouts.requests import first_of_groups, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
+from megasync.rollouts.token_lines import rows_of_first_members, with_trainer_log_probs
 from megasync.run.canary import build_canary
 from megasync.run.clock import StepClock
 from megasync.run.distribute import TokenScatter
@@ -133,11 +134,13 @@ class Session:
 
     def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
         """Write the step's first responses down, with what both sides say of their tokens."""
-        chosen = first_of_groups(rollout.samples.columns["group"], self.config.run.log_samples)
+        columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
+        rows = rows_of_first_members(columns["group"], columns["member"], number)
         lines, self.unlogged = self.unlogged, []
-        if chosen and not self.config.rollout.episode:  # lines of episodes have no fields of tokens
-            log_probs = self.engine.old_log_probs(trained, rollout.samples, chosen)
-            lines = [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)]
+        if chosen := [row for of_member in rows for row in of_member]:
+            log_probs = iter(self.engine.old_log_probs(trained, rollout.samples, chosen))
+            told = [list(islice(log_probs, len(of_member))) for of_member in rows]
+            lines = [with_trainer_log_probs(*each) for each in zip(lines, told, strict=True)] if lines else []
         self.log.samples(self.step + 1, lines)
 
     # ------------------------------------------------------------------------------------------------ data

@@ -66,6 +66,8 @@ CHARTS = (
           ("episode/turns_mean", "episode/branches")),
     Chart("rollouts", "Tokens of an episode", "Those that the model sampled, and those that it was given.",
           ("episode/sampled_tokens", "episode/given_tokens"), "tokens"),
+    Chart("rollouts", "Prefix hits", "Share of the turns' prompts that their replica had computed before.",
+          ("episode/prefix_hits",), "share"),
     Chart("rollouts", "Failed episodes", "What went wrong, and what was left out of the batch for it.",
           ("episode/failures", "episode/dropped"), "episodes"),
     Chart("speed", "Time in tools", "Of an episode, while it does not wait for the model.", ("episode/tool_seconds",), "s"),
