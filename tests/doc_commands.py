@@ -44,6 +44,9 @@ NEEDS = {
     r"runs/a runs/b": "needs two runs of the reader's own",
     r"^\./launch/test\.sh$": "it is the suite itself",
     r"-m tests\.": "takes an hour",
+    r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
+    r"^(sbatch|kubectl)": "needs a cluster",
+    r"IMAGE": "needs an image",
     r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
 }
 UNTIL_STOPPED = re.compile(r"--watch")
@@ -64,7 +67,7 @@ class Command(NamedTuple):
     @property
     def words(self) -> list[str]:
         """Without variables before it."""
-        words = shlex.split(self.line)
+        words = shlex.split(self.line.partition(" > ")[0])
         while re.match(r"[A-Z_]+=", words[0]):
             words = words[1:]
         return words

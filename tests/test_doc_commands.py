@@ -18,6 +18,16 @@ from megasync.config.load import load_config
 from tests.doc_commands import ELSEWHERE, NEEDS, PLACEHOLDERS, ROOT, Command, collect
 
 COMMANDS = collect()
+SCRIPTS = {
+    "./launch/torchrun_one_node.sh": "megasync.train",
+    "./launch/torchrun_nodes.sh": "megasync.nodes.command",
+    "./launch/quickstart.sh": "megasync.quickstart",
+}
+# Not ours, or files that test_docs.py looks for.
+OTHERS = (
+    *("source", "touch", "sbatch", "kubectl", "python"),
+    *("./launch/test.sh", "./launch/check_locks.sh", "docs/bench/gpus.sh"),
+)
 
 
 class Parsed(Exception):
@@ -52,10 +62,10 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif program == "megasync":
         module = VERBS[rest[0]].module
         rest = rest[1:]
-    elif program in ("source", "./launch/test.sh", "./launch/check_locks.sh", "python", "docs/bench/gpus.sh"):
-        return  # files, which test_docs.py looks for
+    elif program in OTHERS:
+        return
     else:
-        module = {"./launch/torchrun_one_node.sh": "megasync.train", "./launch/quickstart.sh": "megasync.quickstart"}[program]
+        module = SCRIPTS[program]
     if module.startswith("megasync.") and module.removeprefix("megasync.") in VERBS:
         module = VERBS[module.removeprefix("megasync.")].module
     if module.startswith("tests."):
