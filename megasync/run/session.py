@@ -346,7 +346,7 @@ class Session:
         """
         if not is_done:
             self.heartbeat.close()
-            self.log.samples(self.step, self.unlogged)  # of the step that failed
+            self.log.samples(self.step + 1, self.unlogged)  # of the step that failed
         if self.saving is not None:
             self.saving.give_up(GIVE_UP_SECONDS)
         if self.rollouts is not None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,8 @@ def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_ru
         return sorted((line["step"], line["set"], line["prompt"]) for line in lines)
 
     assert places(copy) == places(first_run)
+    trained = Counter(line["step"] for line in read_samples(copy) if line["set"] == "train")
+    assert set(trained.values()) == {8}, f"those of the step that was cut off are with another: {trained}"
 
 
 def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path, tmp_path: Path) -> None:
