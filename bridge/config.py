@@ -59,6 +59,7 @@ class ReplicaConfig:
 
     model_path: str
     dtype: str = "bfloat16"
+    head_dtype: str = ""  # of logits; empty: that of the model
     tensor_parallel: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 256

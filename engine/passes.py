@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from engine.attention import fused, latent
-from engine.objective import logits
+from engine.objective import head, logits
 from engine.model import vocabulary
 from engine.batch.batch import MicroBatch
 from engine.runtime.megatron import get_forward_backward_func
 from engine.model.build import gpt_model
 
-LossFunction = Callable[[MicroBatch, logits.Values], tuple[torch.Tensor, Any]]
+LossFunction = Callable[[MicroBatch, head.Values], tuple[torch.Tensor, Any]]
 
 
 class PipelineRunner:
@@ -33,7 +33,7 @@ class PipelineRunner:
         self,
         microbatches: list[MicroBatch],
         chunks: list[torch.nn.Module],
-        read: logits.LogitsFunction,
+        read: head.LogitsFunction,
         loss_function: LossFunction | None = None,
     ) -> list[Any]:
         """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].

@@ -29,7 +29,7 @@ from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class _LocalSpec:
@@ -123,6 +123,7 @@ def build_mbridge(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         sequence_parallel=engine.parallel.sequence,
+        fp16=model.dtype == "float16",
         attention_dropout=0.0,
         hidden_dropout=0.0,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
@@ -171,7 +172,10 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
     """
     with contextlib.redirect_stdout(io.StringIO()):  # mbridge prints its parameter count on each rank
         chunks: list[torch.nn.Module] = bridge.get_model(
-            bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
+            bf16=bridge.dtype is torch.bfloat16,
+            fp16=bridge.dtype is torch.float16,
+            wrap_with_ddp=False,
+            data_parallel_random_init=False,
         )
     for chunk in chunks:
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
@@ -186,7 +190,17 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
             bridge.load_weights(chunks, str(path))
     except KeyError as missing:
         raise ValueError(f"model.path: {path} holds no tensor {missing}, which its config.json asks for") from missing
+    if bridge.dtype is torch.float16:
+        _check_range(chunks, path)
     return chunks
+
+
+def _check_range(chunks: list[torch.nn.Module], path: str | Path) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                message = f"model.dtype = float16: {global_name(chunk, name)} of {path} has values that float16 cannot hold"
+                raise ValueError(f"{message} (its largest is 65504). Remedy: write model.dtype=bfloat16")
 
 
 def gpt_model(chunk: torch.nn.Module) -> Any:

@@ -90,9 +90,9 @@ def _check_loggers(config: Config) -> None:
 def _check_gradients(config: Config) -> None:
     """Under both wraps bfloat16 stands for the dtype of the weights."""
     dtype = config.model.dtype
-    message = f"engine.gradient_dtype = bfloat16: model.dtype = {dtype} has its gradients in {dtype}"
+    message = f"engine.gradient_dtype = bfloat16: model.dtype = {dtype} has its gradients in float32"
     remedy = "write engine.gradient_dtype=float32, or model.dtype=bfloat16"
-    refuse_if(config.engine.gradient_dtype != "float32" and dtype == "float32", message, choices="float32", remedy=remedy)
+    refuse_if(config.engine.gradient_dtype != "float32" and dtype != "bfloat16", message, choices="float32", remedy=remedy)
 
 
 def _check_algorithm(config: Config) -> None:

@@ -73,6 +73,7 @@ METRICS = (
         ("ratio/clipped_fraction", "Clipped tokens", SHARE, "Tokens whose loss is at the clip's bound and gives no gradient."),
         ("ratio/dual_clipped_fraction", "Dual-clipped tokens", SHARE, "Tokens at algorithm.dual_clip."),
         ("train/skipped_steps", "Skipped optimizer steps", "steps", "Left out since loss or gradient norm was not finite."),
+        ("train/loss_scale", "Loss scale", "", "model.dtype=float16: what the loss of the step was multiplied by."),
         ("lora/merge_error", "LoRA merge error", SHARE, "Share of the adapters' update that rounding the merged weights loses."),
     ),
     *_of(

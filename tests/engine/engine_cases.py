@@ -69,6 +69,7 @@ def engine(
         recompute=options.pop("recompute", "none"),
         **{name: options.pop(name) for name in ("recompute_modules", "recompute_inputs") if name in options},
         logits_chunk_tokens=options.pop("logits_chunk_tokens", 8192),
+        head_dtype=options.pop("head_dtype", "model"),
         fusions=options.pop("fusions", "auto"),
         kernels=options.pop("kernels", "auto"),
         gradient_dtype=options.pop("gradient_dtype", "float32"),

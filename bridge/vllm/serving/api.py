@@ -132,6 +132,8 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
     }
+    if config.head_dtype:
+        arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
     if config.returns_experts:
         arguments |= routing.engine_arguments()
     if config.shares_devices and torch.cuda.is_available():
