@@ -54,8 +54,10 @@ class ModelConfig(Section):
     path: FilePath = ""
     """A Hugging Face folder: config.json, *.safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of weights and activations, whatever the folder's. float16 rounds eight times as finely as bfloat16, in a smaller range: its
-    loss is scaled (arXiv:2510.26788)."""
+    """Of weights and activations, whatever the folder's. float16 rounds eight times as finely as bfloat16, in a smaller range:
+    its loss is scaled (arXiv:2510.26788)."""
+    exact: bool = False
+    """Trainer and vLLM compute every log-prob to the same bits: slower, on CPUs, in float32."""
 
 
 class ParallelConfig(Section):

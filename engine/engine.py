@@ -23,7 +23,7 @@ import torch.distributed as dist
 from engine.objective import advantages, head, loss, metrics, logits
 from engine.attention import context, flash, fused
 from engine.runtime import device, parallel
-from engine.model import families, lora, stages
+from engine.model import exact, families, lora, stages
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
@@ -138,7 +138,10 @@ class Engine:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
 
     def _with_head(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        if self.config.head_dtype == "float32":
+        if self.mbridge.is_exact:
+            head.use_product(chunks, exact.product)
+            exact.prepare_machine(chunks, self.mbridge.hf_config)
+        elif self.config.head_dtype == "float32":
             head.use_product(chunks, head.in_float32)
         return chunks
 
@@ -233,7 +236,7 @@ class Engine:
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
-        return self._response_values(samples, logits.LogProbs(1.0, self.use_fused))
+        return self._response_values(samples, self._log_probs(1.0))
 
     def state_on_device(self) -> AbstractContextManager[None]:
         """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
@@ -301,7 +304,10 @@ class Engine:
     def _read(self) -> logits.LogProbs:
         """What the loss is made of."""
         has_entropy = self.algorithm.name == "grpo" and self.algorithm.log_entropy
-        return logits.LogProbs(self.temperature, self.use_fused, has_entropy)
+        return self._log_probs(self.temperature, has_entropy=has_entropy)
+
+    def _log_probs(self, temperature: float, *, has_entropy: bool = False) -> logits.LogProbs:
+        return logits.LogProbs(temperature, self.use_fused, has_entropy, is_exact=self.mbridge.is_exact)
 
     def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: head.Values) -> tuple[torch.Tensor, Sums]:
         log_probs, *entropy = values
@@ -322,7 +328,7 @@ class Engine:
     def _set_log_probs(self, microbatches: list[MicroBatch], field: str, chunks: list[torch.nn.Module]) -> None:
         """Those of `chunks`, without gradients, into this field of each micro-batch; of the last stage alone."""
         with torch.no_grad():
-            values = self._runner.run(microbatches, chunks, logits.LogProbs(self.temperature, self.use_fused))
+            values = self._runner.run(microbatches, chunks, self._log_probs(self.temperature))
         for micro, own in zip(microbatches, values or [None] * len(microbatches), strict=True):
             setattr(micro, field, own)
 

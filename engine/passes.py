@@ -13,7 +13,7 @@ import torch
 
 from engine.attention import fused, latent
 from engine.objective import head, logits
-from engine.model import vocabulary
+from engine.model import exact, vocabulary
 from engine.batch.batch import MicroBatch
 from engine.runtime.megatron import get_forward_backward_func
 from engine.model.build import gpt_model
@@ -27,7 +27,7 @@ class PipelineRunner:
     def __init__(self, mbridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
         """`mbridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
         self.mbridge, self.logits_chunk_tokens, self.use_fused = mbridge, logits_chunk_tokens, use_fused
-        self.rotation = latent.rotation(mbridge.hf_config)
+        self.rotation = exact.Rotation(mbridge.hf_config) if mbridge.is_exact else latent.rotation(mbridge.hf_config)
 
     def run(
         self,

@@ -22,7 +22,9 @@ Fetch = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def attend(query: torch.Tensor, starts: Sequence[int], lengths: Sequence[int], fetch: Fetch, groups: int, scale: float) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, starts: Sequence[int], lengths: Sequence[int], fetch: Fetch, groups: int, scale: float
+) -> torch.Tensor:
     """Attention of the last queries of several sequences.
 
     Args:

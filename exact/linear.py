@@ -9,7 +9,7 @@ tried for each shape of a weight once.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -42,7 +42,7 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, start
     return start
 
 
-@lru_cache(maxsize=None)
+@cache
 def large_tiles_agree(num_inputs: int, num_outputs: int, num_threads: int) -> bool:  # noqa: ARG001 # of the machine, for the cache
     """Whether a large tile's rows have the bits that they have in small ones, for weights of this shape."""
     generator = torch.Generator().manual_seed(num_inputs)

@@ -1,6 +1,6 @@
 """Whether this machine's kernels are as the exact functions need them: that a row's or an element's place does not show.
 
-    check(shapes=[(576, 1536)], head_size=64)      # raises where they are not
+Leaves out that machines differ: trainer and replicas are to run on CPUs of one kind. Try it: tests/exact/test_functions.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ def frequencies(hf_config: Any, head_size: int) -> torch.Tensor:
     if kind not in ROPE_TYPES:
         raise ValueError(f"model.exact = true: rope_type = {kind!r} is not among {', '.join(ROPE_TYPES)}")
     if kind == "default":
-        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        return 1.0 / torch.pow(float(parameters["rope_theta"]), exponents)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     found, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
@@ -40,8 +41,7 @@ def table(of: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat(blocks)
 
 
-def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, size] by the table's rows of its positions, [T, size]."""
-    cos, sin = rows[:, None].chunk(2, -1)
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, size] by the cosines and sines of its positions' angles, each [T, 1, size / 2]."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -19,7 +19,7 @@ from engine.attention import context, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
-from engine.model import families, gemma, recompute, stages, vocabulary
+from engine.model import exact, families, gemma, recompute, stages, vocabulary
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.batch import Balance
 from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
@@ -38,7 +38,7 @@ class _LocalSpec:
     config: Any
     hf_config: Any
     has_vp_stage: bool
-    recomputes_activation = keeps_inputs_on_host = False
+    recomputes_activation = keeps_inputs_on_host = is_exact = False
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -56,6 +56,8 @@ class _LocalSpec:
                 recompute.use_recomputed_activation(layer)
             if self.hf_config.model_type == GEMMA:
                 gemma.use_layers(layer)
+        if self.is_exact:
+            exact.use_exact_layers(spec)
         return spec
 
 
@@ -113,6 +115,8 @@ def build_mbridge(
     use_fused, of_family = fused.is_enabled(engine.fusions), families.config_arguments(hf_config)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
+    bridge.is_exact = model.exact
+    of_family |= {"activation_func": exact.silu} if model.exact else {}
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=adds_gradients,
@@ -127,7 +131,7 @@ def build_mbridge(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
-        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
+        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused or model.exact else None,
         **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config, load_balancing),

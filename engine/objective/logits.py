@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention import context
+from engine.model import exact
 from engine.objective import head, loss
 from engine.batch.batch import MicroBatch
 from engine.objective.entropy import token_entropy
@@ -28,9 +29,13 @@ class LogProbs:
     temperature: float
     use_fused: bool
     has_entropy: bool = False
+    is_exact: bool = False
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Values:
-        log_probs = loss.token_log_probs(logits, labels, self.temperature, self.use_fused)
+        if self.is_exact:
+            log_probs = exact.log_probs(logits, labels, self.temperature)
+        else:
+            log_probs = loss.token_log_probs(logits, labels, self.temperature, self.use_fused)
         return (log_probs, token_entropy(logits, self.temperature, self.use_fused)) if self.has_entropy else (log_probs,)
 
     def differentiable(self) -> LogProbs:

@@ -78,7 +78,7 @@ def test_other_rope_types_are_refused() -> None:
 
 
 def attended(
-    packed: list[tuple[int, int]], wholes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], shuffle: int = 0
+    packed: list[tuple[int, int]], wholes: list[tuple[torch.Tensor, ...]], shuffle: int = 0
 ) -> list[torch.Tensor]:
     """Of each (sequence, number of first tokens that are done before) the results of its other queries, in one batch.
 
@@ -113,9 +113,8 @@ def attended(
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 16), (9, 3, 64), (2, 2, 32), (20, 1, 32)])
 def test_a_query_attends_alike_alone_and_in_every_batch_and_chunk(heads: int, groups: int, size: int) -> None:
     lengths = (1, 2, 31, 63, 64, 65, 130, 500)
-    wholes = [
-        (numbers(n, heads, size, seed=n), numbers(n, groups, size, seed=n + 1), numbers(n, groups, size, seed=n + 2)) for n in lengths
-    ]
+    counts = (heads, groups, groups)
+    wholes = [tuple(numbers(n, count, size, seed=n + part) for part, count in enumerate(counts)) for n in lengths]
     alone = [attended([(which, 0)], wholes)[0] for which in range(len(wholes))]
     for (query, key, value), got in zip(wholes, alone, strict=True):
         parts = (x.transpose(0, 1)[None] for x in (query, key, value))
