@@ -90,6 +90,8 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
+        if torch.are_deterministic_algorithms_enabled():
+            self.config = engine = engine.model_copy(update={"kernels": "torch"})
         chosen = kernels.choose(engine, model.dtype)
         router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
         self.mbridge = build_mbridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")

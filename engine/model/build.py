@@ -128,6 +128,7 @@ def build_mbridge(
         persist_layer_norm=False,
         sequence_parallel=engine.parallel.sequence,
         fp16=model.dtype == "float16",
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         # attention.py:917 then leaves the rotary embedding to CoreAttention

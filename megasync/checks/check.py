@@ -17,7 +17,7 @@ from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.data import check_data, check_engine_arguments
 from megasync.checks.episodes import check_episodes
-from megasync.checks.exact import check_exact
+from megasync.checks.exact import check_deterministic, check_exact
 from megasync.checks.resume import check_resume
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused, unused_keys
@@ -46,6 +46,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     check_objective(config)
     _check_schedule(config)
     check_unused(config)
+    check_deterministic(config)
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
     shape = check_model_folder(config.model.path)
     check_engine(config, shape)

@@ -6,6 +6,7 @@ Leaves out what depends on the machine's kernels (exact/machine.py).
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,31 @@ OTHER_LAYERS = (
 )
 
 
+# key, the values that keep the order of all that is computed; with several replicas it is that of answers
+DETERMINISTIC: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("rollout.max_staleness", (0,), "which samples a batch has depends on time"),
+    ("rollout.replicas", (1,), "who generates what depends on time"),
+    ("rollout.stop", ((),), "vLLM hears of the end of a response a little later or sooner"),
+    ("rollout.episode", ("",), "turns come in an order that depends on time"),
+    ("algorithm.filter_groups", (False,), "which groups come first depends on time"),
+    ("engine.kernels", ("auto", "torch"), "TransformerEngine's kernels were not tried"),
+)
+
+
+def check_deterministic(config: Config) -> None:
+    """ConfigError for the first key by which two runs could differ."""
+    is_grpo = config.algorithm.name == "grpo"
+    for key, values, why in DETERMINISTIC if config.run.deterministic else ():
+        given, choices = value_of(config, key), ", ".join(map(str, values)) or "none"
+        message = f"run.deterministic = true: {key} = {given}: {why}"
+        is_wrong = given not in values and (is_grpo or key.startswith("engine."))
+        refuse_if(is_wrong, message, choices=choices, remedy=f"leave {key} out, or write run.deterministic=false")
+
+
+def value_of(config: Config, key: str) -> Any:
+    return attrgetter(key)(config)
+
+
 def check_exact(config: Config, shape: ModelShape) -> None:
     """ConfigError for the first thing of a config that has no exact functions."""
     if not config.model.exact:
@@ -42,11 +68,7 @@ def check_exact(config: Config, shape: ModelShape) -> None:
     lines = {"remedy": "write model.exact=false"}
     refuse_if(bool(visible_devices()), f"{begin}: runs on CPUs, and there is a GPU", **lines)
     for key, value in WANTED:
-        section, name = key.rpartition(".")[::2]
-        owner: Any = config
-        for part in section.split("."):
-            owner = getattr(owner, part)
-        given, told = getattr(owner, name), str(value)
+        given, told = value_of(config, key), str(value)
         remedy = f"write {key}={told}, or model.exact=false"
         refuse_if(given != value, f"{begin}: {key} = {given}: is not exact", choices=told, remedy=remedy)
     lora = config.engine.lora

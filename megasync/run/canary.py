@@ -100,7 +100,9 @@ def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | 
     """None where it is switched off. `data` is rank 0's. Collective."""
     tolerance = config.sync.canary_tolerance
     sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
-    return Canary(sequences, tolerance, config.rollout.answer_timeout_seconds, log.note) if tolerance and sequences else None
+    if not sequences:
+        return None
+    return Canary(sequences, 0.0 if config.model.exact else tolerance, config.rollout.answer_timeout_seconds, log.note)
 
 
 def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:

@@ -97,11 +97,14 @@ def forget_launcher() -> None:
 
 def build_engine(config: ReplicaConfig) -> Any:
     """Start an AsyncLLM whose core keeps tokens until their request ends; it can serve then. Raises what vLLM raises."""
+    import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if config.is_exact:
         os.environ[exact.VARIABLE] = "1"
+    if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
     arguments = AsyncEngineArgs(**engine_arguments(config))
     made = arguments.create_engine_config()
