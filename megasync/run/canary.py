@@ -102,7 +102,7 @@ def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | 
     sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
     if not sequences:
         return None
-    return Canary(sequences, 0.0 if config.model.exact else tolerance, config.rollout.answer_timeout_seconds, log.note)
+    return Canary(sequences, 0.0 if config.model.exact or tolerance is None else tolerance, config.rollout.answer_timeout_seconds, log.note)
 
 
 def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:
