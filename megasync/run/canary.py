@@ -102,7 +102,8 @@ def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | 
     sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
     if not sequences:
         return None
-    return Canary(sequences, 0.0 if config.model.exact or tolerance is None else tolerance, config.rollout.answer_timeout_seconds, log.note)
+    most = 0.0 if config.model.exact else tolerance or 0.0
+    return Canary(sequences, most, config.rollout.answer_timeout_seconds, log.note)
 
 
 def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:
