@@ -75,3 +75,19 @@ def test_models_that_are_not_exact_are_refused(config: Path, fields: dict[str, A
     known = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**known, **fields}))
     assert words in refused(config, f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.max_staleness=1", "rollout.max_staleness = 1: which samples a batch has depends on time"),
+        ("rollout.replicas=2", "rollout.replicas = 2: who generates what depends on time"),
+        ("rollout.stop=[x]", "vLLM hears of the end of a response"),
+        ("algorithm.filter_groups=true", "which groups come first depends on time"),
+    ],
+)
+def test_what_is_not_deterministic_is_refused(config: Path, override: str, words: str) -> None:
+    check_config(load_config(config, ["run.deterministic=true"]), 2)
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(config, ["run.deterministic=true", override]), 2)
+    assert words in str(error.value) and "write run.deterministic=false" in str(error.value)
