@@ -93,6 +93,8 @@ class RunConfig(Section):
     """Holds the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the order of data, of sampling and of dropout."""
+    deterministic: bool = False
+    """Two runs of one seed on machines of one kind have the same bits in every metric but times."""
     steps: PositiveInt = 100
     """Batches that are trained on."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"

@@ -207,6 +207,9 @@ def replica_config(config: Config) -> ReplicaConfig:
     return ReplicaConfig(
         model_path=str(Path(config.model.path).resolve()),
         dtype=config.model.dtype,
+        head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
+        is_deterministic=config.run.deterministic,
+        is_exact=config.model.exact,
         tensor_parallel=rollout.tensor_parallel,
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
