@@ -130,6 +130,8 @@ class Session:
             log_probs = self.engine.old_log_probs(trained, rollout.samples, chosen)
             lines = [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)]
         self.log.samples(self.step + 1, lines)
+        if self.rollouts is not None:
+            self.rollouts.record(self.step + 1)
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -305,6 +307,8 @@ class Session:
             self.weights.export(self.config.run.folder / "hf")
         if self.layout.rank != 0:
             return ""
+        if self.rollouts is not None:
+            self.rollouts.records.wait()
         found = summary(self.config, done, self.weights.syncs, self.clock.summary())
         self.log.timeline.write()
         self.log.summary(found | outcome(self.config.run.folder))
