@@ -22,7 +22,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
-    *("generate", "evaluate"),
+    *("generate", "evaluate", "replay"),
 ]
 COMMANDS = [
     *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
@@ -40,7 +40,7 @@ ROOMS = {
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
-        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "doctor"),
+        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "replay", "doctor"),
         *("quickstart", "train", "submit", "bench", "cli", "__main__"),
     ],
 }

@@ -73,6 +73,8 @@ class _Kept:
         place, former = self.answers.next(what, asked)
         if former is not None:
             self.former.append((what, asked, former.value))
+            if not self.answers.has_more:
+                await self._catch_up()
             return former.value
         if self.former:
             await self._catch_up()

@@ -1,6 +1,6 @@
 """What is kept of an episode, so that it can be played again: how turns were asked for, what environments answered.
 
-Tokens, log-probs and versions are those of the branches; a turn is a place in one of them. Leaves out files (rollouts/records.py).
+Tokens, log-probs and versions are the branches'; a turn is a place in one of them. Leaves out files (rollouts/records.py).
 
     branches, turns = recorded([(asked, prompt_ids, turn), ...])
     prompt_ids, turn = turns_of(branches, turns)[0]
@@ -139,6 +139,11 @@ class Answers:
         self._former, self.state = dict(former or {}), state
         self._num_turns, self._send = num_turns, send
         self._next, self._others = 0, set[int]()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a former answer in the next place."""
+        return self._next in self._former
 
     def next(self, what: str, asked: Any) -> tuple[int, EnvironmentAnswer | None]:
         """The place of what is asked for now, and the former answer to it."""
