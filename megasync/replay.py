@@ -189,7 +189,8 @@ def _rerun(
         identity = episode_identity(config)
         if any(record.head.get("episode") != identity for record in records):
             print(f"the file of {config.rollout.episode} is another one than it was", file=sys.stderr)
-        done = [Replayed(step, len(members), changes=rerun(config, members)) for step, members in steps.items()]
+        changes = rerun(config, steps)
+        done = [Replayed(step, len(members), changes=changes[step]) for step, members in steps.items()]
     return _say(given, done, rerun_lines)
 
 

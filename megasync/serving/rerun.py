@@ -3,7 +3,7 @@
 Where an environment, a tool or the episode's function gives something else than then, its episode ends there and is named. Leaves
 out whether the model would sample the same again (compare.py).
 
-    changes = rerun(config, members)
+    changes = rerun(config, {12: members})[12]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megasync.rollouts.requests import task_of
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config
-    from megasync.data.prompts import Prompts
+    from megasync.data.prompts import Prompts, RunData
     from megasync.episodes.segments import Turn
     from megasync.episodes.task import Played, Task
     from megasync.episodes.wire import Ask
@@ -46,13 +46,20 @@ class Change:
     what: str
 
 
-def rerun(config: Config, members: Mapping[tuple[int, int], RecordedGroup]) -> list[Change]:
-    """What differs first in each episode where something does. Members that were dropped, or failed, are left out.
+def rerun(config: Config, steps: Mapping[int, Mapping[tuple[int, int], RecordedGroup]]) -> dict[int, list[Change]]:
+    """What differs first in each episode of a step where something does. Members that were dropped, or failed, are left out.
 
     Raises:
         ConfigError: the data is another than it was.
     """
     data = load_data(config)
+    again = {step: _again(config, data, members) for step, members in steps.items()}
+    found = iter(asyncio.run(_all(config, [each for of_step in again.values() for each in of_step])))
+    changes = {step: [next(found) for _ in of_step] for step, of_step in again.items()}
+    return {step: [change for change in of_step if change is not None] for step, of_step in changes.items()}
+
+
+def _again(config: Config, data: RunData, members: Mapping[tuple[int, int], RecordedGroup]) -> list[_Again]:
     order = PromptOrder(len(data.train), config.run.seed, config.data.shuffle)
     again = list[_Again]()
     for (key, member), group in members.items():
@@ -64,16 +71,15 @@ def rerun(config: Config, members: Mapping[tuple[int, int], RecordedGroup]) -> l
         if played.turns:
             task = replace(task_of(data.prompts, example, group.request), member=member)
             again.append(_Again(key, task, played, episode_settings(config), data.prompts))
-    return asyncio.run(_all(config, again))
+    return again
 
 
-async def _all(config: Config, again: list[_Again]) -> list[Change]:
+async def _all(config: Config, again: list[_Again]) -> list[Change | None]:
     pool = EpisodePool(config)
     try:
-        found = await asyncio.gather(*(each.play(pool) for each in again))
+        return await asyncio.gather(*(each.play(pool) for each in again))
     finally:
         pool.close()
-    return [change for change in found if change is not None]
 
 
 class _Again:
