@@ -31,14 +31,14 @@ from megasync.reporting.log import CONFIG_FILE
 from megasync.rollouts.played import episode_identity
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
 from megasync.serving import compare
-from megasync.serving.replicas import served
+from megasync.serving.replicas import serving
 from megasync.serving.rerun import Change, rerun
 from megasync.serving.source import source_of_version
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
 
-Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+Start = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 ALL, MOST_SHOWN = "all", 5
 
 
@@ -69,8 +69,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(arguments))
 
 
-def main(arguments: Sequence[str], serve: Serve = served) -> int:
-    """The exit code. `serve`: replicas that have the config's weights."""
+def main(arguments: Sequence[str], serve: Callable[[Config], AbstractContextManager[Start]] = serving) -> int:
+    """The exit code. `serve`: what starts replicas that have a config's weights."""
     given = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="megasync-") as scratch:
         with main_errors():
@@ -85,9 +85,10 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             prompts = Prompts(config.model.path, config.data)
         done = [_counted(step, steps[step], of_step, sources) for step, of_step in pieces.items()]
         try:
-            for version, source in sources.items():
-                with serve(source) as pool:
-                    _compare(pool, version, pieces, done)
+            with serve(config) as start:
+                for version, source in sources.items():
+                    with start(source) as pool:
+                        _compare(pool, version, pieces, done)
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
