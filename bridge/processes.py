@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -24,6 +25,12 @@ SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums betw
 LONGEST_PATH = 107  # of a socket (man 7 unix)
 RAY_PATH, VLLM_PATH = 84, 68  # how much longer than their folder's the paths of Ray's and of vLLM's sockets get
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
+
+
+def own_host() -> str:
+    """Name of this host, or container, and what tells it from others of the name: processes of one host can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def die_with(pid: int) -> None:

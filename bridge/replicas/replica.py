@@ -67,6 +67,10 @@ class Replica:
         self._watch = asyncio.create_task(self._generator.watch())
         return os.getpid()
 
+    async def host(self) -> str:
+        """Which host, also of its workers."""
+        return processes.own_host()
+
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
         """See Generator."""
         return await self._generator.generate(requests)
