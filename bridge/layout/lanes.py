@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,6 +64,11 @@ class LanePlan:
     def sent_by(self, rank: int) -> Lane | None:
         """The lane of a trainer rank, if it has one."""
         return next((lane for lane in self.lanes if lane.sender == rank), None)
+
+    @property
+    def most_lanes(self) -> int:
+        """The most that one reader is first for."""
+        return max(Counter(first for lane in self.lanes for first in lane.route).values())
 
     def first_of(self, lane: Lane, reader: int) -> int:
         """The reader on the host of `reader` that gets the lane's buckets first."""
@@ -132,9 +138,9 @@ def _route(sender_host: str, by_host: dict[str, list[int]], index: int) -> tuple
 def lane_bucket_bytes(plan: LanePlan, total_bytes: int, bucket_bytes: int, least: int) -> int:
     """The size of a lane's buckets.
 
-    All lanes' buffers together are as large as those of `bucket_bytes`, unless they would be smaller than `least`; they are
-    smaller where the model is, so that each lane has buckets enough to be under way on all hosts at once.
+    A reader has buffers for each lane that it is first for; together they are as large as those of `bucket_bytes`, unless they
+    would be smaller than `least`. Where the model is small they are smaller, so that a lane's buckets are under way on all hosts.
     """
-    share = bucket_bytes // len(plan.lanes)
+    share = bucket_bytes // plan.most_lanes
     wanted = total_bytes // (len(plan.lanes) * BUCKETS_A_HOST * (1 + len(plan.hosts)))
     return min(bucket_bytes, max(least, min(share, wanted)))

@@ -7,4 +7,5 @@ receiver.py  a worker's side of a sync without vLLM: the bridge's own receiving 
 pool.py      all receivers, as a Publisher sees replicas
 rank.py      one trainer rank: the cases, round by round
 report.py    the tables
+simulate.py  the same plan of lanes with the figures of any links
 """
