@@ -150,10 +150,9 @@ def _attention(case: Case) -> Iterator[Guess]:
         yield Guess("wrong window", f"none, in place of {told}", attended(0))
     for other in {first, first + 1, 2 * window, window // 2} - {window, 0}:
         yield Guess("wrong window", f"{other} tokens in place of {told}: off from position {first} on", attended(other))
-    weights = ref.attention_weights(query, key, positions, scale, window)
     for name in ("bfloat16", "float16"):
-        low = weights.float().to(getattr(torch, name)).double()
-        yield Guess("precision", f"the softmax is computed in {name}", ref.weigh(low, value)[0])
+        low, _ = ref.attend(query, key, value, positions, scale, window, getattr(torch, name))
+        yield Guess("precision", f"the softmax is rounded to {name}", low)
     everything = ref.attend(query, key, value, torch.full_like(positions, len(key) - 1), scale, 0)[0]
     yield Guess("wrong mask", "later tokens are attended to", everything)
     for told_scale, other_scale in (("1", 1.0), ("1 / head size", 1 / shape.head_size)):
