@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from bridge.versions.writer import VersionWriter
 from megasync import bisect
 from megasync.comparing import reference as ref
 from megasync.comparing.compare import fits
@@ -21,6 +23,7 @@ from megasync.comparing.weights import choose
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.data.prompts import Prompts
+from megasync.serving.source import find_source
 from tests.support.config_files import write_runnable
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import LLAMA3, YARN, write_tiny_model
@@ -116,6 +119,25 @@ def test_without_a_checkpoint_the_model_is_that_of_the_start(run: Path, tmp_path
     assert newest.base == run / "checkpoints/step_00000004/hf" == Path(newest.served.model.path)
     assert newest.formers == {"step 2": run / "checkpoints/step_00000002/hf"}
     assert choose(run, tmp_path, 0, []).base == tmp_path / "model"
+
+
+def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: Path) -> None:
+    folders = [write_tiny_model(tmp_path / f"v{seed}", "qwen3", seed=seed) for seed in range(3)]
+    versions = [load_file(folder / "model.safetensors") for folder in folders]
+    writer = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=9)
+    for number, tensors in enumerate(versions):
+        writer.write(number, iter(tensors.items()))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "c").mkdir()
+    chosen, source = choose(run, tmp_path / "a", 2, []), find_source(run, tmp_path / "b", 1, [])
+    assert chosen.step == 2 and Path(chosen.served.model.path) == chosen.base and "version 2" in chosen.name
+    assert source.name.endswith("version 1")
+    for folder, expected in ((chosen.base, versions[2]), (Path(source.config.model.path), versions[1])):
+        own = load_file(folder / "model.safetensors")
+        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+    with pytest.raises(ConfigError, match=r"has no version 7; the last there are: 0, 1, 2"):
+        choose(run, tmp_path / "c", 7, [])
 
 
 def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
