@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from megasync.comparing import reference as ref
 from megasync.comparing.cases import STALE_LAYER, WRONG_WEIGHTS, Case, Guess, Kind, Known, former_guesses, rms
-from megasync.comparing.judge import Local
+from megasync.comparing.judge import Local, slope
 from megasync.comparing.linear_kinds import linear_guesses
 from megasync.comparing.reference import Reference, Side
 
@@ -35,12 +35,21 @@ def explain(site: str, reference: Reference, side: Side, known: Known) -> Kind:
     guesses: Iterable[Guess] = GUESSES[next((ending for ending in GUESSES if site.endswith(ending)), "")](case)
     if site.endswith(("_proj", "lm_head")):
         guesses = linear_guesses(case)
-    best, kind = EXPLAINED * rms(out - expected), None
+    size = rms_apart if case.wrong.any() else drift  # of an error that is in no element more than rounding
+    best, kind = EXPLAINED * size(out, expected), None
     for guess in guesses:
-        left = rms(out - guess.value)
+        left = size(out, guess.value)
         if left < best:
             best, kind = left, Kind(guess.name, guess.detail)
     return kind or pattern(case)
+
+
+def rms_apart(out: torch.Tensor, value: torch.Tensor) -> float:
+    return rms(out - value)
+
+
+def drift(out: torch.Tensor, value: torch.Tensor) -> float:
+    return abs(float(slope(out, value)))
 
 
 def pattern(case: Case) -> Kind:

@@ -48,6 +48,13 @@ def test_every_module_is_within_rounding_of_its_reference(tmp_path: Path, fusion
     assert found["qwen3"]["modules"] == 4 * 17 + 5 and found["qwen2 biases"]["modules"] == 4 * 15 + 5
 
 
+def test_a_fault_that_is_less_than_rounding_everywhere_is_seen_over_all(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    ((site, kind, detail),) = run_ranks(1, "tests.megasync.comparing.family_cases:small_fault", {"folder": folder})
+    assert (site, kind) == ("model.layers.0.input_layernorm", "wrong eps")
+    assert float(detail.split()[0]) == pytest.approx(1e-5, rel=0.3)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 6), st.integers(0, 2**32 - 1))
 def test_rows_after_a_cached_prefix_are_those_of_the_whole(num_tokens: int, window: int, seed: int) -> None:
