@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--head", required=True, metavar="HOST[:PORT]", help=f"the node that the others find (port: {PORT})")
     help_ = "this node's place, from 0, the head, on (default: as they come)"
     parser.add_argument("--node-rank", type=int, metavar="R", help=help_)
-    help_ = "trainer ranks of this node (default: 1, or its GPUs less its replicas')"
+    help_ = "trainer ranks of this node, 0: it has replicas alone (default: 1, or its GPUs less its replicas')"
     parser.add_argument("--nproc", type=int, metavar="P", help=help_)
     parser.add_argument("--wait-seconds", type=float, default=600.0, metavar="S", help="for nodes to come (default: 600)")
     help_ = "how often the run may go on after a node or a rank was lost, once the node or a spare is there (default: 0)"
@@ -67,8 +67,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--nodes {given.nodes} --head {given.head}: at least one node, and a port that is a number")
     if given.node_rank is not None and not 0 <= given.node_rank < given.num_nodes:
         parser.error(f"--node-rank {given.node_rank}: 0 to {given.num_nodes - 1}")
-    if (given.nproc is not None and given.nproc < 1) or given.max_restarts < 0:
-        parser.error("--nproc: at least 1; --max-restarts: at least 0")
+    if (given.nproc is not None and given.nproc < 0) or given.max_restarts < 0:
+        parser.error("--nproc, --max-restarts: at least 0")
     return given
 
 
@@ -77,7 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parse(arguments)
     with main_errors():
         config = load_config(given.config, given.overrides)
-        num_ranks = given.nproc or default_nproc(config, len(visible_devices()), given.num_nodes)
+        has_said = given.nproc is not None
+        num_ranks = given.nproc if has_said else default_nproc(config, len(visible_devices()), given.num_nodes)
         check_nodes(config, given)
     if why := why_done(config):
         print(f"{config.run.folder}: {why}")
@@ -114,7 +115,7 @@ def check_nodes(config: Config, given: argparse.Namespace) -> None:
 
 
 def take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int:
-    facts = node_facts(config, num_ranks * given.num_nodes)
+    facts = node_facts(config)
     terms = Terms(
         num_nodes=given.num_nodes, expected=given.expected, wait_seconds=given.wait_seconds, max_restarts=given.max_restarts,
         limit_seconds=config.run.hung_rank_timeout_seconds, replicas=config.rollout.replicas if num_replica_gpus(config) else 0,
@@ -139,7 +140,7 @@ def take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int:
     starts_ray = config.algorithm.name == "grpo" and config.rollout.ray_address == "local"
     run = [given.config, *given.overrides]
     head = Head(store, address, terms) if store.of_head else None
-    member = Member(store, arrival, head, run, config.run.dir, starts_ray=starts_ray)
+    member = Member(store, arrival, head, run, config, starts_ray=starts_ray)
     code, told = live(member, head)
     beats.close()
     if told:

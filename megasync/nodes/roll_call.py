@@ -74,10 +74,12 @@ def absent(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]
 
 
 def room_problem(nodes: Sequence[Arrival], replicas: int, tensor_parallel: int) -> str:
-    """Why the replicas have no room on the GPUs that the trainer's ranks leave; empty where they have.
+    """Why the head has no rank, or the replicas no room on the GPUs that the trainer's ranks leave; empty where they have.
 
     The workers of a replica are on one node. Without GPUs anywhere there is room.
     """
+    if nodes and not nodes[HEAD_SEAT].num_ranks:
+        return f"{nodes[HEAD_SEAT].host}: the head node has rank 0; write --nproc 1 or more there"
     if not any(node.num_gpus for node in nodes):
         return ""
     tight = [node for node in nodes if node.num_ranks > node.num_gpus]
