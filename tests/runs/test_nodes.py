@@ -171,11 +171,12 @@ def test_what_differs_is_refused_by_name(pair: Sequence[Node], config: Path, wha
         clone = tmp_path / "clone"
         shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs", "__pycache__"))
         (clone / "engine" / "sample.py").write_text((ROOT / "engine" / "sample.py").read_text() + "\n")
-        command = [str(clone / "launch" / "torchrun_nodes.sh"), str(config), "--nodes", "2", "--head", pair[0].address]
+        command = [str(clone / "launch" / "torchrun_nodes.sh"), str(config), "run.name=refused", "--nodes", "2"]
+        command += ["--head", pair[0].address]
         own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
         running = [
-            start(pair[0], config, head=pair[0].address),
-            pair[1].start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
+            start(pair[0], config, "run.name=refused", head=pair[0].address),
+            pair[1].start(command, own, clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
         ]
         ended = [(process.communicate(timeout=SECONDS)[0], process.returncode) for process in running]
         found = [(code, text) for text, code in ended]
