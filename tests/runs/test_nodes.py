@@ -72,9 +72,7 @@ def together(
         for process in running:
             process.kill()
     for node in pair:
-        deadline = time.monotonic() + 30
-        while node.processes() and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_for_end(node)
         assert node.processes() == []
         assert list(node.temporary.glob("*")) == []
     return [(code, text) for text, code in ended]
@@ -92,6 +90,12 @@ def test_two_nodes_give_the_metrics_of_one(pair: Sequence[Node], config: Path, o
     (code, said), (other, _) = together(pair, config, "run.name=many")
     assert (code, other) == (0, 0), said
     assert exact(config.parent / "runs" / "many") == of_one
+
+
+def wait_for_end(node: Node) -> None:
+    deadline = time.monotonic() + 30
+    while node.processes() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -119,6 +123,8 @@ def ray_of(pair: Sequence[Node], token: str) -> Iterator[dict[str, str]]:
                 if "ray.scripts.scripts start" in line:
                     subprocess.run(["nsenter", "-t", str(node.init), "-p", "-m", "kill", line.split()[0]], check=False)
             process.communicate(timeout=60)
+            wait_for_end(node)
+            shutil.rmtree(node.temporary / "ray", ignore_errors=True)
 
 
 def test_submit_to_two_nodes_gives_the_metrics_of_one(pair: Sequence[Node], config: Path, of_one: list[dict[str, Any]]) -> None:
