@@ -60,8 +60,8 @@ def roll_call(present: Sequence[Arrival], num_nodes: int, expected: Collection[s
 def absent(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]) -> str:
     """The names of `expected` that have not come; else the ranks that nobody has, or how many are missing."""
     missing = max(0, num_nodes - len(present))
-    hosts = {arrival.host for arrival in present}
-    names = [name for name in expected if not hosts & {name, name.partition(".")[0]}]
+    hosts = {arrival.host.partition(".")[0] for arrival in present}
+    names = [name for name in expected if name.partition(".")[0] not in hosts]
     if names and missing:
         known, unknown = ", ".join(names), missing - len(names)
         if unknown < 0:
