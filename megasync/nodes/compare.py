@@ -22,6 +22,8 @@ def differences(nodes: Mapping[str, Facts]) -> dict[str, str]:
     is empty for equal nodes.
     """
     found: dict[str, list[str]] = {}
+    if not nodes:
+        return {}
     for told in (_codes(nodes), _pythons(nodes), _packages(nodes), _configs(nodes), _files(nodes)):
         for host, problem in told.items():
             found.setdefault(host, []).append(problem)

@@ -28,7 +28,8 @@ from megasync.run.heartbeat import LastSeen
 FRESH_SECONDS = 10.0  # a node that gives no sign of life for so long is not here, while nodes are waited for
 CHECK_SECONDS = 180.0
 CAUSE_SECONDS = 5.0  # after the first failure, for others: that of a node which is gone is the likelier cause
-FINAL = (REFUSED, STOPPED)  # exit codes after which no round follows
+CLEAN = (0, STOPPED)  # exit codes of ranks that have come to an end
+FINAL = (REFUSED, STOPPED)  # after which no round follows
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,12 @@ class Head:
         names = {number: host if list(hosts.values()).count(host) == 1 else f"{host} #{number}" for number, host in hosts.items()}
         is_early = len(present) < self.terms.num_nodes and self.round.number == 0  # nobody to compare with, yet
         told = {} if is_early else differences({name: self.facts[number] for number, name in names.items()})
-        for number, name in names.items():
-            if told.get(name):
-                if self.round.number == 0:
-                    self.end(REFUSED, "\n".join(told.values()))
-                    return True
-                self.gone.add(number)
-                self.store.set(f"refused/{number}", told[name])
-        return False
+        if told and self.round.number == 0:
+            self.end(REFUSED, "\n".join(told.values()))
+        for number in (number for number, name in names.items() if name in told and self.round.number):
+            self.gone.add(number)
+            self.store.set(f"refused/{number}", told[names[number]])
+        return bool(told)
 
     def _announce(self, members: list[Arrival]) -> None:
         problem = room_problem(members, self.terms.replicas, self.terms.tensor_parallel)
@@ -201,12 +200,11 @@ class Head:
         self._replace_helpers()
         members, number = self.round.trainers, self.round.number
         ended = [self.store.get(f"ended/{number}/{seat}") for seat in range(len(members))]
-        codes = {told["code"] if told else None for told in ended}
-        if codes in ({0}, {STOPPED}):
-            self.end(codes.pop(), "")
+        if all(told and told["code"] in CLEAN for told in ended):
+            self.end(max(told["code"] for told in ended), "")
             return
         lost = self._lost(members)
-        failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] != 0]
+        failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] not in CLEAN]
         if not lost and not failed:
             return
         now = time.monotonic()

@@ -11,6 +11,7 @@ import shlex
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 import psutil
@@ -33,6 +34,14 @@ GLOO = "GLOO_SOCKET_IFNAME"
 
 def take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int:
     """The exit code."""
+    try:
+        return _take_part(given, config, num_ranks)
+    except HeadGoneError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int:
     facts = node_facts(config)
     terms = Terms(
         num_nodes=given.num_nodes, expected=given.expected, wait_seconds=given.wait_seconds, max_restarts=given.max_restarts,
@@ -72,11 +81,12 @@ def live(member: Member, head: Head | None) -> tuple[int, str]:
     """The node's exit code and last words; the others hear of it where it leaves before them."""
     try:
         code, told = member.live()
-        member.store.add("acknowledged")
     except HeadGoneError as error:
         return 1, f"{error}: the run ends here; the same command on all nodes goes on from its newest checkpoint"
     except SystemExit as leaving:  # a signal
         code, told = int(leaving.code or 0), ""
+    with suppress(HeadGoneError):  # which may have ended a moment ago
+        member.store.add("acknowledged")
     if head is not None:
         wait_for_others(head)
     return code, told
