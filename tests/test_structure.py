@@ -23,7 +23,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
-    *("generate", "evaluate", "bisect", "replay"),
+    *("generate", "evaluate", "bisect", "replay", "nodes.command", "launch.render"),
 ]
 COMMANDS = [
     *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
