@@ -22,8 +22,8 @@ from megasync.examples.chat_calculator import ASSISTANT, USER, VOCABULARY, build
 from megasync.examples.small_qwen3 import EOS, write_small_qwen3
 from megasync.examples.tasks import generate_task
 
-NUM_HELD_OUT, NUM_TRAIN, MOST = 100, 2000, 50
-OPTIONS = {"min_terms": 2, "max_terms": 2, "max_digits": 2, "operators": ["+", "-"]}
+NUM_HELD_OUT, NUM_TRAIN, MOST = 60, 1000, 20
+OPTIONS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "operators": ["+", "-"], "format_style": "simple"}
 ENVIRONMENT, MOST_TURNS = "gsm8k_multi_turn", 3
 
 
