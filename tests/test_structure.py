@@ -22,7 +22,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
-    *("generate", "evaluate"),
+    *("generate", "evaluate", "bisect"),
 ]
 COMMANDS = [
     *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
@@ -32,16 +32,17 @@ COMMANDS = [
 ROOMS = {
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("passes", "offload", "engine", "checkpoint"),
+        *("passes", "offload", "engine", "trace", "checkpoint"),
     ],
     "bridge": [
         *("config", "messages", "generation", "processes"),
-        *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
+        *("layout", "versions", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
-        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "doctor"),
-        *("quickstart", "train", "submit", "bench", "cli", "__main__"),
+        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "comparing"),
+        *("generate", "evaluate", "bisect", "doctor"),
+        *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]

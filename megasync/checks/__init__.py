@@ -8,6 +8,7 @@ episodes.py   what samples play, where that is more than one turn
 latent.py     multi-latent attention
 memory.py     layouts that cannot hold a batch
 resume.py     the checkpoint that the run would go on from
+settings.py   keys, ranks and the model's shape: what plans are checked by, too
 sizes.py      the model's sizes against the layout and the number of ranks
 unused.py     keys that have no effect beside others
 """

@@ -107,6 +107,9 @@ class RunConfig(Section):
     """Get config, metrics and samples beside the run's own files; [] for none. wandb runs offline where it finds no key."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
+    trainer_nodes: NonNegativeInt = 0
+    """Through submit: on how many nodes of the cluster the trainer's ranks are, as many on each (Ray's STRICT_SPREAD); 0: on as
+    few as have room (PACK)."""
     log_samples: NonNegativeInt = 2
     """How many responses of a step, and of each evaluation set, samples.jsonl keeps with prompt, reward and answer."""
 

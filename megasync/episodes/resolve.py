@@ -8,17 +8,13 @@ Leaves out how it is called (program.py). No torch in here.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.named import IMPORT_PATH, digest_of_module, import_named
 from megasync.episodes.environments import play
-from megasync.rewards.resolve import IMPORT_PATH
 
 Episode = Callable[[Any, Any], Awaitable[Any]]
 REMEDY = "write rollout.episode=package.module:name, of an async function of (task, model) or a class with reset and step"
@@ -33,13 +29,8 @@ def resolve_episode(path: str) -> Episode:
     headline = f"rollout.episode = {path!r}"
     if not IMPORT_PATH.fullmatch(path):
         raise ConfigError(f"{headline}: is not the name of an episode", remedy=REMEDY)
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
-    found: Any = getattr(module, name, None)
+    module, found = import_named(path, headline)
+    name = path.partition(":")[2]
     if problem := _problem(found, module):
         others = [other for other, value in vars(module).items() if callable(value) and other != name]
         near = nearest_name(name, others)
@@ -49,8 +40,7 @@ def resolve_episode(path: str) -> Episode:
 
 def identity(path: str) -> str:
     """The name, and a digest of the file that it is in: where it differs, episodes may."""
-    file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-    return f"{path} {hashlib.blake2b(Path(file).read_bytes() if file else b'').hexdigest()}"
+    return f"{path} {digest_of_module(path.partition(':')[0])}"
 
 
 def _problem(found: Any, module: Any) -> str:

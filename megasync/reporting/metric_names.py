@@ -121,6 +121,9 @@ METRICS = (
         ("sync/gb_per_second", "Sync bandwidth", "GB/s", "Size over time."),
         ("sync/verified", "Verified", "0 or 1", "1 where every bucket's digest was compared and agreed."),
         ("sync/canary_seconds", "Canary time", SECONDS, "What scoring the canary prompt on both sides took."),
+        ("sync/log_seconds", "Log time", SECONDS, "What writing the version into sync.log took."),
+        ("sync/log_bytes", "Log size", BYTES, "Of the version in sync.log."),
+        ("sync/changed_fraction", "Changed weights", SHARE, "Elements that differ from the version before, in whole bits."),
         ("version", "Version", "", "Number of optimizer steps behind the weights that the replicas have after the step."),
     ),
     *_of(

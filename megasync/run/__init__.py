@@ -3,6 +3,7 @@
 loop.py        the order of things, on a page
 session.py     engine, weights, rollouts and log, put together
 weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
+versions.py    the log of every version
 canary.py      scores that tell damaged weights
 placement.py   who uses shared GPUs when
 clock.py       where the time goes, by phase

@@ -20,7 +20,7 @@ from engine.engine import Engine, MiniBatch
 from engine.runtime import memory, parallel
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
-from megasync.config.files import CHECKPOINTS, set_aside
+from megasync.config.files import CHECKPOINTS, forget_stop, is_asked_to_stop, set_aside
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
@@ -62,7 +62,7 @@ class Session:
         self.progress = Progress(num_trained=self.first_step * config.data.batch_size)
         if self.last_checkpoint:
             self.progress = load_progress(self.last_checkpoint) or self.progress
-        former = None if self.last_checkpoint else on_rank_zero(lambda: set_aside(config.run.folder))
+        former = on_rank_zero(self._begin_folder)
         self.engine = Engine(
             config.model,
             config.engine,
@@ -86,11 +86,17 @@ class Session:
         self.weights = Weights(config, self.engine, self.log)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
+        self.is_stopped = False  # before all steps were done, because it was asked to
         self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
         if self.layout.rank == 0 and (problem := self._write_plan()):
             self.log.note(problem)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
+
+    def _begin_folder(self) -> Path | None:
+        """Where the results of a former run are now, from which this one does not go on. On rank 0."""
+        forget_stop(self.config.run.folder)
+        return None if self.last_checkpoint else set_aside(self.config.run.folder)
 
     def _write_plan(self) -> str | None:
         """plan.json, on rank 0; a note where there can be none."""
@@ -102,11 +108,14 @@ class Session:
     # ------------------------------------------------------------------------------------------------ steps and log
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left; times them."""
+        """The steps that are left, or until the run is asked to stop; times them."""
         for step in range(self.first_step, self.config.run.steps):
             self.step = step
             if step == self.first_step:
                 self.clock.start()
+            elif on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
+                self.step, self.is_stopped = step - 1, True
+                return
             yield step
 
     @contextlib.contextmanager
@@ -299,6 +308,9 @@ class Session:
     def finish(self) -> str:
         """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
+        if self.is_stopped:
+            return self._stop(done)
+        on_rank_zero(lambda: forget_stop(self.config.run.folder))
         if self._is_unsaved(done) and self.config.checkpoint.every_steps:
             self._checkpoint(done)
             self.finish_checkpoint()
@@ -315,6 +327,17 @@ class Session:
         for line in advice_lines(self.config.run.folder):
             self.log.note(line)
         return closing_lines(self.config, found)
+
+    def _stop(self, done: int) -> str:
+        """Where the run was asked to: a checkpoint, and no more, since who asks has little time."""
+        if self._is_unsaved(done):
+            self._checkpoint(done)
+            self.finish_checkpoint()
+        if self.layout.rank != 0:
+            return ""
+        self.log.timeline.write()
+        write_unfinished_report(self.config.run.folder)
+        return f"stopped after step {done}, as asked; checkpoint: {self.last_checkpoint}; the same command goes on from it"
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.

@@ -326,8 +326,10 @@ def test_rewards_that_fail_are_worth_0_and_counted(unsteady_run: tuple[Path, str
 
 def test_the_end_of_a_run_advises(unsteady_run: tuple[Path, str]) -> None:
     folder, said = unsteady_run
-    assert "reward_failures" in [each.name for each in advisories(metrics(folder))]
-    assert "advisory: Calls of the reward fail and count as 0: 24 calls in 6 of 6 steps\n  try: " in said
+    lines = metrics(folder)
+    assert "reward_failures" in [each.name for each in advisories(lines)]
+    num_steps = sum(line["reward/failures"] > 0 for line in lines)  # 6, or fewer where groups were late
+    assert f"advisory: Calls of the reward fail and count as 0: 24 calls in {num_steps} of 6 steps\n  try: " in said
     assert "Calls of the reward fail and count as 0" in (folder / "report.html").read_text()
 
 

@@ -24,7 +24,7 @@ from engine.model import build, lora
 from engine.runtime.megatron import parallel_state as mpu
 from engine.runtime.megatron import tensor_parallel
 from engine.runtime.random_state import unchanged_random_state
-from megasync.planning.tracker import Tracker
+from megasync.planning.meta.tracker import Tracker
 
 META = torch.device("meta")
 
