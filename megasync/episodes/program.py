@@ -191,6 +191,8 @@ class Program:
         self.renderer = renderer_of(tokens, model_type, arguments) if has_template else PlainRenderer(tokens)
         if settings.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes,) * 2)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the system's for a process at its start is often 1024
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(settings.open_files, most),) * 2)
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.writer.write(pack(message))
