@@ -28,12 +28,15 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
             step = await _call(environment.step, action)
             observation, reward, is_over, info = _parts(step)
             total += reward
-            metrics |= {name: float(value) for name, value in info.items() if isinstance(value, int | float | bool)}
+            metrics |= _numbers(info)
             if is_over:
                 break
             talk.hear(observation)
     except EpisodeLimitError:
         metrics["cut_off"] = 1.0
+    else:
+        if callable(of_whole := getattr(environment, "get_metrics", None)):  # skyrl-gym's
+            metrics |= _numbers(await _call(of_whole))
     finally:
         if callable(close := getattr(environment, "close", None)):
             await _call(close)
@@ -86,6 +89,10 @@ def _parts(step: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
         return observation, _number(reward), bool(terminated or truncated), info or {}
     what = f"a {type(step).__name__} of {len(step)}" if isinstance(step, Sequence) else type(step).__name__
     raise TypeError(f"step gave {what}, expected are (observation, reward, terminated, truncated, info)")
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in info.items() if isinstance(value, int | float | bool)}
 
 
 def _number(reward: Any) -> float:

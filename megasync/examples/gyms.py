@@ -40,6 +40,9 @@ class Skyrl:
     def step(self, action: str) -> Any:
         return self.environment.step(action)
 
+    def get_metrics(self) -> Any:
+        return self.environment.get_metrics()
+
 
 def lines(seed: int) -> dict[str, list[dict[str, str]]]:
     """Of each file; what is held out is in no other one."""
