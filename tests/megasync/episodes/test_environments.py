@@ -49,7 +49,8 @@ def test_skyrl_gyms_turns_are_played_until_the_answer_is_right() -> None:
     pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed: pip install skyrl-gym")
     task, told = Task("7+5", (1,), "12"), model("11", "#### 11", "#### 12")
     result = asyncio.run(play(gyms.Skyrl(task), task, told))
-    assert (result.reward, result.metrics) == (pytest.approx(1 + 0.2 / 3), {"steps": 3.0}) and texts(told)[-1].count("<|im_start|>user") == 3
+    assert (result.reward, result.metrics) == (pytest.approx(1 + 0.2 / 3), {"steps": 3.0})
+    assert texts(told)[-1].count("<|im_start|>user") == 3
 
 
 def test_what_the_gyms_hold_out_is_nowhere_else() -> None:
