@@ -66,6 +66,9 @@ class ReplicaConfig:
 
     model_path: str
     dtype: str = "bfloat16"
+    head_dtype: str = ""  # of logits; empty: that of the model
+    is_deterministic: bool = False  # equal requests get equal responses, whatever runs beside them, on GPUs too
+    is_exact: bool = False  # every log-prob has the trainer's bits
     tensor_parallel: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 256

@@ -30,5 +30,6 @@ checks/        whether a config can run here
 diagnosis/     whether this machine is fit for it
 serving/       weights of a run or folder, served for generate and evaluate
 comparing/     trainer and replica, module by module
+nodes/         a run on several nodes, the same command on each
 bench/         figures of this machine: weight sync, generation, training
 """

@@ -18,6 +18,7 @@ from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
+from bridge.replicas import places
 from bridge.replicas.generator import Generator
 from bridge.replicas.output import Output, find_errors
 from bridge.vllm.serving import api, routing
@@ -48,6 +49,7 @@ class Replica:
             RuntimeError: vLLM did not start; its own error text, that of its child processes included.
         """
         api.prepare_process()
+        places.let_gloo_reach_others()
         try:
             with self._output.capture(), api.noticing_failure(self._output.text):
                 self._engine = api.build_engine(self.config)
@@ -66,6 +68,10 @@ class Replica:
         )
         self._watch = asyncio.create_task(self._generator.watch())
         return os.getpid()
+
+    async def host(self) -> str:
+        """Equal to that of other processes that see the same processes."""
+        return processes.host_identity()
 
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
         """See Generator."""

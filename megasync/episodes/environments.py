@@ -27,7 +27,7 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
             action = await talk.say()
             step = await _call(environment.step, action)
             observation, reward, is_over, info = _parts(step)
-            total += float(reward)
+            total += reward
             metrics |= {name: float(value) for name, value in info.items() if isinstance(value, int | float | bool)}
             if is_over:
                 break
@@ -80,11 +80,19 @@ async def _begin(environment: Any, task: Task, talk: _Talk) -> Any:
 def _parts(step: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     """Observation, reward, whether it is over, and what there is to log."""
     if isinstance(step, Mapping):
-        return step["observations"], step["reward"], bool(step["done"]), step.get("metadata") or {}
+        return step["observations"], _number(step["reward"]), bool(step["done"]), step.get("metadata") or {}
     if isinstance(step, Sequence) and len(step) == 5:
         observation, reward, terminated, truncated, info = step
-        return observation, reward, bool(terminated or truncated), info or {}
-    raise TypeError(f"step gave {type(step).__name__}, expected are (observation, reward, terminated, truncated, info)")
+        return observation, _number(reward), bool(terminated or truncated), info or {}
+    what = f"a {type(step).__name__} of {len(step)}" if isinstance(step, Sequence) else type(step).__name__
+    raise TypeError(f"step gave {what}, expected are (observation, reward, terminated, truncated, info)")
+
+
+def _number(reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"step gave the reward {reward!r:.80}, a number is expected") from error
 
 
 async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

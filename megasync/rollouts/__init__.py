@@ -10,6 +10,7 @@ group.py       a prompt with its samples
 progress.py    what a checkpoint keeps of all that
 restore.py     which of these groups go on in a resumed run
 requests.py    what a replica is asked, a reward gets, and samples.jsonl keeps of one example
+token_lines.py  what samples.jsonl keeps of the tokens of a response or an episode
 ties.py        groups whose rewards are all equal
 evaluation.py  mean reward, avg@k and pass@k on held-out sets
 """

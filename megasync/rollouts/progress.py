@@ -18,7 +18,10 @@ from bridge.generation import Completion
 from megasync.episodes.segments import Branch
 from megasync.episodes.task import Played
 
-OF_EPISODES = ("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "metrics", "info")
+OF_EPISODES = (
+    *("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "num_prompt", "num_held"),
+    *("metrics", "info"),
+)
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")
 FINISH_REASONS = ("stop", "length")

@@ -30,6 +30,7 @@ from engine.runtime import parallel
 from megasync.config.schema import Config
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
+from megasync.launch.scope import num_hosts, ray_address
 from megasync.reporting.log import RunLog
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
@@ -194,7 +195,7 @@ class Weights:
     def _start_pool(self) -> None:
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gpus = devices_for_ray(visible_devices(), num_local_ranks, is_colocated=self.config.rollout.is_colocated)
-        if (stop_ray := start_ray(self.config.rollout.ray_address, gpus)) is not None:
+        if (stop_ray := start_ray(ray_address(self.config), gpus)) is not None:
             self._ends.callback(stop_ray)
         self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
         self._ends.callback(self.pool.close)
@@ -206,6 +207,9 @@ def replica_config(config: Config) -> ReplicaConfig:
     return ReplicaConfig(
         model_path=str(Path(config.model.path).resolve()),
         dtype=config.model.dtype,
+        head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
+        is_deterministic=config.run.deterministic,
+        is_exact=config.model.exact,
         tensor_parallel=rollout.tensor_parallel,
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
@@ -235,7 +239,9 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
 
 
 def transport(config: Config) -> str:
-    """sync.transport, with what `auto` means for this run."""
+    """sync.transport, with what `auto` means for this run: shared memory is one host's."""
+    if num_hosts() > 1 and config.sync.transport == "auto" and not config.rollout.is_colocated:
+        return "nccl"
     return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated)
 
 
