@@ -95,6 +95,9 @@ METRICS = (
         ("episode/prefix_hits", "Prefix hits", SHARE, "Of the turns' prompt tokens: those that their replica had before."),
         ("episode/failures", "Failed episodes", "episodes", "What went wrong in the batch's episodes, retries included."),
         ("episode/dropped", "Dropped episodes", "episodes", "Left out of the batch (rollout.episode_on_failure=drop)."),
+        ("episode/resumed", "Resumed episodes", "episodes", "Went on with the turns that they had at a checkpoint."),
+        ("episode/anew", "Episodes begun anew", "episodes",
+         "At a checkpoint they had turns, and when they were resumed something answered otherwise."),
         ("episode/NAME", "NAME of an episode", "", "Mean of what episodes return in `metrics` under that name."),
     ),
     *_of(

@@ -157,6 +157,8 @@ class Session:
             told = [list(islice(log_probs, len(of_member))) for of_member in rows]
             lines = [with_trainer_log_probs(*each) for each in zip(lines, told, strict=True)] if lines else []
         self.log.samples(self.step + 1, lines)
+        if self.rollouts is not None:
+            self.rollouts.record(self.step + 1)
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -336,6 +338,8 @@ class Session:
             self.weights.export(self.config.run.folder / "hf")
         if self.layout.rank != 0:
             return ""
+        if self.rollouts is not None:
+            self.rollouts.records.wait()
         found = summary(self.config, done, self.weights.syncs, self.clock.summary())
         self.log.timeline.write()
         self.log.summary(found | outcome(self.config.run.folder))

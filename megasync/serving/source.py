@@ -71,6 +71,15 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
     return Source(to_serve(_config_for(target, scratch, overrides), target), str(target), False)
 
 
+def source_of_version(run: Path, scratch: Path, version: int, overrides: list[str]) -> Source:
+    """The weights that `version` steps made: those of that checkpoint, before the first step the model folder's."""
+    if version:
+        scratch.mkdir()
+        return find_source(run, scratch, version, overrides)
+    config = load_config(run / CONFIG_FILE, overrides)
+    return Source(to_serve(config, Path(config.model.path)), config.model.path, True)
+
+
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:
     """The run that the folder is of, or in; the checkpoint's step; the weights, where they are given themselves."""
     folder = target if target.name == HF else None
