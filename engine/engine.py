@@ -100,7 +100,7 @@ class Engine:
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
         self.balance = balance(engine, self.mbridge)
         self._describe_choices()
-        chunks = self._with_head(self._start_chunks(weights_path or model.path))
+        chunks = with_head(self._start_chunks(weights_path or model.path), self.mbridge, engine)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
             lora.add_adapters(chunks, engine.lora, seed)
@@ -128,7 +128,7 @@ class Engine:
         """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
         if self.config.lora.rank:
             return self.wrapped
-        return FrozenModel(self.config, self.model_config, self._with_head(build_chunks(self.mbridge, path)))
+        return FrozenModel(self.config, self.model_config, with_head(build_chunks(self.mbridge, path), self.mbridge, self.config))
 
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
@@ -138,14 +138,6 @@ class Engine:
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
-
-    def _with_head(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        if self.mbridge.is_exact:
-            head.use_product(chunks, exact.product)
-            exact.prepare_machine(chunks, self.mbridge.hf_config)
-        elif self.config.head_dtype == "float32":
-            head.use_product(chunks, head.in_float32)
-        return chunks
 
     def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
         return build_chunks(self.mbridge, path)
@@ -354,3 +346,13 @@ class Engine:
     def _reports(self) -> bool:
         """One tensor- and context-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
         return self.layout.is_last_stage and self.layout.tensor_rank == self.layout.context_rank == 0
+
+
+def with_head(chunks: list[torch.nn.Module], mbridge: Any, config: EngineConfig) -> list[torch.nn.Module]:
+    """The chunks, with the product that makes logits in the output layer."""
+    if mbridge.is_exact:
+        head.use_product(chunks, exact.product)
+        exact.prepare_machine(chunks, mbridge.hf_config)
+    elif config.head_dtype == "float32":
+        head.use_product(chunks, head.in_float32)
+    return chunks

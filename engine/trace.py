@@ -22,13 +22,16 @@ import torch
 from engine.attention import flash, fused, rope
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
+from engine.engine import with_head
 from engine.model import lora
+from engine.model.exact import ExactAttention
 from engine.model.build import build_chunks, build_mbridge, gpt_model
 from engine.objective.logits import LogProbs
 from engine.passes import PipelineRunner
 from engine.peft import factors
 from engine.runtime import device
 from engine.sample import Sample
+from exact import rotary
 
 Tensors = dict[str, torch.Tensor]
 Replace = Callable[[str, Tensors], torch.Tensor | None]  # of a name, whose value is there: another one in its place
@@ -51,7 +54,7 @@ class Forward:
         engine = engine.model_copy(update={"parallel": ParallelConfig()})
         self.mbridge = build_mbridge(model, engine)
         flash.choose(engine.kernels, self.mbridge.config)
-        self.chunks = build_chunks(self.mbridge, weights_path or model.path)
+        self.chunks = with_head(build_chunks(self.mbridge, weights_path or model.path), self.mbridge, engine)
         if engine.lora.rank:
             lora.add_adapters(self.chunks, engine.lora, seed=0)
             adapter = adapter_path or engine.lora.adapter_path
@@ -72,7 +75,7 @@ class Forward:
         """On the device of the model, in the dtypes that it computes in; `log_probs` at the temperature."""
         micro = self._microbatch(prompt_ids, response_ids)
         first, length = len(prompt_ids) - 1, len(prompt_ids) + len(response_ids) - 1
-        read = LogProbs(self.temperature, self.use_fused)
+        read = LogProbs(self.temperature, self.use_fused, is_exact=self.mbridge.is_exact)
         with _recording(self.model, replace, self._rope_factor) as found:
             (log_probs,) = self._runner.run([micro], self.chunks, read)
         tensors = {name: tensor[:length] for name, tensor in found.items()}
@@ -150,6 +153,9 @@ def _record_rotated(recorder: _Recorder, core: Any, name: str, factor: float, st
 
     `factor`: of cosine and sine, which the engine leaves to the scale of the scores (rope.py).
     """
+    if isinstance(core, ExactAttention):
+        _record_exactly_rotated(recorder, core, name, stack)
+        return
     packed = core._packed
 
     def kept(called: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -162,6 +168,16 @@ def _record_rotated(recorder: _Recorder, core: Any, name: str, factor: float, st
 
     core._packed = keep
     stack.callback(delattr, core, "_packed")  # the class's own is there again
+
+
+def _record_exactly_rotated(recorder: _Recorder, core: Any, name: str, stack: ExitStack) -> None:
+    """As that attention turns them in its forward pass; nothing is put in their place."""
+
+    def before(_module: Any, inputs: Any, options: Any) -> None:
+        for called, tensor in zip("qk", inputs, strict=False):
+            recorder.keep(f"{name}.rotary_emb.{called}", rotary.rotate(tensor, *options["packed_seq_params"].rotary))
+
+    stack.callback(core.register_forward_pre_hook(before, with_kwargs=True).remove)
 
 
 class Split:

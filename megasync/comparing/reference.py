@@ -73,7 +73,7 @@ class Reference:
     def expected(self, site: str, side: Side) -> Expected:
         unit = torch.finfo(side[site].dtype).eps / 2
         value, slack = self._value(site, side)
-        return Expected(value, RESULT_ROUNDINGS * unit * value.abs() + slack + torch.finfo(torch.float32).tiny)
+        return Expected(value, RESULT_ROUNDINGS * (unit * value.abs() + _spacing(side[site])) + slack)
 
     def _value(self, site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         """And what may come on top of the rounding of the result."""
@@ -150,12 +150,18 @@ class Reference:
     def _activation(self, site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = (side.double(site.replace("act_fn", f"{name}_proj")) for name in ("gate", "up"))
         value = F.silu(gate) * up
-        return value, SUM_ROUNDINGS * UNIT_FLOAT32 * value.abs()
+        return value, SUM_ROUNDINGS * UNIT_FLOAT32 * value.abs() + _spacing(side[site]) * up.abs()
 
     def _log_probs(self, site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         logits = side.double("lm_head")
         value = log_probs(logits, side.token_ids[side.num_prompt :][: len(logits)], self.temperature)
         return value, SUM_ROUNDINGS * UNIT_FLOAT32 * (1 + logits.abs().amax(-1) / self.temperature)
+
+
+def _spacing(tensor: torch.Tensor) -> float:
+    """Of the smallest numbers of its dtype: in float16 not far below 1e-7."""
+    found = torch.finfo(tensor.dtype)
+    return float(found.smallest_normal * found.eps)
 
 
 # ---------------------------------------------------------------------------------------------------- where inputs come from

@@ -21,11 +21,18 @@ from megasync.comparing.shape import Parameters, Shape
 RESPONSE = Response(tuple(3 + 7 * n % 100 for n in range(30)), tuple(3 + 11 * n % 100 for n in range(30)), "given")
 
 
-def judged(folders: dict[str, tuple[Path, str]], fusions: str) -> dict[str, dict[str, Any]]:
+def judged(
+    folders: dict[str, tuple[Path, str]], fusions: str, head_dtype: str = "model", exact: bool = False
+) -> dict[str, dict[str, Any]]:
     """By name: the module that is nearest to its bound, how near, how many there are, and whether all were traced."""
     parallel.initialize(ParallelConfig(), 0)
     try:
-        return {name: _judged(folder, dtype, fusions) for name, (folder, dtype) in folders.items()}
+        engine = EngineConfig(fusions=fusions, head_dtype=head_dtype)  # type: ignore[arg-type]
+        models = {
+            name: ModelConfig(path=str(folder), dtype=dtype, exact=exact)  # type: ignore[arg-type]
+            for name, (folder, dtype) in folders.items()
+        }
+        return {name: _judged(model, engine) for name, model in models.items()}
     finally:
         parallel.shutdown()
 
@@ -45,12 +52,12 @@ def small_fault(folder: Path) -> tuple[str, str, str]:
     return wrong.site, *explain(wrong.site, reference, side, Known())
 
 
-def _judged(folder: Path, dtype: str, fusions: str) -> dict[str, Any]:
-    model = ModelConfig(path=str(folder), dtype=dtype)  # type: ignore[arg-type]
-    forward = Forward(model, EngineConfig(fusions=fusions), temperature=0.8)  # type: ignore[arg-type]
+def _judged(model: ModelConfig, engine: EngineConfig) -> dict[str, Any]:
+    folder = Path(model.path)
+    forward = Forward(model, engine, temperature=0.8)
     tensors = forward.trace(RESPONSE.prompt_ids, RESPONSE.token_ids)
     shape = Shape.of(folder)
-    reference = Reference(shape, Parameters(folder, getattr(torch, dtype), torch.device("cpu")), 0.8)
+    reference = Reference(shape, Parameters(folder, getattr(torch, model.dtype), torch.device("cpu")), 0.8)
     found = judge(shape.sites, {TRAINER: (reference, side_of(TRAINER, tensors, RESPONSE, {}))}).locals
     worst = max(found, key=lambda each: each.ratio)
     return {"site": worst.site, "ratio": worst.ratio, "modules": len(found), "traced": sorted(tensors) == sorted(shape.sites)}

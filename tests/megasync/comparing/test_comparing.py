@@ -48,6 +48,15 @@ def test_every_module_is_within_rounding_of_its_reference(tmp_path: Path, fusion
     assert found["qwen3"]["modules"] == 4 * 17 + 5 and found["qwen2 biases"]["modules"] == 4 * 15 + 5
 
 
+def test_so_it_is_by_exact_functions_and_with_other_dtypes(tmp_path: Path) -> None:
+    names = {"float32": {"exact": True}, "bfloat16": {"head_dtype": "float32"}, "float16": {}}
+    for dtype, options in names.items():
+        folders = {dtype: (write_tiny_model(tmp_path / dtype, "qwen3", dtype=getattr(torch, dtype)), dtype)}
+        arguments = {"folders": folders, "fusions": "none", **options}
+        (found,) = run_ranks(1, "tests.megasync.comparing.family_cases:judged", arguments)
+        assert found[dtype]["traced"] and found[dtype]["ratio"] < 0.9, found
+
+
 def test_a_fault_that_is_less_than_rounding_everywhere_is_seen_over_all(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
     ((site, kind, detail),) = run_ranks(1, "tests.megasync.comparing.family_cases:small_fault", {"folder": folder})
