@@ -120,6 +120,11 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 class ExactAttention(CoreAttention):
     """Of packed sequences; the rotary embedding is its own."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.window:
+            raise ValueError("model.exact = true: a sliding window is not exact. Remedy: write model.exact=false")
+
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         packed = options["packed_seq_params"]
         assert isinstance(packed, PackedSequences)

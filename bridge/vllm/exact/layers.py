@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import activation, layernorm, rotary_embedding
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
@@ -80,6 +80,7 @@ OUT_OF_TREE = {
 }
 
 
+@register_weight_loader_v2_supported_method
 class ExactLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """vLLM's packs the weight away."""

@@ -17,7 +17,7 @@ from typing import Any
 from megasync.bench.common.results import Results, describe, print_table, write_results
 from megasync.bench.config import BenchRoot, Rung
 from megasync.config.load import load_config, save_config
-from megasync.launch.processes import run_to_end
+from megasync.launch.processes import INTERRUPTED, run_to_end
 from megasync.launch.scope import listen_on_loopback
 
 OVERRIDES: dict[Rung, tuple[str, ...]] = {
@@ -44,6 +44,8 @@ def run(path: str, overrides: Sequence[str], config: BenchRoot, json_path: Path 
         results_path.unlink(missing_ok=True)
         print(f"{rung}: {' '.join(OVERRIDES[rung])}", flush=True)
         code = run_to_end([sys.executable, "-m", "megasync.bench.gap.rank", str(config_path), str(results_path)])
+        if code == INTERRUPTED:
+            return code
         failed = failed or code != 0
         if results_path.exists():
             found[rung] = json.loads(results_path.read_text(encoding="utf-8"))
