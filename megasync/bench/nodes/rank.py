@@ -55,6 +55,8 @@ class Cases:
                     measured = self._sync(publisher, pool, num_replicas, group)
                     if index >= 0:
                         rounds[way].append(measured)
+                    if index in (-1, num_rounds - 1):
+                        self._compare(publisher, len(receivers))
             for publisher in publishers.values():
                 publisher.close()
             if pool is not None:
@@ -69,13 +71,17 @@ class Cases:
         report = publisher.publish(self.version)
         after = self._count(pool, num_replicas, group)
         moved = {side: [b - a for a, b in zip(before[side], after[side], strict=True)] for side in before}
-        differing, problem = publisher.differing(0)
-        if differing or problem:
-            raise RuntimeError(f"version {self.version}: {problem or differing}")
         connection = publisher._connection
         assert connection is not None
         lanes = len(connection.lanes.lanes) if connection.lanes is not None else 1
         return {"seconds": report.seconds, "bytes": report.num_bytes, "buckets": report.num_buckets, "lanes": lanes, **moved}
+
+    def _compare(self, publisher: Publisher, num_receivers: int) -> None:
+        """Raises RuntimeError where a receiver holds something else than was sent."""
+        for receiver in range(num_receivers):
+            differing, problem = publisher.differing(receiver)
+            if differing or problem:
+                raise RuntimeError(f"version {self.version}, replica {receiver}: {problem or differing}")
 
     @staticmethod
     def _count(pool: ReceiverPool | None, num_replicas: int, group: Any) -> dict[str, list[int]]:

@@ -166,6 +166,8 @@ class Simulation:
 
     def _send_needs(self, bucket: tuple[int, int], lane: Lane, place: int) -> Iterator[Step]:
         yield Step("send", bucket, lane.route[place - 1]) if place else Step("gather", bucket, lane.stage)
+        if place and not self._links.cuts_through and self._order[bucket]:  # buckets are sent on in the order of taking them
+            yield Step("take", self._buckets[self._order[bucket] - 1], lane.route[place - 1])
         former = (bucket[0], bucket[1] - NUM_BUFFERS * lane.count)  # what lay in the buffer before
         if former[1] >= 0:
             yield from (Step("take", former, reader) for reader in self._readers[lane.route[place]])
