@@ -63,10 +63,10 @@ class Case(NamedTuple):
 
 CASES = [
     Case("30B-A3B, bf16", 61.1 * GB, 1, 2, 2, "2.16 (miles)"),
-    Case("235B-A22B, bf16", 470 * GB, 8, 8, 8, "3.2 (miles), 3.3 (vLLM RDT)"),
+    Case("235B-A22B, bf16", 470 * GB, 8, 8, 8, "3.2 (miles), 3.3 (vLLM RDT, 8 GPUs to 8)"),
     Case("744B, a byte each", 744 * GB, 8, 8, 4, "2.84 (prime-rl)"),
     Case("1T, a byte each", 1040 * GB, 32, 32, 16, "1.3 (Perplexity)"),
-    Case("1T, bf16", 2080 * GB, 32, 32, 16, "7.2 (miles)"),
+    Case("1T, bf16", 2080 * GB, 32, 32, 16, "7.2 (miles, 32 + 32)"),
 ]
 
 
