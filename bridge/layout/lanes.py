@@ -128,9 +128,13 @@ def _choose_senders(holders: Sequence[Holder], most: int, links: int | None) -> 
 
 
 def _route(sender_host: str, by_host: dict[str, list[int]], index: int) -> tuple[int, ...]:
-    """The first readers of the lane of this index: hosts begin elsewhere in each lane, and so do their readers."""
+    """The first readers of the lane of this index, which is another one of each host in the next lane.
+
+    All lanes go through the hosts in one order, unless the sender is on one of them: a host sends buckets on in the order in
+    which it takes them, so that a lane that came to it by way of all others would hold up those that it has first.
+    """
     hosts = list(by_host)
-    start = hosts.index(sender_host) if sender_host in hosts else index % len(hosts)
+    start = hosts.index(sender_host) if sender_host in hosts else 0
     rotated = hosts[start:] + hosts[:start]
     return tuple(by_host[host][index % len(by_host[host])] for host in rotated)
 

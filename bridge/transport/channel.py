@@ -42,7 +42,7 @@ class Channel:
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, name: str = "") -> None:
         """`name`: of one of several groups that find each other through one store."""
         self.rank, self.size, self.device = rank, size, device
-        self.owner = "the sender"  # of the store, for messages
+        self.owner, self.others = "the sender", "members of the group"  # whose store it is, and who has to join, for messages
         self._store, self._name = store, name
         self._group: Any = None
         self._next_look = 0.0
@@ -80,7 +80,7 @@ class Channel:
             return
         joined = f"{self._name}{JOINED}"
         self._store.add(joined, 1)
-        self.poll(lambda: self._store.add(joined, 0) >= self.size, deadline, "members of the group to join", check)
+        self.poll(lambda: self._store.add(joined, 0) >= self.size, deadline, f"{self.others} to join", check)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = GROUP_TIMEOUT

@@ -37,8 +37,9 @@ class LaneWriter(GroupWriter):
     def __init__(self, stage: StagePlan, lane: Lane, plan: LanePlan, device: torch.device) -> None:
         direct = lane.route if device.type == "cuda" else lane.route[:1]
         super().__init__(stage, len(direct), device)
-        self._channel.owner = str(lane)
-        self._to = f"{' and '.join(plan.names[reader] for reader in direct)} to take {{}} buckets of {lane}"
+        names = " and ".join(plan.names[reader] for reader in direct)
+        self._channel.owner, self._channel.others = str(lane), f"{names}, which {lane} goes to,"
+        self._to = f"{names} to take {{}} buckets of {lane}"
         self._num_passes = 0
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
@@ -87,7 +88,7 @@ class FirstPort:
             self._in = channel.beside(f"link{place}", 1, 2)
         if place + 1 < len(lane.route) and device.type == "cpu":
             self._next = channel.beside(f"link{place + 1}", 0, 2)
-            self._to = f"{plan.names[lane.route[place + 1]]} to take buckets of {lane}"
+            self._to = f"{plan.names[lane.route[place + 1]]}, to which {lane} goes next,"
         others = [other for other in plan.host_of(reader) if other != reader]
         self._relay: ShmWriter | None = None
         if others:
@@ -103,8 +104,10 @@ class FirstPort:
         self._forwards: list[Any] = [None] * NUM_BUFFERS
 
     def open(self, deadline: float) -> None:
+        self._in.others = self._from
         self._in.meet(deadline)
         if self._next is not None:
+            self._next.others = self._to
             self._next.meet(deadline)
 
     def start(self, deadline: float) -> None:
@@ -146,7 +149,7 @@ class FirstPort:
         """Until the next host has taken what lies in the buffer."""
         forward, self._forwards[slot] = self._forwards[slot], None
         if self._next is not None:
-            self._next.wait(forward, self._deadline, self._to)
+            self._next.wait(forward, self._deadline, f"{self._to} to take a bucket")
 
     def abort(self, reason: str) -> None:
         if self._relay is not None:
@@ -262,6 +265,8 @@ class LaneReader:
             port.give_back()
         for port in ports:
             port.finish()
+        channel = self._channels[lanes[0][0]]
+        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage.index}")
         if verify:
             self._compare(stage, sync_index, digests.join().cpu(), deadline)
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Sync between nodes: docs/bench/nodes.sh OUT.json [ROUNDS] [CASES]; root, iproute2. Nodes are namespaces of network, processes, mounts
-# and host name on a bridge of this machine, their links limited to RATE each way (tc tbf) and counted by the kernel. Four nodes send, up to
-# four receive; a case is SENDERSxNODES, or SENDERSxNODESxREPLICAS for several replicas on each receiving node. docs/scale.md has the table.
+# and host name on a bridge of this machine, their links limited to RATE each way (tc tbf) and counted by the kernel. A case is
+# SENDERSxNODES, or SENDERSxNODESxREPLICAS for several replicas on each receiving node. docs/scale.md has the table.
 set -euo pipefail
 out=$(realpath -m "$1") rounds=${2:-7} cases=${3:-"1x1 1x2 1x4 2x1 2x2 2x4 4x1 4x2 4x4 2x1x2 4x2x2"}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3} rate=${RATE:-400mbit} name=${PREFIX:-msl} subnet=${SUBNET:-10.82.0}
-senders=4 nodes=8 pids=()
+largest() { tr ' ' '\n' <<< "$cases" | sed 's/$/x1/' | cut -dx -f"$1" | sort -n | tail -1; } # of all cases
+senders=$(largest 1) receiving=$(largest 2) replicas=$(largest 3)
+nodes=$((senders + receiving)) pids=()
 
 down() {
   for pid in "${pids[@]:-}"; do [ -z "$pid" ] || kill -9 "$pid" 2>/dev/null || true; done
@@ -14,7 +16,7 @@ down() {
   for i in $(seq $nodes); do ip netns del "$name$i" 2>/dev/null || true; done
   ip link del "${name}br" 2>/dev/null || true
 }
-trap down EXIT
+trap down EXIT; trap "exit 1" INT TERM
 
 ip link add "${name}br" type bridge; ip link set "${name}br" up
 declare -A init
@@ -39,8 +41,12 @@ on() { # NODE COMMAND...: beside all others
 
 receivers=()
 for i in $(seq $((senders + 1)) $nodes); do
-  for port in 7000 7001; do on "$i" "$python" -m megasync.bench.nodes.receiver "$subnet.$i" "$port"; done
-  receivers+=("$subnet.$i:7000,$subnet.$i:7001")
+  addresses=()
+  for port in $(seq 7000 $((6999 + replicas))); do
+    on "$i" "$python" -m megasync.bench.nodes.receiver "$subnet.$i" "$port"
+    addresses+=("$subnet.$i:$port")
+  done
+  receivers+=("$(IFS=,; echo "${addresses[*]}")")
 done
 ranks=()
 for i in $(seq $senders); do

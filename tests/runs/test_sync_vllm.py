@@ -310,6 +310,9 @@ def split_folders(tmp_path_factory):
     return write_seeds(tmp_path_factory.mktemp("split"), "qwen2", tied=False, vocab_size=130)
 
 
+ELSEWHERE = ["another host"] * 2  # for what is done between hosts, on one of them
+
+
 @pytest.fixture(scope="module")
 def split_pool(split_folders, cluster):
     pool = start(split_folders[0], tensor_parallel=2, max_num_seqs=64, engine_arguments={"enable_prefix_caching": False})
@@ -317,10 +320,14 @@ def split_pool(split_folders, cluster):
     pool.close()
 
 
-def test_two_workers_without_a_prefix_cache_hold_what_was_sent(split_pool, split_folders) -> None:
+def test_two_workers_without_a_prefix_cache_hold_what_was_sent(split_pool, split_folders, monkeypatch) -> None:
+    """With lanes one worker gets the buckets and passes them on to the other."""
     assert not split_pool.settings()["enable_prefix_caching"]
     source = DictSource(load(split_folders[0]))
-    for transport in ("shm", "nccl"):
+    for transport in ("shm", "nccl", "lanes"):
+        if transport == "lanes":
+            monkeypatch.setattr(split_pool, "reader_hosts", lambda: ELSEWHERE)
+            transport = "auto"  # between hosts nccl
         publisher = Publisher(source, split_pool, SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback"))
         for version, folder in enumerate([split_folders[2], split_folders[1]]):
             source.tensors = load(folder)
@@ -381,7 +388,11 @@ def publish_second_stage(store: str, folders: list[Path], results: multiprocessi
     dist.destroy_process_group()
 
 
-def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders, tmp_path) -> None:
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["one host", "two hosts"])
+def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders, tmp_path, monkeypatch, is_elsewhere) -> None:
+    """On two hosts each worker is the first to get one stage's buckets, and takes both stages in turns."""
+    if is_elsewhere:
+        monkeypatch.setattr(split_pool, "reader_hosts", lambda: ELSEWHERE)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     store = str(tmp_path / "store")

@@ -88,7 +88,10 @@ class ReceiverPool:
         return {}
 
     def read_digests(self, timeout: float, replicas: Sequence[int] | None = None) -> dict[int, dict[str, int]]:
-        return dict(enumerate(self.call("read_digests")))
+        chosen = range(len(self._connections)) if replicas is None else replicas
+        for replica in chosen:
+            self._connections[replica].send(("read_digests", ()))
+        return {replica: self._answer(self._connections[replica]) for replica in chosen}
 
     def resume(self) -> None:
         """Nothing generates."""

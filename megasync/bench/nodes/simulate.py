@@ -63,10 +63,10 @@ class Case(NamedTuple):
 
 CASES = [
     Case("30B-A3B, bf16", 61.1 * GB, 1, 2, 2, "2.16 (miles)"),
-    Case("235B-A22B, bf16", 470 * GB, 8, 8, 8, "3.2 (miles), 3.3 (vLLM RDT)"),
+    Case("235B-A22B, bf16", 470 * GB, 8, 8, 8, "3.2 (miles), 3.3 (vLLM RDT, 8 GPUs to 8)"),
     Case("744B, a byte each", 744 * GB, 8, 8, 4, "2.84 (prime-rl)"),
     Case("1T, a byte each", 1040 * GB, 32, 32, 16, "1.3 (Perplexity)"),
-    Case("1T, bf16", 2080 * GB, 32, 32, 16, "7.2 (miles)"),
+    Case("1T, bf16", 2080 * GB, 32, 32, 16, "7.2 (miles, 32 + 32)"),
 ]
 
 
@@ -166,6 +166,8 @@ class Simulation:
 
     def _send_needs(self, bucket: tuple[int, int], lane: Lane, place: int) -> Iterator[Step]:
         yield Step("send", bucket, lane.route[place - 1]) if place else Step("gather", bucket, lane.stage)
+        if place and not self._links.cuts_through and self._order[bucket]:  # buckets are sent on in the order of taking them
+            yield Step("take", self._buckets[self._order[bucket] - 1], lane.route[place - 1])
         former = (bucket[0], bucket[1] - NUM_BUFFERS * lane.count)  # what lay in the buffer before
         if former[1] >= 0:
             yield from (Step("take", former, reader) for reader in self._readers[lane.route[place]])
