@@ -27,6 +27,7 @@ from megasync.run.heartbeat import LastSeen
 
 FRESH_SECONDS = 10.0  # a node that gives no sign of life for so long is not here, while nodes are waited for
 CHECK_SECONDS = 180.0
+QUIET_SECONDS = 4.0  # after a failure elsewhere
 CAUSE_SECONDS = 5.0  # after the first failure, for others: that of a node which is gone is the likelier cause
 CLEAN = (0, STOPPED)  # exit codes of ranks that have come to an end
 FINAL = (REFUSED, STOPPED)  # after which no round follows
@@ -123,7 +124,7 @@ class Head:
         elif present:
             self.store.set("waiting", told)
 
-    def _present(self) -> list[Arrival]:
+    def _present(self, fresh_seconds: float = FRESH_SECONDS) -> list[Arrival]:
         """Those whose signs of life have come since this round began, and come still."""
         counts, now = self._beats(), time.monotonic()
         for number, count in counts.items():
@@ -133,7 +134,7 @@ class Head:
         here = [
             self.arrivals[number]
             for number, count in counts.items()
-            if count > self._first_counts[number] and now - self._changes[number][1] < FRESH_SECONDS
+            if count > self._first_counts[number] and now - self._changes[number][1] < fresh_seconds
         ]
         return sorted(here, key=lambda arrival: (not arrival.is_head, arrival.number))
 
@@ -203,7 +204,7 @@ class Head:
         if all(told and told["code"] in CLEAN for told in ended):
             self.end(max(told["code"] for told in ended), "")
             return
-        lost = self._lost(members)
+        lost, present = self._lost(members), self._present(QUIET_SECONDS)
         failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] not in CLEAN]
         if not lost and not failed:
             return
@@ -211,6 +212,8 @@ class Head:
         self.round.failed_at = self.round.failed_at or now
         if not lost and now - self.round.failed_at < CAUSE_SECONDS:
             return
+        quiet = [member for member, told in zip(members, ended, strict=True) if not told and member not in present]
+        lost = lost or "; ".join(f"node {member.host} is gone: no sign of life for {QUIET_SECONDS:g} s" for member in quiet)
         final = [told["code"] for _, told in failed if told["code"] in FINAL]
         causes = [f"{members[seat].host}: {told['told'] or 'exit code ' + str(told['code'])}" for seat, told in failed]
         self._follow(final[0] if final else failed[0][1]["code"] if failed else 1, "\n".join(filter(None, [lost, *causes])))

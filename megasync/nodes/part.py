@@ -29,6 +29,7 @@ from megasync.nodes.store import Beats, HeadGoneError, NodeStore
 
 ACKNOWLEDGED_SECONDS = 10.0
 RETRY_SECONDS = 1.0
+HEAD_GONE = "the run ends here"
 GLOO = "GLOO_SOCKET_IFNAME"
 
 
@@ -72,7 +73,7 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
     beats.close()
     if told:
         print(told, file=sys.stderr)
-    if code not in (0, *FINAL) and arrival.is_head:
+    if code not in (0, *FINAL) and (arrival.is_head or HEAD_GONE in told):
         print(last_words(config, shlex.join(["launch/torchrun_nodes.sh", *sys.argv[1:]])), file=sys.stderr)
     return code
 
@@ -82,7 +83,7 @@ def live(member: Member, head: Head | None) -> tuple[int, str]:
     try:
         code, told = member.live()
     except HeadGoneError as error:
-        return 1, f"{error}: the run ends here; the same command on all nodes goes on from its newest checkpoint"
+        return 1, f"{error}: {HEAD_GONE}; the same command on all nodes goes on from its newest checkpoint"
     except SystemExit as leaving:  # a signal
         code, told = int(leaving.code or 0), ""
     with suppress(HeadGoneError):  # which may have ended a moment ago

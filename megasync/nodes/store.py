@@ -35,6 +35,10 @@ class NodeStore:
     def __init__(self, store: Any, host: str, *, of_head: bool = False) -> None:
         self._store, self.host, self.of_head = store, host, of_head
 
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
     @staticmethod
     def listen(host: str, port: int) -> NodeStore | None:
         """The head's. None where somebody has the port; OSError where it cannot be had at all."""

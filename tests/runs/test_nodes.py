@@ -42,6 +42,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a Ray."""
+    path = write_config(tmp_path_factory.mktemp("sft"), algorithm={"name": "sft", "num_minibatches": 1})
+    values = yaml.safe_load(path.read_text())
+    del values["rollout"]
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="module")
 def pair() -> Iterator[list[Node]]:
     folder = Path(tempfile.mkdtemp(prefix="msn-", dir="/tmp"))  # short enough for sockets
     try:
@@ -145,16 +155,16 @@ def test_submit_to_two_nodes_gives_the_metrics_of_one(pair: Sequence[Node], conf
     assert exact(config.parent / "runs" / "job") == of_one
 
 
-def test_a_node_that_does_not_come_is_named(pair: Sequence[Node], config: Path) -> None:
-    process = start(pair[0], config, "--nodes", f"{pair[0].name},other", "--wait-seconds", "8", head=pair[0].address)
+def test_a_node_that_does_not_come_is_named(pair: Sequence[Node], supervised: Path) -> None:
+    process = start(pair[0], supervised, "--nodes", f"{pair[0].name},other", "--wait-seconds", "8", head=pair[0].address)
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert f"gave up after 8 s: 1 of 2 nodes are here: {pair[0].name} ({pair[0].address}); not here: other" in said
     assert pair[0].processes() == [] and list(pair[0].temporary.glob("*")) == []
 
 
-def test_a_node_that_nobody_answers_gives_up(pair: Sequence[Node], config: Path) -> None:
-    process = start(pair[1], config, "--wait-seconds", "5", head=pair[0].address)
+def test_a_node_that_nobody_answers_gives_up(pair: Sequence[Node], supervised: Path) -> None:
+    process = start(pair[1], supervised, "--wait-seconds", "5", head=pair[0].address)
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert f"waiting: the head node {pair[0].address}:29400 is not here" in said and "gave up after 5 s" in said
@@ -164,30 +174,30 @@ SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() - 60\n"
 
 
 @pytest.mark.parametrize("what", ["config", "model", "clock", "commit"])
-def test_what_differs_is_refused_by_name(pair: Sequence[Node], config: Path, what: str, tmp_path: Path) -> None:
+def test_what_differs_is_refused_by_name(pair: Sequence[Node], supervised: Path, what: str, tmp_path: Path) -> None:
     more: dict[str, str] = {}
     if what == "clock":
         (tmp_path / "sitecustomize.py").write_text(SKEWED)
         more["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     second = ["run.seed=1"] if what == "config" else []
-    model = str(config.parent / "assets" / "model")
+    model = str(supervised.parent / "assets" / "model")
     if what == "model":
         pair[1].start(["mount", "-t", "tmpfs", "tmpfs", model], os.environ).wait()
     if what == "commit":
         clone = tmp_path / "clone"
         shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs", "__pycache__"))
         (clone / "engine" / "sample.py").write_text((ROOT / "engine" / "sample.py").read_text() + "\n")
-        command = [str(clone / "launch" / "torchrun_nodes.sh"), str(config), "run.name=refused", "--nodes", "2"]
+        command = [str(clone / "launch" / "torchrun_nodes.sh"), str(supervised), "run.name=refused", "--nodes", "2"]
         command += ["--head", pair[0].address]
         own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
         running = [
-            start(pair[0], config, "run.name=refused", head=pair[0].address),
+            start(pair[0], supervised, "run.name=refused", head=pair[0].address),
             pair[1].start(command, own, clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
         ]
         ended = [(process.communicate(timeout=SECONDS)[0], process.returncode) for process in running]
         found = [(code, text) for text, code in ended]
     else:
-        found = together(pair, config, "run.name=refused", second=second, **more)
+        found = together(pair, supervised, "run.name=refused", second=second, **more)
     told = {
         "config": f"{pair[1].name}: another config\n  here:   run.seed 1 (elsewhere 0)",
         "model": f"{pair[1].name}: other files\n  here:   model.path 0 files, 0 bytes",
@@ -199,4 +209,4 @@ def test_what_differs_is_refused_by_name(pair: Sequence[Node], config: Path, wha
     for code, said in found:
         assert code == 2, said
         assert told in said, said
-    assert not (config.parent / "runs" / "refused" / "metrics.jsonl").exists()
+    assert not (supervised.parent / "runs" / "refused" / "metrics.jsonl").exists()
