@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("engine", "bridge", "megasync")
+PACKAGES = ("exact", "engine", "bridge", "megasync")
 FORBIDDEN = {
+    "exact": {"megasync", "bridge", "engine", "ray", "vllm", "megatron", "tests"},
     "engine": {"megasync", "bridge", "ray", "vllm", "tests"},
     "bridge": {"megasync", "engine", "tests"},
     "megasync": {"tests"},
@@ -22,7 +23,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
-    *("generate", "evaluate", "bisect"),
+    *("generate", "evaluate", "bisect", "replay", "nodes.command", "launch.render"),
 ]
 COMMANDS = [
     *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
@@ -30,6 +31,7 @@ COMMANDS = [
 ]
 # A room imports from itself and from those before it.
 ROOMS = {
+    "exact": ["linear", "pointwise", "rotary", "attention", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
         *("passes", "offload", "engine", "trace", "checkpoint"),
@@ -41,7 +43,7 @@ ROOMS = {
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
         *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "comparing"),
-        *("generate", "evaluate", "bisect", "doctor"),
+        *("generate", "evaluate", "bisect", "replay", "doctor"),
         *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
+from megasync.checks.exact import check_deterministic, check_exact
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
@@ -26,12 +27,14 @@ def check_settings(config: Config, num_ranks: int) -> None:
     check_objective(config)
     _check_schedule(config)
     check_unused(config)
+    check_deterministic(config)
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
 
 
 def check_layout(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """ConfigError where a model of this shape cannot be laid out as the config says, on either side."""
     check_engine(config, shape)
+    check_exact(config, shape)
     check_routing(config, shape)
     if config.algorithm.name == "grpo":
         check_rollout(config, shape, num_ranks)
@@ -49,9 +52,9 @@ def _check_overrides(config: Config) -> None:
 def _check_gradients(config: Config) -> None:
     """Under both wraps bfloat16 stands for the dtype of the weights."""
     dtype = config.model.dtype
-    message = f"engine.gradient_dtype = bfloat16: model.dtype = {dtype} has its gradients in {dtype}"
+    message = f"engine.gradient_dtype = bfloat16: model.dtype = {dtype} has its gradients in float32"
     remedy = "write engine.gradient_dtype=float32, or model.dtype=bfloat16"
-    refuse_if(config.engine.gradient_dtype != "float32" and dtype == "float32", message, choices="float32", remedy=remedy)
+    refuse_if(config.engine.gradient_dtype != "float32" and dtype != "bfloat16", message, choices="float32", remedy=remedy)
 
 
 def _check_algorithm(config: Config) -> None:

@@ -24,6 +24,8 @@ MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Parallel sizes divide the model; the adapters fit it."""
     _check_engine_divides(config, shape)
+    if config.model.dtype == "float16":
+        refuse(config, rules.float16_problem(shape.model_type, shape.num_experts))
     check_latent(config, shape)
     _check_lora(config, shape)
     check_recompute(config, shape)

@@ -23,6 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 STOP_FILE = "stop"
+EPISODES = "episodes"  # the folder of records
 
 
 def lock(run_folder: Path) -> int | None:
@@ -80,13 +81,13 @@ def set_aside(run_folder: Path) -> Path | None:
     return run_folder.rename(free)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces `path` by `text` (UTF-8) in one step; makes its folder if need be."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces `path` by a text (UTF-8) or bytes in one step; makes its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         Path(draft).chmod(0o644)

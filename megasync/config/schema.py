@@ -93,6 +93,8 @@ class RunConfig(Section):
     """Holds the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the order of data, of sampling and of dropout."""
+    deterministic: bool = False
+    """Two runs of one seed on machines of one kind have the same bits in every metric but times."""
     steps: PositiveInt = 100
     """Batches that are trained on."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
@@ -199,6 +201,9 @@ class RolloutConfig(Section):
     """Address space of one process, such as 8GiB; an episode that wants more fails; null: no limit."""
     episode_open_files: Annotated[int, Field(ge=64)] = 16384
     """Files and sockets that one process may have open at the same time; an episode that wants more fails."""
+    record: Literal["episodes", "all", "none"] = "episodes"
+    """What of the trained samples is kept in the run's folder, with all that `megasync replay` needs to sample them again: none,
+    episodes, or samples of one turn, too. A file a step, of a few bytes a token."""
     evaluate_every_steps: NonNegativeInt = 0
     """0: only before the first and after the last step, when data.eval is set."""
     evaluate_at_start: bool = True

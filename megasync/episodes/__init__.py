@@ -1,6 +1,7 @@
 """Episodes of many turns: what was sampled and what was given, token for token. No torch in here.
 
 segments.py   turns become training sequences: each sampled token once, with its log-prob and version
+record.py     how turns were asked for and what environments answered, so that an episode goes on or is played again
 messages.py   messages in OpenAI's form, made plain, and by what one is known again
 parse.py      what a model sampled, read as content, reasoning and tool calls
 tokens.py     text to tokens, with marks in the text for tokens that are known already

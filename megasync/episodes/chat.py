@@ -10,9 +10,12 @@ there for its own tokens. Leaves out HTTP (proxy.py) and where tokens come from 
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import inspect
 import json
-import secrets
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +23,7 @@ import numpy as np
 
 from megasync.episodes.messages import Fields, Message, MessageError, Tool, following, key, keys_of_histories, plain, plain_tools
 from megasync.episodes.parse import Parsed
+from megasync.episodes.record import Answers
 from megasync.episodes.segments import Recorder, Sampler, Turn
 from megasync.episodes.template import Answer, Prompt
 from megasync.episodes.tokens import Tokens
@@ -62,6 +66,7 @@ class Model:
 
     def __init__(self, sampler: Sampler, renderer: Renderer, recorder: Recorder) -> None:
         self.sampler, self.renderer, self.recorder = sampler, renderer, recorder
+        self.answers = Answers()
         self._by_history: dict[bytes, Answer] = {}
         self._by_message: dict[bytes, Answer] = {}
 
@@ -75,6 +80,21 @@ class Model:
         tokens = self.renderer.tokens
         token_ids = turn.token_ids.tolist()
         return Completion(token_ids, tokens.decode(tokens.without_stop(token_ids)), turn.finish_reason)
+
+    async def call(self, tool: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What the tool gives, which is kept: an episode that goes on after a kill gets it again, and the tool is not called.
+
+        A plain function runs in a thread. Arguments and answer are such as JSON has; else it is called again. An error of the
+        tool is raised, and not kept.
+        """
+        what, asked = f"call {getattr(tool, '__qualname__', repr(tool))}", [list(arguments), options]
+        place, former = self.answers.next(what, asked)
+        if former is not None:
+            return former.value
+        is_async = inspect.iscoroutinefunction(tool)
+        value = await (tool(*arguments, **options) if is_async else asyncio.to_thread(tool, *arguments, **options))
+        self.answers.keep(place, what, asked, value)
+        return value
 
     async def chat(
         self,
@@ -104,7 +124,7 @@ class Model:
         turn = await self._sample(prompt.ids, max_tokens, stop)
         token_ids = turn.token_ids.tolist()
         parsed = self.renderer.read(prompt.ids, token_ids, offered)
-        call_ids = tuple(secrets.token_hex(5)[:9] for _ in parsed.calls)  # nine characters, as mistral's templates want them
+        call_ids = tuple(_call_id(prompt.ids, token_ids, place) for place, _ in enumerate(parsed.calls))
         message = _message(parsed, call_ids, turn.finish_reason)
         self._keep(before, message, Answer(prompt, token_ids, parsed, call_ids))
         return Reply(message, message.finish_reason, len(prompt.ids), len(token_ids), prompt.continues)
@@ -172,6 +192,12 @@ def token_ids_of(given: Any) -> list[int]:
     if wrong:
         raise ValueError(f"token ids have {wrong[0]!r:.80} among them: write whole numbers from 0 to the vocabulary's end")
     return ids
+
+
+def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> str:
+    """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
+    told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
+    return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
 
 
 def _message(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:

@@ -2,7 +2,8 @@
 
 Known are Gymnasium's `reset(seed=...)` and `step(action)` with texts, and skyrl-gym's `init(messages)` and `step(action)`. They
 run in threads, so that one that waits does not hold others up. With a chat template an observation is a message, without one
-its text follows the tokens so far. Leaves out spaces: observations and actions are texts.
+its text follows the tokens so far. One that has `state()` and `set_state(state)`, of values as JSON has them, goes on where it
+was after a kill. Leaves out spaces: observations and actions are texts.
 
     async def episode(task, model):
         return await play(skyrl_gym.make("gsm8k", extras={"reward_spec": {"ground_truth": task.answer}}), task, model)
@@ -15,20 +16,24 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megasync.episodes.record import Answers, as_json
 from megasync.episodes.task import EpisodeLimitError, Result, Task
+
+
+class CannotGoOnError(RuntimeError):
+    """An environment whose state is not kept answered its former actions otherwise: the episode has to begin anew."""
 
 
 async def play(environment: Any, task: Task, model: Any) -> Result:
     """The sum of the rewards, up to the end that the environment gives or a limit of the run."""
     total, metrics, talk = 0.0, dict[str, float](), _Talk(task, model)
+    kept = _Kept(environment, task, getattr(model, "answers", None) or Answers())
     try:
-        talk.hear(await _begin(environment, task, talk))
+        await kept.begin(talk)
         while True:
-            action = await talk.say()
-            step = await _call(environment.step, action)
-            observation, reward, is_over, info = _parts(step)
+            observation, reward, is_over, info = await kept.step(await talk.say())
             total += reward
-            metrics |= _numbers(info)
+            metrics |= info
             if is_over:
                 break
             talk.hear(observation)
@@ -41,6 +46,70 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
         if callable(close := getattr(environment, "close", None)):
             await _call(close)
     return Result(total, metrics)
+
+
+class _Kept:
+    """An environment whose answers are kept. Those of a checkpoint come without it; then it is brought to where it was.
+
+    By `set_state`, to what its `state()` gave after the last of them, where it has both; else it begins and takes the same
+    actions again, and has to answer the same.
+    """
+
+    def __init__(self, environment: Any, task: Task, answers: Answers) -> None:
+        self.environment, self.task, self.answers = environment, task, answers
+        self.has_state = callable(getattr(environment, "state", None)) and callable(getattr(environment, "set_state", None))
+        self.former: list[tuple[str, Any, Any]] = []  # what was asked, and its answer: up to here the environment has no part
+
+    async def begin(self, talk: _Talk) -> None:
+        """With the first observation beside the prompt."""
+        if callable(getattr(self.environment, "init", None)):  # skyrl-gym's: it may change the messages
+            talk.messages = list(await self._ask("init", talk.messages))
+        else:
+            talk.hear(await self._ask("reset", self.task.seed))
+
+    async def step(self, action: str) -> tuple[Any, float, bool, dict[str, float]]:
+        """Observation, reward, whether it is over, and the numbers that there are to log."""
+        observation, reward, is_over, info = await self._ask("step", action)
+        return observation, reward, is_over, info
+
+    async def _ask(self, what: str, asked: Any) -> Any:
+        place, former = self.answers.next(what, asked)
+        if former is not None:
+            self.former.append((what, asked, former.value))
+            if not self.answers.has_more:
+                await self._catch_up()
+            return former.value
+        if self.former:
+            await self._catch_up()
+        value = await self._do(what, asked)
+        self.answers.keep(place, what, asked, value, await self._state())
+        return value
+
+    async def _state(self) -> Any:
+        if not self.has_state:
+            return None
+        state, is_json = as_json(found := await _call(self.environment.state))
+        if not is_json:
+            raise TypeError(f"state() gave {found!r:.80}, a value that JSON has is expected, of 1 MB at most")
+        return state
+
+    async def _catch_up(self) -> None:
+        former, self.former = self.former, []
+        if self.has_state and self.answers.state is not None:
+            await _call(self.environment.set_state, self.answers.state)
+            return
+        for what, asked, value in former:
+            if as_json(await self._do(what, asked))[0] != value:
+                raise CannotGoOnError
+
+    async def _do(self, what: str, asked: Any) -> Any:
+        if what == "init":
+            return list((await _call(self.environment.init, asked))[0])
+        if what == "step":
+            return _parts(await _call(self.environment.step, asked))
+        options = {"seed": asked} if "seed" in inspect.signature(self.environment.reset).parameters else {}
+        found = await _call(self.environment.reset, **options)
+        return found[0] if isinstance(found, tuple) else found
 
 
 class _Talk:
@@ -70,25 +139,17 @@ class _Talk:
         return str(message.content)
 
 
-async def _begin(environment: Any, task: Task, talk: _Talk) -> Any:
-    """The first observation beside the prompt."""
-    if callable(init := getattr(environment, "init", None)):  # skyrl-gym's: it may change the messages
-        talk.messages = list((await _call(init, talk.messages))[0])
-        return ""
-    options = {"seed": task.seed} if "seed" in inspect.signature(environment.reset).parameters else {}
-    found = await _call(environment.reset, **options)
-    return found[0] if isinstance(found, tuple) else found
-
-
-def _parts(step: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
-    """Observation, reward, whether it is over, and what there is to log."""
+def _parts(step: Any) -> tuple[Any, float, bool, dict[str, float]]:
+    """Observation, reward, whether it is over, and the numbers that there are to log."""
     if isinstance(step, Mapping):
-        return step["observations"], _number(step["reward"]), bool(step["done"]), step.get("metadata") or {}
-    if isinstance(step, Sequence) and len(step) == 5:
+        observation, reward, is_over, info = step["observations"], step["reward"], step["done"], step.get("metadata")
+    elif isinstance(step, Sequence) and len(step) == 5:
         observation, reward, terminated, truncated, info = step
-        return observation, _number(reward), bool(terminated or truncated), info or {}
-    what = f"a {type(step).__name__} of {len(step)}" if isinstance(step, Sequence) else type(step).__name__
-    raise TypeError(f"step gave {what}, expected are (observation, reward, terminated, truncated, info)")
+        is_over = terminated or truncated
+    else:
+        what = f"a {type(step).__name__} of {len(step)}" if isinstance(step, Sequence) else type(step).__name__
+        raise TypeError(f"step gave {what}, expected are (observation, reward, terminated, truncated, info)")
+    return observation, _number(reward), bool(is_over), _numbers(info or {})
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float]:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megasync.episodes.record import History
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
-from megasync.episodes.wire import Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
 from megasync.rewards.process import ENVIRONMENT, RewardProcess
 from megasync.rewards.wire import Failure, Ready
 
@@ -69,7 +70,9 @@ class _Running:
     num_deaths: int = 0
     asking: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     turns: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # prompt and what was sampled
-    former: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # of a process that died
+    former: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # of a process that died, or of a checkpoint
+    history: History = field(default_factory=History)
+    of_checkpoint: frozenset[int] = frozenset()  # turns
 
     def stop(self) -> None:
         """Its clock."""
@@ -114,8 +117,12 @@ class EpisodePool:
         self.most_processes, self.is_closed, self._number = config.rollout.episode_processes, False, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, task: Task, ask: AskFunction) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    async def run(
+        self, task: Task, ask: AskFunction, history: History | None = None
+    ) -> tuple[Ended, list[tuple[Any, Turn]]]:
         """How the episode ended, and the turns that are trained, each with its prompt, in their order.
+
+        It goes on from `history`, which grows as it does.
 
         Raises:
             EpisodeError: no process can be started, or `close` was called.
@@ -123,7 +130,8 @@ class EpisodePool:
         if self.is_closed:
             raise EpisodeError(CLOSED)
         ended, limit = asyncio.get_running_loop().create_future(), self.rollout.episode_timeout_seconds
-        running = _Running(self._number, task, ask, ended, limit)
+        running = _Running(self._number, task, ask, ended, limit, history=history or History())
+        running.former, running.of_checkpoint = dict(running.history.turns), frozenset(running.history.turns)
         self._number += 1
         self.waiting.append(running)
         self._dispatch()
@@ -158,7 +166,7 @@ class EpisodePool:
             running = self.waiting.popleft()
             running.left_seconds = running.limit_seconds
             state.episodes[running.number] = running
-            process.send(Begin(running.number, running.task))
+            process.send(Begin(running.number, running.task, dict(running.history.answers), running.history.state))
             self._start_clock(process, state, running)
 
     def _may_start(self) -> bool:
@@ -253,6 +261,11 @@ class EpisodePool:
             running.asking.pop(message.turn).cancel()
             if not running.asking:
                 self._start_clock(process, state, running)
+        elif isinstance(message, Answered):
+            running.history.keep_answer(message.place, message.answer, message.state, is_other=message.is_other)
+        elif isinstance(message, Anew):
+            running.former, running.turns = {}, {}
+            running.history.forget()
         elif isinstance(message, Ended):
             self._finish(state, running, message)
             if state.num_late >= MOST_LATE and not state.episodes:
@@ -265,11 +278,13 @@ class EpisodePool:
         try:
             if former is not None and np.array_equal(former[0], asked.prompt_ids):
                 turn = former[1]
+                running.history.resumed |= running.of_checkpoint & {asked.turn}
             else:
-                running.former = {}
+                if former is not None:
+                    running.former, running.history.is_anew = {}, running.history.is_anew or asked.turn in running.of_checkpoint
                 turn = await running.ask(asked)
             told = Told(asked.number, asked.turn, turn.token_ids, turn.log_probs, turn.weight_versions, turn.finish_reason)
-            running.turns[asked.turn] = asked.prompt_ids, turn
+            running.turns[asked.turn] = running.history.turns[asked.turn] = asked.prompt_ids, turn
         except EpisodeLimitError as error:
             told = Told(asked.number, asked.turn, limit=str(error))
         except ValueError as error:

@@ -26,14 +26,16 @@ import numpy as np
 from megasync.data.prompts import Prompts
 from megasync.episodes.chat import Model
 from megasync.episodes.children import CURRENT, Children, limit_output
+from megasync.episodes.environments import CannotGoOnError
 from megasync.episodes.messages import MessageError
 from megasync.episodes.proxy import Access, Proxy
+from megasync.episodes.record import Answers, EnvironmentAnswer
 from megasync.episodes.render import renderer_of
 from megasync.episodes.resolve import Episode, resolve_episode
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.task import EpisodeLimitError, Result
 from megasync.episodes.tokens import Tokens
-from megasync.episodes.wire import Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
 from megasync.hf.folder import read_json_object
 from megasync.rewards.program import BadValueError, begin, failure_of, text_of
 from megasync.rewards.wire import BEGUN, LENGTH, Failure, Ready, Setup, pack
@@ -92,9 +94,15 @@ class PlainRenderer:
 class EpisodeModel(Model):
     """With the tokenizer at hand, and a way to programs that speak HTTP."""
 
-    def __init__(self, program: Program, number: int, recorder: Recorder) -> None:
-        super().__init__(Asker(program, number), program.renderer, recorder)
+    def __init__(self, program: Program, given: Begin, recorder: Recorder) -> None:
+        asker = Asker(program, given.number)
+        super().__init__(asker, program.renderer, recorder)
         self._program = program
+
+        def send(place: int, answer: EnvironmentAnswer, state: Any, is_other: bool) -> None:
+            program.send(Answered(given.number, place, answer, state, is_other))
+
+        self.answers = Answers(given.answers, given.state, lambda: asker.num_turns, send)
 
     @property
     def has_template(self) -> bool:
@@ -207,9 +215,13 @@ class Program:
     async def _episode(self, given: Begin) -> None:
         CURRENT.set(given.number)
         kept = Kept()
-        model = EpisodeModel(self, given.number, kept)
         try:
-            value = await _Steps(self.play(given.task, model), given.number, self)
+            try:
+                value = await _Steps(self.play(given.task, EpisodeModel(self, given, kept)), given.number, self)
+            except CannotGoOnError:
+                self.send(Anew(given.number))
+                kept, given = Kept(), Begin(given.number, given.task)
+                value = await _Steps(self.play(given.task, EpisodeModel(self, given, kept)), given.number, self)
             ended = Ended(given.number, tuple(kept.numbers), *_result(value))
         except EpisodeLimitError as error:
             ended = Ended(given.number, tuple(kept.numbers), limit=str(error))

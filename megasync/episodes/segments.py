@@ -82,6 +82,7 @@ class Recorder:
         self._branches: list[_Growing] = []
         self._by_end: dict[tuple[int, bytes], list[_Growing]] = {}  # by length and digest of the tokens so far
         self._num_of_length: dict[int, int] = {}
+        self.last_branch = -1  # that a turn was added to
 
     def add(self, prompt_ids: Sequence[int] | IntArray, turn: Turn) -> None:
         """Extends the branch of which the most tokens begin `prompt_ids`, else begins another. A turn of no token adds none."""
@@ -91,6 +92,7 @@ class Recorder:
         assert len(prompt)
         branch = self._take_prefix_of(prompt) or self._begin()
         branch.extend(prompt[branch.num_tokens :], turn)
+        self.last_branch = branch.number
         self._by_end.setdefault(branch.end(), []).append(branch)
         self._num_of_length[branch.num_tokens] = self._num_of_length.get(branch.num_tokens, 0) + 1
 
@@ -99,7 +101,7 @@ class Recorder:
         return [branch.finished() for branch in self._branches]
 
     def _begin(self) -> _Growing:
-        self._branches.append(_Growing())
+        self._branches.append(_Growing(len(self._branches)))
         return self._branches[-1]
 
     def _take_prefix_of(self, prompt: IntArray) -> _Growing | None:
@@ -124,8 +126,8 @@ class Recorder:
 class _Growing:
     """A branch that may go on: given and sampled tokens in turns."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
+    def __init__(self, number: int) -> None:
+        self.number, self.num_tokens = number, 0
         self._hasher = hashlib.blake2b(digest_size=16)
         self._pieces: list[tuple[IntArray, Turn]] = []
         self._experts: list[npt.NDArray[Any]] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megasync.episodes.record import EnvironmentAnswer, TurnRecord
     from megasync.episodes.segments import Branch
 
 
@@ -59,6 +60,10 @@ class Played:
     num_held: int = 0  # of these, that the replica had from the turn before, as far as the run knows
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[TurnRecord, ...] = ()
+    answers: tuple[EnvironmentAnswer, ...] = ()
+    num_resumed: int = 0  # turns of a checkpoint from which it went on
+    is_anew: bool = False  # it could not go on as it was at that checkpoint
 
     @property
     def num_sampled(self) -> int:

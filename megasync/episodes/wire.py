@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megasync.episodes.record import EnvironmentAnswer
 from megasync.episodes.task import Task
 from megasync.rewards.wire import Failure
 
@@ -24,8 +25,12 @@ class Settings(NamedTuple):
 
 
 class Begin(NamedTuple):
+    """`answers` and `state`: of an episode that goes on, whose turns answer again (record.py)."""
+
     number: int
     task: Task
+    answers: Mapping[int, EnvironmentAnswer] = {}
+    state: Any = None
 
 
 class Ask(NamedTuple):
@@ -56,6 +61,22 @@ class Told(NamedTuple):
     finish_reason: str = "stop"
     limit: str = ""
     problem: str = ""
+
+
+class Answered(NamedTuple):
+    """By the environment, or a tool, in that place (History.keep_answer)."""
+
+    number: int
+    place: int
+    answer: EnvironmentAnswer
+    state: Any = None
+    is_other: bool = False
+
+
+class Anew(NamedTuple):
+    """It could not go on, and begins anew: what it had asked for is forgotten."""
+
+    number: int
 
 
 class Cancel(NamedTuple):

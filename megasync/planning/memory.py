@@ -49,8 +49,8 @@ def state_bytes(counts: Counts, engine: EngineConfig, dtype: str, grid: Grid) ->
     is_sharded = SHARDS_PARAMETERS[engine.wrap]
     return {
         "weights": (own if is_sharded else counts.whole) * item,
-        "gradients": (own_trained if is_sharded else counts.trained) * (gradient if dtype == "bfloat16" else 4),
-        "optimizer": own_trained * (12 if dtype == "bfloat16" else 8),  # main weights in float32, and Adam's two moments
+        "gradients": (own_trained if is_sharded else counts.trained) * (gradient if dtype != "float32" else 4),
+        "optimizer": own_trained * (12 if dtype != "float32" else 8),  # main weights in float32, and Adam's two moments
     }
 
 

@@ -73,6 +73,7 @@ METRICS = (
         ("ratio/clipped_fraction", "Clipped tokens", SHARE, "Tokens whose loss is at the clip's bound and gives no gradient."),
         ("ratio/dual_clipped_fraction", "Dual-clipped tokens", SHARE, "Tokens at algorithm.dual_clip."),
         ("train/skipped_steps", "Skipped optimizer steps", "steps", "Left out since loss or gradient norm was not finite."),
+        ("train/loss_scale", "Loss scale", "", "model.dtype=float16: what the loss of the step was multiplied by."),
         ("lora/merge_error", "LoRA merge error", SHARE, "Share of the adapters' update that rounding the merged weights loses."),
     ),
     *_of(
@@ -94,6 +95,9 @@ METRICS = (
         ("episode/prefix_hits", "Prefix hits", SHARE, "Of the turns' prompt tokens: those that their replica had before."),
         ("episode/failures", "Failed episodes", "episodes", "What went wrong in the batch's episodes, retries included."),
         ("episode/dropped", "Dropped episodes", "episodes", "Left out of the batch (rollout.episode_on_failure=drop)."),
+        ("episode/resumed", "Resumed episodes", "episodes", "Went on with the turns that they had at a checkpoint."),
+        ("episode/anew", "Episodes begun anew", "episodes",
+         "At a checkpoint they had turns, and when they were resumed something answered otherwise."),
         ("episode/NAME", "NAME of an episode", "", "Mean of what episodes return in `metrics` under that name."),
     ),
     *_of(
@@ -131,6 +135,9 @@ METRICS = (
         ("logprob_gap/mean", "Mean log-prob gap", NATS,
          "Mean absolute difference between trainer's and vLLM's log-probs of a token; staleness adds what was learnt since."),
         ("logprob_gap/max", "Largest log-prob gap", NATS, "The same of the worst token."),
+        ("exact/compared_tokens", "Tokens compared", "tokens",
+         "model.exact: tokens of the step that were sampled by the very weights that it trains, prefix and all."),
+        ("exact/differing_tokens", "Tokens that differ", "tokens", "Those whose two log-probs have not the same bits."),
         ("logprob_gap/own_experts_mean", "Gap with own experts", NATS,
          "The mean gap, were the trainer's routers to choose the experts."),
         ("router_replay/moved_fraction", "Replayed choices", SHARE,

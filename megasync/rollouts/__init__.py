@@ -8,6 +8,7 @@ turns.py       episodes of a group's members, whose turns are handed out
 played.py      episodes that have ended: samples of their branches, metrics
 group.py       a prompt with its samples
 progress.py    what a checkpoint keeps of all that
+records.py     what was trained, a file a step, from which it can be sampled again
 restore.py     which of these groups go on in a resumed run
 requests.py    what a replica is asked, a reward gets, and samples.jsonl keeps of one example
 token_lines.py  what samples.jsonl keeps of the tokens of a response or an episode

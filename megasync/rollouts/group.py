@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bridge.generation import Completion, GenerationRequest
@@ -38,6 +39,7 @@ class Group:
     reward_digest: int = 0  # of what their rewards depend on, too
     oldest: int | None = None  # no token is of an earlier version; None: not handed out
     completions: list[Completion | Played | None] = field(default_factory=list)
+    playing: dict[int, Played] = field(default_factory=dict)  # episodes that go on from a checkpoint, by member
     rewards: list[float | None] = field(default_factory=list)
     scored: list[Scored | None] = field(default_factory=list)  # `rewards` with their parts, but for those of a checkpoint
     in_scoring: set[int] = field(default_factory=set)
@@ -71,24 +73,29 @@ class Group:
         depend on what has changed.
         """
         for sample in saved.samples:
-            if sample.index < len(self.completions):
+            if not sample.is_over and sample.index < len(self.completions):
+                assert isinstance(sample.completion, Played)
+                self.playing[sample.index] = sample.completion
+            elif sample.index < len(self.completions):
                 self.complete(sample.index, sample.completion)
                 has_reward = math.isfinite(sample.reward) and saved.reward_digest == self.reward_digest
                 self.rewards[sample.index] = sample.reward if has_reward else None
-        if len(self.missing) < len(self.completions):
+        if len(self.missing) < len(self.completions) or self.playing:
             self.oldest = self._oldest_token
             self.begun_seconds = self.ended_seconds = time.time()
 
     @property
     def _oldest_token(self) -> int | None:
         """Its version; of the samples that have ended. `oldest` where these are episodes that failed before they had tokens."""
-        versions = [oldest_of(completion) for completion in self.completions if completion is not None]
+        playing = [one for member, one in self.playing.items() if self.completions[member] is None]
+        versions = [oldest_of(completion) for completion in (*self.completions, *playing) if completion is not None]
         return min((version for version in versions if version is not None), default=self.oldest)
 
-    def saved(self) -> SavedGroup:
-        """Its samples that have ended."""
+    def saved(self, playing: Mapping[int, Played] | None = None) -> SavedGroup:
+        """Its samples that have ended, and those that are `playing`, by member."""
         pairs = enumerate(zip(self.completions, self.rewards, strict=True))
         samples = [SavedSample(index, done, math.nan if reward is None else reward) for index, (done, reward) in pairs if done]
+        samples += [SavedSample(index, one, math.nan, is_over=False) for index, one in (playing or {}).items()]
         return SavedGroup(self.key, tuple(samples), self.request_digest, self.reward_digest)
 
     @property

@@ -1,6 +1,7 @@
 """How far a run has come with its prompts, as a file in a checkpoint: what was begun and not trained, with its tokens.
 
-save_progress writes the file, load_progress reads it. An episode is kept as its branches, once it has ended.
+save_progress writes the file, load_progress reads it. An episode is kept as its branches, with how each turn was asked for and
+what its environment answered; of one that goes on there are the turns that have ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from bridge.generation import Completion
+from megasync.episodes.record import EnvironmentAnswer, TurnRecord
 from megasync.episodes.segments import Branch
 from megasync.episodes.task import Played
 
@@ -22,6 +24,7 @@ OF_EPISODES = (
     *("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "num_prompt", "num_held"),
     *("metrics", "info"),
 )
+RECORDED = ("turns", "answers", "num_resumed", "is_anew")
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")
 FINISH_REASONS = ("stop", "length")
@@ -35,6 +38,7 @@ class SavedSample:
     index: int  # in its group
     completion: Completion | Played
     reward: float
+    is_over: bool = True  # false: an episode that goes on
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,34 @@ class Progress:
 
 def save_progress(folder: Path, progress: Progress) -> None:
     """Numbers alone, in NumPy's format."""
-    pairs = [(place, sample) for place, group in enumerate(progress.groups) for sample in group.samples]
-    done = [piece for _, sample in pairs for piece in _pieces(sample.completion)]
     np.savez(
         folder / FILE,
         counts=np.array([progress.num_trained, progress.num_begun], np.int64),
         expected_tokens=np.array([np.nan if progress.expected_tokens is None else progress.expected_tokens]),
-        groups=np.array([(one.key, one.request_digest, one.reward_digest) for one in progress.groups], np.int64).reshape(-1, 3),
-        places=np.array([place for place, _ in pairs], np.int64),
-        indices=np.array([sample.index for _, sample in pairs], np.int64),
-        rewards=np.array([sample.reward for _, sample in pairs], np.float64),
-        finish_reasons=np.array([FINISH_REASONS.index(completion.finish_reason) for completion in done], np.int64),
-        lengths=np.array([len(completion.token_ids) for completion in done], np.int64),
-        token_ids=_joined([completion.token_ids for completion in done], np.int32),
-        log_probs=_joined([completion.log_probs for completion in done], np.float32),
-        weight_versions=_joined([completion.weight_versions for completion in done], np.int32),
-        expert_shapes=np.array([completion.routed_experts.shape for completion in done], np.int64).reshape(-1, 3),
-        expert_bytes=np.array([completion.routed_experts.itemsize for completion in done], np.int64),
-        routed_experts=_joined([np.ascontiguousarray(one.routed_experts).reshape(-1).view(np.uint8) for one in done], np.uint8),
-        **_of_episodes([sample.completion for _, sample in pairs]),
+        **packed(progress.groups),
     )
+
+
+def packed(groups: Sequence[SavedGroup]) -> dict[str, Any]:
+    """As arrays by name; texts are bytes of JSON."""
+    pairs = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
+    done = [piece for _, sample in pairs for piece in _pieces(sample.completion)]
+    return {
+        "groups": np.array([(one.key, one.request_digest, one.reward_digest) for one in groups], np.int64).reshape(-1, 3),
+        "places": np.array([place for place, _ in pairs], np.int64),
+        "indices": np.array([sample.index for _, sample in pairs], np.int64),
+        "rewards": np.array([sample.reward for _, sample in pairs], np.float64),
+        "are_over": np.array([sample.is_over for _, sample in pairs], np.bool_),
+        "finish_reasons": np.array([FINISH_REASONS.index(completion.finish_reason) for completion in done], np.int64),
+        "lengths": np.array([len(completion.token_ids) for completion in done], np.int64),
+        "token_ids": _joined([completion.token_ids for completion in done], np.int32),
+        "log_probs": _joined([completion.log_probs for completion in done], np.float32),
+        "weight_versions": _joined([completion.weight_versions for completion in done], np.int32),
+        "expert_shapes": np.array([completion.routed_experts.shape for completion in done], np.int64).reshape(-1, 3),
+        "expert_bytes": np.array([completion.routed_experts.itemsize for completion in done], np.int64),
+        "routed_experts": _joined([_bytes(completion.routed_experts) for completion in done], np.uint8),
+        **_of_episodes([sample.completion for _, sample in pairs]),
+    }
 
 
 def _pieces(done: Completion | Played) -> list[Completion]:
@@ -94,7 +106,7 @@ def _of_episodes(done: Sequence[Completion | Played]) -> dict[str, Any]:
     played = [one for one in done if isinstance(one, Played)]
     if not played:
         return {}
-    texts = [json.dumps({name: getattr(one, name) for name in OF_EPISODES}).encode() for one in played]
+    texts = [json.dumps({name: getattr(one, name) for name in (*OF_EPISODES, *RECORDED)}).encode() for one in played]
     branches = [branch for one in played for branch in one.branches]
     return {
         "num_branches": np.array([len(one.branches) for one in played], np.int64),
@@ -115,7 +127,10 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Played
     ]
     text, place = data["texts"].tobytes(), 0
     for number, (begin, end) in zip(data["num_branches"].tolist(), pairwise([0, *np.cumsum(data["text_bytes"])]), strict=True):
-        yield Played(tuple(branches[place : place + number]), **json.loads(text[begin:end]))
+        fields = json.loads(text[begin:end])
+        fields["turns"] = tuple(TurnRecord(*row)._replace(stop=tuple(row[-1])) for row in fields.get("turns", ()))
+        fields["answers"] = tuple(EnvironmentAnswer(*row) for row in fields.get("answers", ()))
+        yield Played(tuple(branches[place : place + number]), **fields)
         place += number
 
 
@@ -125,6 +140,13 @@ def load_progress(folder: Path) -> Progress | None:
         return None
     with np.load(folder / FILE, allow_pickle=False) as file:
         data = {name: file[name] for name in file.files}
+    trained, begun, *_ = data["counts"].tolist()
+    (expected,) = data["expected_tokens"].tolist()
+    return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data))
+
+
+def unpacked(data: dict[str, Any]) -> tuple[SavedGroup, ...]:
+    """What `packed` made arrays of."""
     spans = list(pairwise([0, *np.cumsum(data["lengths"]).tolist()]))
     samples: list[list[SavedSample]] = [[] for _ in data["groups"]]
     experts = _experts(data)
@@ -135,13 +157,11 @@ def load_progress(folder: Path) -> Progress | None:
         pieces.append(Completion(tokens, log_probs, versions, reason, experts[number]))
     done = list(_episodes(data, pieces)) if "masks" in data else pieces
     for number, place in enumerate(data["places"].tolist()):
-        samples[place].append(SavedSample(int(data["indices"][number]), done[number], float(data["rewards"][number])))
-    trained, begun, *_ = data["counts"].tolist()
-    (expected,) = data["expected_tokens"].tolist()
+        is_over = bool(data["are_over"][number]) if "are_over" in data else True
+        samples[place].append(SavedSample(int(data["indices"][number]), done[number], float(data["rewards"][number]), is_over))
     heads = data["groups"] if data["groups"].ndim == 2 else np.pad(data["groups"][:, None], [(0, 0), (0, 2)])
     pairs = zip(heads.tolist(), map(tuple, samples), strict=True)
-    groups = tuple(SavedGroup(key, done, asked, scored) for (key, asked, scored), done in pairs)
-    return Progress(trained, begun, None if np.isnan(expected) else expected, groups)
+    return tuple(SavedGroup(key, done, asked, scored) for (key, asked, scored), done in pairs)
 
 
 def _experts(data: dict[str, Any]) -> list[Any]:
@@ -151,6 +171,10 @@ def _experts(data: dict[str, Any]) -> list[Any]:
     pieces = np.split(data["routed_experts"], np.cumsum(sizes)[:-1]) if len(sizes) else []
     shapes = data["expert_shapes"].tolist()
     return [piece.view(dtype).reshape(shape) for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
+
+
+def _bytes(array: Any) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _joined(arrays: Sequence[Any], dtype: type) -> Any:

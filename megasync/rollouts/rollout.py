@@ -27,6 +27,7 @@ from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, reques
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.played import episode_identity, episode_metrics, episode_samples, episode_settings, members_of
 from megasync.rollouts.progress import Progress
+from megasync.rollouts.records import Records
 from megasync.rollouts.requests import (
     request_digest,
     reward_digest,
@@ -77,6 +78,9 @@ class Rollouts:
         self.identity = episode_identity(config)
         players = (self.episodes, episode_settings(config)) if self.episodes is not None else None
         self.stream = RolloutStream(pool, settings, self._group, self._score, log.note, episodes=players)
+        has_records = config.rollout.record == "all" or (config.rollout.record == "episodes" and self.episodes is not None)
+        self.records = Records(config.run.folder, step)
+        self._unrecorded: Sequence[Group] | None = [] if has_records else None  # those of the step that is trained
         self._taken_seconds = 0.0
         self._undecoded: list[npt.NDArray[np.int32]] = []
         self._decoding: asyncio.Future[list[str]]
@@ -88,6 +92,7 @@ class Rollouts:
         groups = self.stream.take(step)
         if groups is None:
             return None
+        self._unrecorded = groups if self._unrecorded is not None else None
         done = time.time()
         begun, ended = min(group.begun_seconds for group in groups), max(group.ended_seconds for group in groups)
         self.timeline.add("rollout", "rollout", begun, ended, {"step": step + 1})
@@ -106,6 +111,16 @@ class Rollouts:
         if self.config.algorithm.filter_groups:
             metrics["rollout/filtered_groups"] = self.stream.num_filtered
         return RolloutBatch(SampleTable.from_samples(samples), metrics, self._lines(groups))
+
+    def record(self, step: int) -> None:
+        """What was taken last is trained, as step `step`, counted from 1.
+
+        Raises:
+            OSError: the record of the step before it could not be written.
+        """
+        if self._unrecorded:
+            self.records.write(step, self._unrecorded, {"episode": self.identity, "version": step - 1})
+            self._unrecorded = []
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
@@ -131,6 +146,7 @@ class Rollouts:
         if self.episodes is not None:
             self.episodes.close()
         self.rewards.close()
+        self.records.close()
 
     def _example(self, ordinal: int) -> Example:
         return self.examples[self.order.index(ordinal)]

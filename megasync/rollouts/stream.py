@@ -235,7 +235,9 @@ class RolloutStream:
 
     async def _progress(self) -> Progress:
         """Groups that were discarded will not be trained."""
-        groups = [group.saved() for group in self._groups.values()] + [SavedGroup(ordinal) for ordinal in self._anew]
+        playing = self._episodes.playing if self._episodes is not None else lambda _: {}
+        groups = [group.saved(playing(group)) for group in self._groups.values()]
+        groups += [SavedGroup(ordinal) for ordinal in self._anew]
         groups.sort(key=lambda group: group.key)
         return Progress(self.num_trained, self.num_begun, self._dispatcher.expected_tokens, tuple(groups))
 

@@ -13,12 +13,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from bridge.generation import Completion
-from megasync.episodes.segments import Recorder, Turn
+from megasync.episodes.record import Asked, History, recorded, turns_of
+from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Played
 from megasync.episodes.wire import Ask, Ended
 from megasync.rewards.failure import shown
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of an episode under `retry`, and in evaluations
 NUM_NOTED = 3  # failures that are logged, of each kind
+STATE = "state"  # of the environment, in what a checkpoint has of an episode that goes on
 TURNS_KEY, FAILURE_KEY = "rollout.episode_max_turns", "rollout.episode_on_failure"
 
 
@@ -38,7 +40,9 @@ class EpisodeFailedError(RuntimeError):
 class Player(Protocol):
     """Of EpisodePool."""
 
-    async def run(self, task: Any, ask: Callable[[Ask], Any]) -> tuple[Ended, list[tuple[Any, Turn]]]: ...
+    async def run(
+        self, task: Any, ask: Callable[[Ask], Any], history: History | None = None
+    ) -> tuple[Ended, list[tuple[Any, Turn]]]: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ class EpisodeSettings:
     max_turns: int
     max_tokens: int
     on_failure: str = "retry"
+
+    def room(self, asked: Ask) -> int:
+        """How many tokens a turn may have at most; EpisodeLimitError where it may not be, or has no room."""
+        if asked.turn >= self.max_turns:
+            raise EpisodeLimitError(f"{TURNS_KEY} = {self.max_turns}")
+        room = self.max_tokens - len(asked.prompt_ids)
+        if room <= 0:
+            told = f"a prompt of {len(asked.prompt_ids)} tokens leaves no room: a sequence has {self.max_tokens} at most"
+            raise EpisodeLimitError(told)
+        return room
 
 
 @dataclass
@@ -91,6 +105,8 @@ class _Attempt:
     group: Group
     member: int
     number: int
+    history: History = field(default_factory=History)
+    asked: dict[int, Asked] = field(default_factory=dict)  # turns, by their number
     last: TurnGroup | None = None  # of its turns, that has ended
     waited_seconds: float = 0.0  # for the model, while nothing else went on
     num_waiting: int = 0
@@ -128,6 +144,7 @@ class Episodes:
         self._keys = itertools.count(1)
         self._waiting: list[Group] = []  # turns that are handed out together, once the loop comes round
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}  # by the group's key
+        self._attempts: dict[tuple[int, int], _Attempt] = {}  # those that go on, by the group's key and the member
 
     @property
     def is_busy(self) -> bool:
@@ -144,24 +161,35 @@ class Episodes:
         """Nobody waits for these any more."""
         for group in groups:
             group.is_wanted = False
+            for member in group.missing:
+                self._attempts.pop((group.key, member), None)
             for task in self._tasks.pop(group.key, []):
                 task.cancel()
 
     async def _member(self, group: Group, member: int) -> None:
-        failures, played = 0, None
+        played, attempt = None, _begun(group, member)
+        failures = attempt.number
         while played is None:
-            attempt = _Attempt(group, member, failures)
             assert group.task is not None
-            ended, turns = await self.pool.run(replace(group.task, member=member), partial(self._turn, attempt))
+            self._attempts[group.key, member] = attempt
+            asks = partial(self._turn, attempt)
+            ended, turns = await self.pool.run(replace(group.task, member=member), asks, attempt.history)
             if ended.failure is None:
                 played = replace(_played(attempt, ended, turns), num_failures=failures)
                 break
             failures, played = failures + 1, self._after_failure(attempt, ended, failures + 1)
+            attempt = _Attempt(group, member, failures)
+        del self._attempts[group.key, member]
         group.complete(member, played)
         if not group.missing:
             group.ended_seconds = time.time()
             self._tasks.pop(group.key, None)
         self.on_member(group)
+
+    def playing(self, group: Group) -> dict[int, Played]:
+        """Its members that go on and have turns that ended, as far as they are, for a checkpoint."""
+        attempts = {member: self._attempts.get((group.key, member)) for member in group.missing}
+        return {member: _unfinished(attempt) for member, attempt in attempts.items() if attempt and attempt.history.turns}
 
     def _after_failure(self, attempt: _Attempt, ended: Ended, failures: int) -> Played | None:
         """What takes the episode's place; None: another attempt.
@@ -189,7 +217,7 @@ class Episodes:
     # ------------------------------------------------------------------------------------------------ one turn
 
     async def _turn(self, attempt: _Attempt, asked: Ask) -> Turn:
-        """EpisodeLimitError where it may not be, or has no room."""
+        """EpisodeLimitError as `EpisodeSettings.room`."""
         turn = self._turn_group(attempt, asked)
         assert turn.answer is not None
         attempt.wait()
@@ -214,12 +242,7 @@ class Episodes:
 
     def _turn_group(self, attempt: _Attempt, asked: Ask) -> TurnGroup:
         own, group = self.settings, attempt.group
-        if asked.turn >= own.max_turns:
-            raise EpisodeLimitError(f"{TURNS_KEY} = {own.max_turns}")
-        room = own.max_tokens - len(asked.prompt_ids)
-        if room <= 0:
-            told = f"a prompt of {len(asked.prompt_ids)} tokens leaves no room: a sequence has {own.max_tokens} at most"
-            raise EpisodeLimitError(told)
+        room = own.room(asked)
         request = replace(
             group.request,
             prompt_ids=tuple(asked.prompt_ids.tolist()),
@@ -228,6 +251,7 @@ class Episodes:
             max_new_tokens=max(1, min(asked.max_new_tokens or group.request.max_new_tokens, group.request.max_new_tokens, room)),
             stop=(*group.request.stop, *asked.stop),
         )
+        attempt.asked[asked.turn] = Asked(asked.turn, request.seed, request.max_new_tokens, request.stop)
         turn = TurnGroup(next(self._keys), request, parent=group)
         turn.answer = asyncio.get_running_loop().create_future()
         turn.place, turn.before = group.key, attempt.last
@@ -249,13 +273,32 @@ def turn_seed(seed: int, member: int, attempt: int, turn: int) -> int:
     return int.from_bytes(digest) % 2**31
 
 
+def _begun(group: Group, member: int) -> _Attempt:
+    """The first attempt of this process, which goes on where a checkpoint has it."""
+    saved = group.playing.get(member)
+    if saved is None:
+        return _Attempt(group, member, 0)
+    turns = zip(saved.turns, turns_of(saved.branches, saved.turns), strict=True)
+    history = History({record.number: turn for record, turn in turns}, dict(enumerate(saved.answers)), saved.info.get(STATE))
+    asked = {record.number: Asked(record.number, record.seed, record.max_new_tokens, record.stop) for record in saved.turns}
+    return _Attempt(group, member, saved.num_failures, history, asked)
+
+
+def _unfinished(attempt: _Attempt) -> Played:
+    """With the turns that have ended. Answers in places behind one that has none yet are left out."""
+    history = attempt.history
+    branches, turns = recorded((attempt.asked[number], *turn) for number, turn in history.turns.items())
+    answers = tuple(history.answers[place] for place in itertools.takewhile(history.answers.__contains__, itertools.count()))
+    state = history.state if len(answers) == len(history.answers) else None
+    return Played(branches, turns=turns, answers=answers, num_failures=attempt.number, info={STATE: state})
+
+
 def _played(attempt: _Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> Played:
-    recorder = Recorder()
-    for prompt_ids, turn in turns:
-        recorder.add(prompt_ids, turn)
+    asked = (attempt.asked[number] for number in ended.kept)
+    branches, records = recorded((how, *turn) for how, turn in zip(asked, turns, strict=True))
     is_cut = bool(ended.limit) or bool(turns and turns[-1][1].finish_reason == "length")
     return Played(
-        branches=tuple(recorder.branches()),
+        branches=branches,
         reward=0.0 if ended.limit else ended.reward,
         finish_reason="length" if is_cut else "stop",
         num_turns=len(turns),
@@ -265,4 +308,8 @@ def _played(attempt: _Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> P
         num_held=attempt.num_held,
         metrics=ended.metrics,
         info=ended.info,
+        turns=records,
+        answers=attempt.history.answers_in_order,
+        num_resumed=len(attempt.history.resumed),
+        is_anew=attempt.history.is_anew,
     )

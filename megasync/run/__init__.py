@@ -10,5 +10,6 @@ clock.py       where the time goes, by phase
 ending.py      the summary, the last lines, a report in any case
 rank_zero.py   work that rank 0 does for all ranks
 distribute.py  the tokens of a batch to the ranks that train on them
+sameness.py    tokens on whose log-probs both sides agree
 heartbeat.py   ranks that are alive but stuck are found and ended
 """

@@ -107,10 +107,11 @@ def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | 
     """None where it is switched off. `data` is rank 0's. Collective."""
     tolerance = config.sync.canary_tolerance
     sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
-    if not (tolerance and sequences):
+    if not sequences:
         return None
+    most = 0.0 if config.model.exact else tolerance or 0.0
     seconds = config.rollout.answer_timeout_seconds
-    return Canary(sequences, tolerance, seconds, log.note, lambda version: bisect_remedy(config, version))
+    return Canary(sequences, most, seconds, log.note, lambda version: bisect_remedy(config, version))
 
 
 def bisect_remedy(config: Config, version: int) -> str:

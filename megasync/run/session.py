@@ -16,8 +16,10 @@ import psutil
 
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
+from engine.batch.batch import SampleTable
 from engine.engine import Engine, MiniBatch
 from engine.runtime import memory, parallel
+from engine.runtime.deterministic import use_deterministic
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
 from megasync.config.files import CHECKPOINTS, forget_stop, is_asked_to_stop, set_aside
@@ -38,6 +40,7 @@ from megasync.run.distribute import TokenScatter
 from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
+from megasync.run.sameness import compare
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
@@ -52,6 +55,8 @@ class Session:
         self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
+        if config.run.deterministic:
+            use_deterministic()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.checkpoints = config.run.folder / CHECKPOINTS
@@ -87,6 +92,7 @@ class Session:
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.is_stopped = False  # before all steps were done, because it was asked to
+        self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
         self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
         if self.layout.rank == 0 and (problem := self._write_plan()):
@@ -132,6 +138,15 @@ class Session:
         times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
         self.log.step(self.step + 1, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
 
+    def compare(self, trained: Sequence[MiniBatch]) -> dict[str, float]:
+        """model.exact: what sameness.compare finds in the step's batch, on rank 0; else nothing. Collective."""
+        if not self.config.model.exact or self.generated is None:
+            return {}
+        everyone = range(len(self.generated))
+        log_probs = self.engine.old_log_probs(trained, self.generated, everyone)
+        recomputes = self.config.rollout.cache_on_update == "recompute"
+        return compare(self.generated.samples, log_probs, self.step, recomputes=recomputes) if self.layout.rank == 0 else {}
+
     def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
         """Write the step's first responses down, with what both sides say of their tokens."""
         columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
@@ -142,6 +157,8 @@ class Session:
             told = [list(islice(log_probs, len(of_member))) for of_member in rows]
             lines = [with_trainer_log_probs(*each) for each in zip(lines, told, strict=True)] if lines else []
         self.log.samples(self.step + 1, lines)
+        if self.rollouts is not None:
+            self.rollouts.record(self.step + 1)
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -200,6 +217,7 @@ class Session:
             batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
             with self.span("scatter"):
                 samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
+            self.generated = batch.samples
             self.weights.devices.acquire_for_training()
         return RolloutBatch(samples, batch.metrics)
 
@@ -320,6 +338,8 @@ class Session:
             self.weights.export(self.config.run.folder / "hf")
         if self.layout.rank != 0:
             return ""
+        if self.rollouts is not None:
+            self.rollouts.records.wait()
         found = summary(self.config, done, self.weights.syncs, self.clock.summary())
         self.log.timeline.write()
         self.log.summary(found | outcome(self.config.run.folder))
@@ -346,7 +366,7 @@ class Session:
         """
         if not is_done:
             self.heartbeat.close()
-            self.log.samples(self.step, self.unlogged)  # of the step that failed
+            self.log.samples(self.step + 1, self.unlogged)  # of the step that failed
         if self.saving is not None:
             self.saving.give_up(GIVE_UP_SECONDS)
         if self.rollouts is not None:

@@ -1,11 +1,13 @@
 """A whole run whose samples are episodes: one step off, with failures, branches, evaluations, and a checkpoint in its midst.
 
-One module of its own, since what a run's samples are is the same from its first step to its last.
+Its records are sampled again. One module of its own, since what a run's samples are is the same from its first step to its last.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from megasync.assets import build_tokenizer
 from megasync.episodes.task import Played
 from megasync.reporting.log import read_evaluations, read_samples
 from megasync.rollouts.progress import load_progress
+from megasync.rollouts.records import load_record, paths_of
 from megasync.serving.replicas import replicas
 from megasync.serving.source import find_source
-from tests.runs.train_cases import cut_off_copy, metrics, train, write_config
+from tests.runs.train_cases import ROOT, cut_off_copy, metrics, train, write_config
 
 NUM_EPISODES = 8 * 4
 TEMPLATE = (
@@ -98,14 +101,47 @@ def test_evaluate_plays_the_runs_episodes(run: tuple[Path, str], tmp_path: Path,
     assert [line["line"] for line in lines] == [1, 2, 3, 4] and all(line["turns"] == 2 and line["branches"] for line in lines)
 
 
-def test_a_resumed_run_goes_on_with_the_episodes_that_had_ended(run: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def resumed(run: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumed")
+    copy = cut_off_copy(run[0], folder)
+    assert list(paths_of(copy)) == list(range(1, 7))
+    code, said = train(config_of(folder), "run.steps=7")
+    assert code == 0, said
+    return copy
+
+
+def test_a_resumed_run_goes_on_with_the_episodes_and_their_turns(run: tuple[Path, str], resumed: Path) -> None:
     kept = load_progress(run[0] / "checkpoints" / "step_00000003")
     assert kept is not None
-    saved = [sample.completion for group in kept.groups for sample in group.samples]
-    assert all(isinstance(one, Played) for one in saved)
-    copy = cut_off_copy(run[0], tmp_path)
-    code, said = train(config_of(tmp_path), "run.steps=7")
-    assert code == 0, said
-    lines = metrics(copy)
+    saved = [sample for group in kept.groups for sample in group.samples]
+    assert all(isinstance(one.completion, Played) for one in saved)
+    lines = metrics(resumed)
+    in_midst = [sample for sample in saved if not sample.is_over]
+    assert sum(line["episode/resumed"] for line in lines[3:]) == len(in_midst)
+    assert all(line["episode/anew"] == 0 for line in lines)
     assert [line["step"] for line in lines] == list(range(1, 8)) and lines[:3] == metrics(run[0])[:3]
     assert sum(line["episode/dropped"] for line in lines) == 7 * 4, "each prompt is trained once"
+
+
+def test_each_step_leaves_a_record_and_each_prompt_is_in_one(resumed: Path) -> None:
+    records = [load_record(path) for path in paths_of(resumed).values()]
+    assert [record.step for record in records] == list(range(1, 8))
+    ordinals = [group.key for record in records for group in record.groups]
+    assert sorted(ordinals) == list(range(7 * 8))
+    for record, line in zip(records, metrics(resumed), strict=True):
+        played = [one for group in record.groups for one in group.members.values()]
+        assert len(played) == NUM_EPISODES and all(isinstance(one, Played) for one in played)
+        assert sum(one.num_sampled for one in played if isinstance(one, Played)) == line["train/response_tokens"]
+
+
+def test_what_was_trained_is_sampled_again(resumed: Path) -> None:
+    """As far as there are checkpoints: by the model's folder and by that of step 3, from which the run was resumed."""
+    command = [sys.executable, "-m", "megasync", "replay", str(resumed), "--step", "1-4", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    first, *_, last = told["steps"]
+    assert told["same"] and first["compared_tokens"] == first["tokens"] > 0 and first["largest_gap"] < 1e-5
+    assert not first["without_checkpoint"] and set(last["without_checkpoint"]) <= {"2"}
+    assert last["compared_tokens"] + last["later_tokens"] + last["without_checkpoint"].get("2", 0) == last["tokens"]

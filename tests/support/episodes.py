@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,56 @@ class Guess:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
         return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
+
+
+class Walk:
+    """Three steps. It answers otherwise once it is told to by a file; `calls`: of reset and step, of this object."""
+
+    told_to = Path(tempfile.gettempdir()) / "megasync-test-answers-otherwise"
+
+    def __init__(self, task: Task) -> None:
+        self.place = self.calls = 0
+
+    def reset(self) -> str:
+        self.calls += 1
+        return "="
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.place, self.calls = self.place + 1, self.calls + 1
+        said = "0" if self.told_to.exists() else str(self.place)
+        return said, 1.0, self.place == 3, False, {"calls": self.calls}
+
+
+class StatefulWalk(Walk):
+    """Goes on where it was."""
+
+    def state(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class BadState(Walk):
+    def state(self) -> object:
+        return {self.place}
+
+    def set_state(self, state: object) -> None:
+        raise AssertionError(state)
+
+
+async def chance(task: Task, model: Any) -> Result:
+    """Its tool says something else each time that it is called."""
+    ids, told = list(task.prompt_ids), []
+    for number in range(3):
+        ids += (await model.complete(ids)).token_ids
+        told.append(await model.call(drawn, number))
+        ids += model.encode(told[-1])
+    return Result(1.0, {}, {"told": told})
+
+
+def drawn(number: int) -> str:
+    return f"{number}{secrets.randbelow(10**6)}"
 
 
 class Sleeps:

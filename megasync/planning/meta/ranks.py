@@ -95,7 +95,7 @@ class MetaRank:
 def build_rank(model: ModelConfig, engine: EngineConfig) -> MetaRank:
     """Of this rank of the world, the real one or that of `world`. `engine.fusions` is all or none: no device is asked."""
     with unchanged_random_state():
-        bridge = build.build_mbridge(model, engine)
+        bridge = build.build_mbridge(model.model_copy(update={"exact": False}), engine)  # whose tiles read numbers of tensors
         with (
             OnMeta(),
             Tracker(),

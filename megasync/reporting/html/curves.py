@@ -48,6 +48,7 @@ CHARTS = (
     Chart("learning", "Gradient norm", "Before clipping. Spikes ask for a lower learning rate or a longer warm-up.",
           ("grad_norm",)),
     Chart("learning", "Learning rate", "As the schedule sets it.", ("learning_rate",)),
+    Chart("learning", "Loss scale", "Of float16. It is halved where gradients overflow.", ("train/loss_scale",)),
     Chart("learning", "KL to the start", "How far the policy has moved from the model that the run began with.", ("loss/kl",),
           "nats"),
     Chart("learning", "Clipped tokens", "Tokens whose probability has moved so far that their gradient is cut off.",
@@ -98,6 +99,8 @@ CHARTS = (
           "share"),
     Chart("sameness", "Canary gap", "A fixed prompt after each sync. A jump would mean damaged weights.", ("sync/canary_gap",),
           "nats"),
+    Chart("sameness", "Tokens that differ", "Under model.exact: of those that are compared, with log-probs of other bits.",
+          ("exact/differing_tokens", "exact/compared_tokens"), "tokens"),
     Chart("sameness", "Replayed choices", "Choices of experts that differ between vLLM and the trainer.",
           ("router_replay/moved_fraction",), "share"),
 )  # fmt: skip

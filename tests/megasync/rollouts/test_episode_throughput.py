@@ -29,7 +29,7 @@ class Tools:
 
     takes_time: bool
 
-    async def run(self, task: Task, ask: Any) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    async def run(self, task: Task, ask: Any, history: Any = None) -> tuple[Ended, list[tuple[Any, Turn]]]:
         source, turns = random.Random(f"{task.seed}/{task.member}"), list[tuple[Any, Turn]]()
         ids = list(task.prompt_ids)
         for number in range(NUM_TURNS):

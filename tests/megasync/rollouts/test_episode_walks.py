@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.generation import Completion, GenerationRequest
+from megasync.episodes.record import History, turns_of
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Played, Task
 from megasync.episodes.wire import Ask, Ended
@@ -33,22 +34,37 @@ MOST_TURNS, GIVEN = 4, 10_000
 
 @dataclass
 class RandomPlayer:
-    """Plays episodes whose tools take virtual time; each token behind the first turn's prompt is the prompt's own."""
+    """Plays episodes whose tools take virtual time; each token behind the first turn's prompt is the prompt's own.
+
+    One that goes on asks what it had asked for, most times, and takes its former turns.
+    """
 
     source: random.Random
     fails: float
     running: int = 0
 
-    async def run(self, task: Task, ask: Any) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    num_resumed: int = 0
+
+    async def run(self, task: Task, ask: Any, history: History | None = None) -> tuple[Ended, list[tuple[Any, Turn]]]:
         self.running += 1
+        history = history or History()
         try:
-            return await self._play(task, ask)
+            if history.turns and self.source.random() < 0.2:
+                history.forget()
+            return await self._play(task, ask, history)
         finally:
             self.running -= 1
 
-    async def _play(self, task: Task, ask: Any) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    async def _play(self, task: Task, ask: Any, history: History) -> tuple[Ended, list[tuple[Any, Turn]]]:
         source, ids, turns, limit = self.source, list(task.prompt_ids), list[tuple[Any, Turn]](), ""
-        for number in range(source.randint(1, MOST_TURNS + 1)):
+        for number, former in sorted(history.turns.items()):
+            await asyncio.sleep(source.choice((0.0, 0.1)))
+            assert number == len(turns) and former[0][0] == task.prompt_ids[0]
+            turns.append(former)
+            ids = [*former[0].tolist(), *former[1].token_ids.tolist(), GIVEN]
+            history.resumed.add(number)
+            self.num_resumed += 1
+        for number in range(len(turns), max(len(turns) + 1, source.randint(1, MOST_TURNS + 1))):
             await asyncio.sleep(source.choice((0.0, 0.0, 0.1, 3.0)))
             if source.random() < self.fails:
                 return Ended(0, failure=Failure("failed on purpose")), []
@@ -62,6 +78,7 @@ class RandomPlayer:
             except EpisodeLimitError as error:
                 limit = str(error)
                 break
+            history.turns[number] = prompt, turn
             turns.append((prompt, turn))
             ids += [*turn.token_ids.tolist(), GIVEN]
         return Ended(0, tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
@@ -100,17 +117,31 @@ class EpisodeWalk(Walk):
             assert given[prompt] <= 1 and given.keys() <= {prompt, GIVEN, GIVEN + 1}
             assert (np.diff(branch.weight_versions) >= 0).all()
         assert completion.tool_seconds <= completion.seconds + 1e-6
+        assert len(completion.turns) == completion.num_turns and not (completion.is_anew and completion.num_resumed)
+        assert len({(one.number, one.seed) for one in completion.turns}) == completion.num_turns
+        for prompt_ids, turn in turns_of(completion.branches, completion.turns):
+            assert set(turn.token_ids.tolist()) == {prompt} and prompt_ids[0] == prompt
 
 
-@settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**32 - 1), filters=st.booleans(), policy=st.sampled_from(["stop", "zero", "drop", "retry"]))
-def test_a_walk_of_episodes_loses_nothing_and_comes_to_its_end(seed: int, filters: bool, policy: str) -> None:
+def walked(seed: int, *, filters: bool, policy: str) -> EpisodeWalk:
+    """To its end, process by process."""
     source = random.Random(seed)
     num_steps, share_equal = source.randint(1, 6), source.choice((0.2, 0.6)) if filters else 0.0
     walk, ways = EpisodeWalk(source, policy), None
     while walk.step < num_steps:
         ways = random_ways(source, num_steps, ways, share_equal, changes=False)
         walk.process(ways, source.choice((num_steps, source.randint(walk.step + 1, num_steps))))
+    return walk
+
+
+def test_episodes_of_a_checkpoint_go_on_with_their_turns() -> None:
+    assert sum(player.num_resumed for seed in range(20) for player in walked(seed, filters=False, policy="zero").players) > 5
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32 - 1), filters=st.booleans(), policy=st.sampled_from(["stop", "zero", "drop", "retry"]))
+def test_a_walk_of_episodes_loses_nothing_and_comes_to_its_end(seed: int, filters: bool, policy: str) -> None:
+    walk = walked(seed, filters=filters, policy=policy)
     assert not any(player.running for player in walk.players), "an episode was left behind"
     ordinals = [ordinal for ordinal, _ in walk.trained]
     assert len(set(ordinals)) == len(ordinals), "a prompt was trained twice"

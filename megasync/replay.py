@@ -1,0 +1,244 @@
+"""Samples what a step was trained on again, by the weights that it was sampled with, and says whether each token is the same.
+
+    megasync replay runs/agents/calculator --step 12             # or: --step 1-20, --step all
+    megasync replay runs/agents/calculator --step 12 --episode 352/1
+    megasync replay runs/agents/calculator --step 12 --rerun-environments
+
+Each turn is asked for with its recorded prompt, sampling and seed, so that no tool and no environment is called. With
+--rerun-environments it is the other way round: these are run again, turns are answered from the record, and no replica is
+started. Exit codes: 0 all is the same; 1 something differs, or failed while it was going on; 2 nothing was started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasync.config.errors import ConfigError, main_errors, refuse_if
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.data.prompts import Prompts
+from megasync.export import checkpoints_of
+from megasync.reporting.log import CONFIG_FILE
+from megasync.rollouts.played import episode_identity
+from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
+from megasync.serving import compare
+from megasync.serving.replicas import serving
+from megasync.serving.rerun import Change, rerun
+from megasync.serving.source import source_of_version
+
+if TYPE_CHECKING:
+    from bridge.replicas.pool import ReplicaPool
+
+Start = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+ALL, MOST_SHOWN = "all", 5
+
+
+@dataclass
+class Replayed:
+    """Of one step, for --json and the lines."""
+
+    step: int
+    episodes: int
+    turns: int = 0
+    tokens: int = 0  # that were sampled then
+    compared_tokens: int = 0
+    later_tokens: int = 0  # of turns that an update found in their midst, after it
+    without_checkpoint: dict[int, int] = field(default_factory=dict)  # tokens by version
+    largest_gap: float = 0.0  # of log-probs, over equal tokens
+    differences: list[compare.Difference] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megasync replay", description="What steps were trained on, sampled again.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/rl")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config, such as rollout.replicas=2")
+    parser.add_argument("--step", required=True, metavar="S", help="a step from 1 on, several as 1-20, or all")
+    parser.add_argument("--episode", action="append", default=[], metavar="GROUP[/MEMBER]", help="only these; several times")
+    parser.add_argument("--rerun-environments", action="store_true", help="run environments and tools again, and no replica")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def main(arguments: Sequence[str], serve: Callable[[Config], AbstractContextManager[Start]] = serving) -> int:
+    """The exit code. `serve`: what starts replicas that have a config's weights."""
+    given = parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch:
+        with main_errors():
+            config = load_config(_checked_run(given.run) / CONFIG_FILE, given.overrides)
+            records = [load_record(path) for path in chosen_paths(given.run, given.step)]
+            steps = {record.step: compare.chosen_members(record, given.episode) for record in records}
+        if given.rerun_environments:
+            return _rerun(given, config, records, steps)
+        with main_errors():
+            pieces = {step: compare.pieces_of(members) for step, members in steps.items()}
+            sources = sources_of(given.run, Path(scratch), pieces, given.overrides)
+            prompts = Prompts(config.model.path, config.data)
+        done = [_counted(step, steps[step], of_step, sources) for step, of_step in pieces.items()]
+        try:
+            with serve(config) as start:
+                for version, source in sources.items():
+                    with start(source) as pool:
+                        _compare(pool, version, pieces, done)
+        except (RuntimeError, ValueError) as error:
+            print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
+            return 1
+    return _say(given, done, lambda each: lines(each, prompts))
+
+
+# -------------------------------------------------------------------------------------------------------- what there is
+
+
+def _checked_run(run: Path) -> Path:
+    message = f"{run}: holds no {CONFIG_FILE}, and is no run"
+    refuse_if(not (run / CONFIG_FILE).is_file(), message, remedy="name a run's folder, which is run.dir/run.name of its config")
+    return run
+
+
+def chosen_paths(run: Path, steps: str) -> list[Path]:
+    """Those of `--step`: a number, FIRST-LAST, or all that there are.
+
+    Raises:
+        ConfigError: it is none of these, or a record is not there.
+    """
+    there = paths_of(run)
+    remedy = "train with rollout.record=all (episodes alone: episodes), of which every step that is trained leaves a record"
+    refuse_if(not there, f"{run}: has no records of what was trained", remedy=remedy)
+    if steps == ALL:
+        return list(there.values())
+    first, _, last = steps.partition("-")
+    numbers = first.isdigit() and (last or first).isdigit()
+    refuse_if(not numbers, f"--step {steps}: is no step", remedy="write a number, two with a - between them, or all")
+    wanted = range(int(first), int(last or first) + 1)
+    missing = [step for step in wanted if step not in there]
+    told = f"{min(there)} to {max(there)}" if len(there) > MOST_SHOWN else ", ".join(map(str, there))
+    message = f"--step {steps}: there is no record of step {missing[0] if missing else 0}"
+    refuse_if(missing, message, there=told, remedy="write one of them")
+    refuse_if(not wanted, f"--step {steps}: is no range", remedy="write the lower step first")
+    return [there[step] for step in wanted]
+
+
+def sources_of(
+    run: Path, scratch: Path, pieces: Mapping[int, Sequence[compare.Piece]], overrides: list[str]
+) -> dict[int, Config]:
+    """The configs that serve the versions which sampled these pieces, as far as there are checkpoints.
+
+    Raises:
+        ConfigError: there is none of any of them.
+    """
+    needed = sorted({piece.version for of_step in pieces.values() for piece in of_step})
+    there = [0, *checkpoints_of(run)]
+    found = [version for version in needed if version in there]
+    if needed and not found:
+        able = [version + 1 for version in there if version + 1 in paths_of(run)]
+        raise ConfigError(
+            f"{run}: what is to be sampled again was sampled with versions that there are no checkpoints of",
+            needed=", ".join(map(str, needed)),
+            there=", ".join(map(str, there)) + " (0: the model folder)",
+            steps_with_a_checkpoint=", ".join(map(str, able)) or "none",
+            remedy="train with checkpoint.every_steps=1 and checkpoint.keep=N, or take a step after a checkpoint",
+        )
+    return {version: source_of_version(run, scratch / str(version), version, overrides).config for version in found}
+
+
+# ---------------------------------------------------------------------------------------------------------- the comparison
+
+
+def _counted(
+    step: int, members: Mapping[Any, Any], pieces: Sequence[compare.Piece], sources: Mapping[int, Config]
+) -> Replayed:
+    lacking = Counter[int]()
+    for piece in pieces:
+        lacking[piece.version] += len(piece.token_ids) if piece.version not in sources else 0
+    tokens = sum(len(piece.token_ids) + piece.num_later for piece in pieces)
+    later, without = sum(piece.num_later for piece in pieces), {version: num for version, num in lacking.items() if num}
+    return Replayed(step, len(members), len(pieces), tokens, later_tokens=later, without_checkpoint=without)
+
+
+def _compare(pool: ReplicaPool, version: int, pieces: Mapping[int, Sequence[compare.Piece]], done: list[Replayed]) -> None:
+    of_version = {step: [piece for piece in of_step if piece.version == version] for step, of_step in pieces.items()}
+    requests = compare.requests_of(piece for of_step in of_version.values() for piece in of_step)
+    sampled = dict(zip(requests, pool.generate(requests).result(), strict=True))
+    for each in done:
+        for piece in of_version[each.step]:
+            now = sampled[piece.request][piece.sample]
+            each.compared_tokens += len(piece.token_ids)
+            each.largest_gap = max(each.largest_gap, compare.largest_gap(piece, now))
+            if difference := compare.first_difference(piece, now):
+                each.differences.append(difference)
+        each.differences.sort(key=lambda one: (one.group, one.member, one.turn))
+
+
+def _rerun(
+    given: argparse.Namespace,
+    config: Config,
+    records: Sequence[StepRecord],
+    steps: Mapping[int, Mapping[tuple[int, int], RecordedGroup]],
+) -> int:
+    with main_errors():
+        message = f"{given.run}: its samples have one turn, and no environment"
+        refuse_if(not config.rollout.episode, message, remedy="leave --rerun-environments out")
+        identity = episode_identity(config)
+        if any(record.head.get("episode") != identity for record in records):
+            print(f"the file of {config.rollout.episode} is another one than it was", file=sys.stderr)
+        changes = rerun(config, steps)
+        done = [Replayed(step, len(members), changes=changes[step]) for step, members in steps.items()]
+    return _say(given, done, rerun_lines)
+
+
+def _say(given: argparse.Namespace, done: Sequence[Replayed], shown: Callable[[Replayed], list[str]]) -> int:
+    same = not any(each.differences or each.changes for each in done)
+    if given.json:
+        print(json.dumps({"run": str(given.run), "same": same, "steps": [asdict(each) for each in done]}, indent=2))
+    else:
+        print("\n".join(line for each in done for line in shown(each)))
+    return 0 if same else 1
+
+
+def lines(each: Replayed, prompts: Prompts) -> list[str]:
+    """What there is to say of a step."""
+    compared = f"{each.compared_tokens} of {each.tokens} tokens compared"
+    told = f"step {each.step}: {each.episodes} episodes, {each.turns} turns, {compared}"
+    if not each.differences:
+        return [f"{told}: every one is the same; log-probs within {each.largest_gap:.1e}", *_left_out(each)]
+    first = each.differences[0]
+    where = f"episode {first.group}/{first.member}, turn {first.turn}, token {first.token}"
+    then = _token(prompts, first.sampled, first.sampled_log_prob)
+    now = _token(prompts, first.now, first.now_log_prob)
+    counts = f"{len(each.differences)} of {each.turns} turns differ; log-probs before that within {each.largest_gap:.1e}"
+    return [told, f"  differs first in {where}: sampled was {then}, now {now}", f"  {counts}", *_left_out(each)]
+
+
+def _left_out(each: Replayed) -> list[str]:
+    told = [f"{each.later_tokens} tokens that a turn sampled after an update in its midst"] if each.later_tokens else []
+    lacking = each.without_checkpoint.items()
+    told += [f"{number} tokens of version {version}, of which there is no checkpoint" for version, number in lacking]
+    return [f"  not compared: {'; '.join(told)}"] if told else []
+
+
+def _token(prompts: Prompts, token: int | None, log_prob: float | None) -> str:
+    if token is None:
+        return "the end"
+    return f"{token} {prompts.tokenizer.decode([token])!r} ({log_prob:.4f})"
+
+
+def rerun_lines(each: Replayed) -> list[str]:
+    """What there is to say of a step whose environments were run again."""
+    if not each.changes:
+        return [f"step {each.step}: {each.episodes} episodes: every answer of their environments is the same"]
+    shown = [f"  episode {one.group}/{one.member}, after turn {one.turn}: {one.what}" for one in each.changes[:MOST_SHOWN]]
+    more = [f"  ... and {len(each.changes) - MOST_SHOWN} more"] if len(each.changes) > MOST_SHOWN else []
+    return [f"step {each.step}: {len(each.changes)} of {each.episodes} episodes are answered otherwise", *shown, *more]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
