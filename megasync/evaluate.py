@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.schema import Config, EvalSet
-from megasync.data.prompts import load_data
+from megasync.data.prompts import Prompts, load_data
 from megasync.rewards.failure import RewardError
 from megasync.rewards.resolve import resolve_rewards
 from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimates
+from megasync.serving.playing import play
 from megasync.serving.replicas import served
 from megasync.serving.source import Source, find_source
 
@@ -67,10 +68,11 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         for note in data.notes:
             print(note, file=sys.stderr)
         found: dict[str, Any] = {"weights": source.name, "model": config.model.path, "reward": config.rollout.reward, "sets": {}}
+        found |= {"episode": config.rollout.episode} if config.rollout.episode else {}
         try:
             with serve(config) as pool:
                 for each in chosen:
-                    got = answers.ask(pool, each, data.prompts, config.run.seed)
+                    got = answers_of(config, pool, each, data.prompts)
                     rewards = answers.score(config, each, data.prompts, got)
                     found["sets"][each.name] = result(each, rewards, got)
                     if file is not None:
@@ -80,6 +82,13 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             return 1
     print(json.dumps(found, indent=2) if given.json else table(found))
     return 0
+
+
+def answers_of(config: Config, pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts) -> answers.Answers:
+    """Responses, or episodes where the run has such."""
+    if config.rollout.episode:
+        return play(config, pool, evaluation, prompts)
+    return answers.ask(pool, evaluation, prompts, config.run.seed)
 
 
 def with_sets(source: Source, given: argparse.Namespace) -> Config:
@@ -119,7 +128,7 @@ def result(evaluation: Evaluation, rewards: Sequence[Sequence[float]], got: answ
 
 def table(found: dict[str, Any]) -> str:
     """A few lines for each set."""
-    shown = [f"{found['weights']}: reward {found['reward']}"]
+    shown = [f"{found['weights']}: " + (f"episode {found['episode']}" if "episode" in found else f"reward {found['reward']}")]
     for name, values in found["sets"].items():
         sampled = f"temperature {values['temperature']:g}" if values["temperature"] else "greedy"
         samples = f"{values['samples']} sample{'' if values['samples'] == 1 else 's'} each"

@@ -60,6 +60,8 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             answers.check_lengths(config, asked, prompts)
             config = config if source.is_of_run else answers.with_length(config, [asked], prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else sys.stdout
+        if config.rollout.episode:
+            print("rollout.episode is not played here: these are responses of one turn", file=sys.stderr)
         try:
             with serve(config) as pool:
                 got = answers.ask(pool, asked, prompts, config.run.seed)

@@ -2,6 +2,7 @@
 
 source.py    which weights, and by which config they are asked
 replicas.py  a Ray and replicas for them
+playing.py   episodes of a run that has such
 answers.py   what they are asked, and what the answers are worth
 interval.py  a mean over prompts with its confidence interval
 compare.py   what a step was trained on, to be sampled again, and where that differs

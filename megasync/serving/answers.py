@@ -13,9 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from megasync.checks.data import check_data, check_engine_arguments
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import MAX_TEMPERATURE, MIN_TEMPERATURE, Config
+from megasync.episodes.resolve import resolve_episode
+from megasync.episodes.task import Played
 from megasync.hf.folder import check_model_folder
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import Evaluation, requests_of
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from megasync.data.prompts import Prompts
     from megasync.rewards.functions import RewardInput
 
-Answers = list[list["Completion"]]
+Answers = Sequence[Sequence["Completion | Played"]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +64,8 @@ def check_servable(config: Config) -> None:
     check_model_folder(config.model.path)
     check_data(config)
     check_engine_arguments(config)
+    if config.rollout.episode:
+        resolve_episode(config.rollout.episode)
 
 
 def with_length(config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
@@ -85,28 +91,39 @@ def check_lengths(config: Config, evaluation: Evaluation, prompts: Prompts) -> N
 
 
 def ask(pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts, run_seed: int) -> Answers:
-    """Completions of every example, in order; the same as those of a run's evaluation with this name and seed."""
+    """Completions of every example, in order; the same as those of a run's evaluation with this name and seed.
+
+    Episodes are played by playing.py.
+    """
     return pool.generate(requests_of(evaluation, prompts, run_seed)).result()
 
 
 def score(config: Config, evaluation: Evaluation, prompts: Prompts, answers: Answers) -> list[list[float]]:
-    """What `rollout.reward` gives for each.
+    """What `rollout.reward` gives for each; of an episode only where it did not say itself what it was worth.
 
     Raises:
         RewardError: a reward failed, and rollout.reward_on_failure is stop.
     """
-    limit = evaluation.sampling.max_new_tokens
-    groups = [
-        reward_inputs(example, group, prompts.texts([one.token_ids for one in group]), limit)
-        for example, group in zip(evaluation.examples, answers, strict=True)
-    ]
-    return asyncio.run(_score_all(config, groups))
+    limit, inputs = evaluation.sampling.max_new_tokens, list[list["RewardInput"]]()
+    for example, group in zip(evaluation.examples, answers, strict=True):
+        asked = [one for one in group if own_reward(one) is None]
+        ids = [np.array(one.final_ids, np.int32) if isinstance(one, Played) else one.token_ids for one in asked]
+        inputs.append(reward_inputs(example, asked, prompts.texts(ids), limit) if asked else [])
+    scored: list[list[float]] = asyncio.run(_score_all(config, inputs)) if any(inputs) else [[] for _ in inputs]
+    rewards = [iter(of_group) for of_group in scored]
+    pairs = zip(answers, rewards, strict=True)
+    return [[next(found) if (own := own_reward(one)) is None else own for one in group] for group, found in pairs]
+
+
+def own_reward(done: Completion | Played) -> float | None:
+    """What an episode said that it was worth."""
+    return done.reward if isinstance(done, Played) else None
 
 
 async def _score_all(config: Config, groups: list[list[RewardInput]]) -> list[list[float]]:
     with RewardPool(config.rollout) as rewards:
-        scored = await asyncio.gather(*map(rewards.score_group, groups))
-    return [[each.total for each in group] for group in scored]
+        scored = iter(await asyncio.gather(*map(rewards.score_group, filter(None, groups))))
+    return [[each.total for each in next(scored)] if group else [] for group in groups]
 
 
 def lines(

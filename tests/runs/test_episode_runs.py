@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from megasync import evaluate
 from megasync.assets import build_tokenizer
 from megasync.episodes.task import Played
 from megasync.reporting.log import read_evaluations, read_samples
 from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
+from megasync.serving.replicas import replicas
+from megasync.serving.source import find_source
 from tests.runs.train_cases import ROOT, cut_off_copy, metrics, train, write_config
 
 NUM_EPISODES = 8 * 4
@@ -83,6 +87,18 @@ def test_samples_show_their_turns(run: tuple[Path, str]) -> None:
                 assert piece["trainer_log_probs"] == pytest.approx(piece["rollout_log_probs"], abs=2e-4)
         assert sum(piece["tokens"] for branch in line["branches"] for piece in branch if piece["sampled"]) == line["tokens"]
     assert [line["step"] for line in read_evaluations(run[0])] == [0, 3, 6]
+
+
+def test_evaluate_plays_the_runs_episodes(run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the last checkpoint it finds what the run found."""
+    file = tmp_path / "answers.jsonl"
+    with replicas(find_source(run[0], tmp_path, None, []).config) as pool:
+        code = evaluate.main([str(run[0]), "--json", "--to", str(file)], serve=lambda _: nullcontext(pool))
+    assert code == 0
+    (values,) = json.loads(capsys.readouterr().out)["sets"].values()
+    assert values["avg@1"]["mean"] == pytest.approx(read_evaluations(run[0])[-1]["eval/reward"])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["line"] for line in lines] == [1, 2, 3, 4] and all(line["turns"] == 2 and line["branches"] for line in lines)
 
 
 @pytest.fixture(scope="module")
