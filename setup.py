@@ -33,7 +33,7 @@ setup(
     description="Megatron-Core training engine for RL whose weights reach vLLM bucket by bucket, verified",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megasync*", "engine*", "bridge*"]),
+    packages=find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]),
     package_data={"megasync.planning": ["measured.json"]},
     install_requires=LIGHT,
     extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, "test": TESTS},

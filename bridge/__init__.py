@@ -7,6 +7,7 @@ messages.py    the typed messages and states of a sync
 generation.py  what is to be generated, and what comes back
 processes.py   ends vLLM's processes with their replica, cleans /dev/shm
 layout/        what a sync carries, in which bytes: manifest, buckets, regions, copies, digests, the baked plan
+versions/      the log of every version: digests, or what changed
 export/        megatron-core parameters become Hugging Face tensors: gathered, merged with their adapters, renamed
 transport/     how buckets travel: shm, nccl, ipc
 send/          the trainer's side of a sync: Publisher, one call on every rank

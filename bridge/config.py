@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 Transport = Literal["auto", "shm", "nccl", "ipc"]
 Verify = Literal["none", "digest", "readback"]
+VersionLog = Literal["off", "digests", "deltas"]
 OnUpdate = Literal["drain", "continue", "restart"]
 
 
@@ -51,6 +52,12 @@ class SyncConfig(BaseModel):
     """After each sync trainer and one replica in turn score a few prompts; the run stops where their log-probs differ by more
     than this a token on average, which averages bf16 noise out (0.006 in a dense 3B, 0.03 at its worst token) and wrong weights
     not; 0 or null: no such probe."""
+    log: VersionLog = "off"
+    """What `versions/` in the run's folder keeps of every version. digests: a digest of each tensor; deltas: besides, what
+    changed since the version before, out of which `megasync export --version` makes the weights again, bit for bit; that takes
+    host memory for a copy of the weights, and time at each sync."""
+    log_full_every: PositiveInt = 20
+    """With sync.log=deltas one version of so many is written whole; the others are made of it and of what changed since."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,9 @@ class ReplicaConfig:
 
     model_path: str
     dtype: str = "bfloat16"
+    head_dtype: str = ""  # of logits; empty: that of the model
+    is_deterministic: bool = False  # equal requests get equal responses, whatever runs beside them, on GPUs too
+    is_exact: bool = False  # every log-prob has the trainer's bits
     tensor_parallel: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 256

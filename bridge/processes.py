@@ -82,6 +82,12 @@ def cuda_memory(pids: Iterable[int]) -> set[str]:
     return {str(path) for pattern in patterns for path in MEMORY_FOLDER.glob(pattern)}
 
 
+def host_identity() -> str:
+    """Of this host and boot, and of the processes that are seen here: two containers of one machine differ."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
 def end_descendants(pid: int) -> None:
     """Kill all descendants of a process, Python's resource tracker aside, which cleans up after them."""
     for child in descendants(pid):

@@ -17,5 +17,6 @@ objective/    advantages, log-probs, losses, metrics
 passes.py     micro-batches through the model, by megatron-core's schedule
 offload.py    parameters, gradients and optimizer state to host memory and back
 engine.py     Engine: prepare, update, whole_parameters
+trace.py      one sequence through the model, every tensor on the way kept
 checkpoint/   save and resume: cut-off safe, in any layout, beside the training if wanted
 """

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic import PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a number in each `model.dtype`
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
 MOE_FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
 BIASED_ROUTERS = ("deepseek_v3", "glm4_moe")  # of those: sigmoid scores, to which a bias is added for the choice alone
@@ -53,8 +53,11 @@ class ModelConfig(Section):
 
     path: FilePath = ""
     """A Hugging Face folder: config.json, *.safetensors, tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of weights and activations."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights and activations, whatever the folder's. float16 rounds eight times as finely as bfloat16, in a smaller range:
+    its loss is scaled (arXiv:2510.26788)."""
+    exact: bool = False
+    """Trainer and vLLM compute every log-prob to the same bits: slower, on CPUs, in float32."""
 
 
 class ParallelConfig(Section):
@@ -98,6 +101,9 @@ class OptimizerConfig(Section):
     """What the learning rate does after the warm-up."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps until the rate is at its minimum; null: all of the run."""
+    loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    """model.dtype=float16: what the loss is multiplied by at the start, so that small gradients do not vanish. Halved, and the
+    step skipped, where gradients overflow; doubled after 1000 steps without that."""
     offload: bool = False
     """State and main weights lie in host memory except in the optimizer step: room for activations, at a copy both ways."""
 
@@ -154,6 +160,8 @@ class EngineConfig(Section):
     """Most tokens of one forward pass, over all context ranks together; a longer sample makes a micro-batch of its own."""
     balance: Literal["tokens", "cost"] = "tokens"
     """tokens: all micro-batches have as many; cost: data-parallel ranks have as many FLOPs, attention's with them."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Of the product of the output layer, and so of logits, here and in vLLM: that of the model, or float32."""
     logits_chunk_tokens: PositiveInt = 8192
     """Of a micro-batch of more tokens the logits are computed and read in chunks of up to so many, for less memory."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from engine.objective import advantages, loss, metrics, logits
+from engine.objective import advantages, head, loss, metrics, logits
 from engine.attention import context, flash, fused
 from engine.runtime import device, parallel
-from engine.model import families, lora, stages
+from engine.model import exact, families, lora, stages
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
@@ -42,7 +42,7 @@ from engine.objective.correction import Sums
 from engine.runtime.megatron import finalize_model_grads
 from engine.model.build import balance, build_mbridge, build_chunks, gpt_model, pipeline_layers
 from engine.offload import HostState
-from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm
+from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm, loss_scale
 from engine.passes import PipelineRunner
 from engine.runtime.random_state import unchanged_random_state
 from engine.sample import Sample
@@ -90,6 +90,8 @@ class Engine:
             raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
         self.layout = parallel.layout()
         self.device = device.compute_device()
+        if torch.are_deterministic_algorithms_enabled():
+            self.config = engine = engine.model_copy(update={"kernels": "torch"})
         chosen = kernels.choose(engine, model.dtype)
         router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
         self.mbridge = build_mbridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
@@ -98,7 +100,7 @@ class Engine:
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
         self.balance = balance(engine, self.mbridge)
         self._describe_choices()
-        chunks = self._start_chunks(weights_path or model.path)
+        chunks = self._with_head(self._start_chunks(weights_path or model.path))
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
         if engine.lora.rank:
             lora.add_adapters(chunks, engine.lora, seed)
@@ -126,14 +128,24 @@ class Engine:
         """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
         if self.config.lora.rank:
             return self.wrapped
-        return FrozenModel(self.config, self.model_config, build_chunks(self.mbridge, path))
+        return FrozenModel(self.config, self.model_config, self._with_head(build_chunks(self.mbridge, path)))
 
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
         self.model_config.finalize_model_grads_func = finalize_model_grads
+        if self.mbridge.dtype is torch.float16:
+            self.model_config.grad_scale_func = self.optimizer.scale_loss
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
+
+    def _with_head(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        if self.mbridge.is_exact:
+            head.use_product(chunks, exact.product)
+            exact.prepare_machine(chunks, self.mbridge.hf_config)
+        elif self.config.head_dtype == "float32":
+            head.use_product(chunks, head.in_float32)
+        return chunks
 
     def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
         return build_chunks(self.mbridge, path)
@@ -226,7 +238,7 @@ class Engine:
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
-        return self._response_values(samples, logits.LogProbs(1.0, self.use_fused))
+        return self._response_values(samples, self._log_probs(1.0))
 
     def state_on_device(self) -> AbstractContextManager[None]:
         """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
@@ -266,6 +278,7 @@ class Engine:
         self._zero_gradients()
         with lora.training(self.chunks):
             reports = self._runner.run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
+        scale = loss_scale(self.optimizer)
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
         if self.model_config.num_moe_experts:
@@ -275,13 +288,13 @@ class Engine:
             self.schedule.step(increment=1)
             with self.state_on_device():
                 apply_gradients(self.optimizer, norm)
-        elif self.algorithm.non_finite == "stop":
+        elif self.algorithm.non_finite == "stop" and not (math.isfinite(sums["loss"]) and scale and scale > 1):
             raise metrics.non_finite_error(sums["loss"], norm, self.wrapped.gradients(), self.device)
         else:
             self._zero_gradients()
         router_bias.update(self.chunks, 0.0 if skipped else self.algorithm.router_bias_update_rate)
         rate = self.optimizer.param_groups[0]["lr"]
-        return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
+        return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped), "loss_scale": scale}
 
     def _zero_gradients(self) -> None:
         chunk: Any
@@ -293,9 +306,12 @@ class Engine:
     def _read(self) -> logits.LogProbs:
         """What the loss is made of."""
         has_entropy = self.algorithm.name == "grpo" and self.algorithm.log_entropy
-        return logits.LogProbs(self.temperature, self.use_fused, has_entropy)
+        return self._log_probs(self.temperature, has_entropy=has_entropy)
 
-    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: logits.Values) -> tuple[torch.Tensor, Sums]:
+    def _log_probs(self, temperature: float, *, has_entropy: bool = False) -> logits.LogProbs:
+        return logits.LogProbs(temperature, self.use_fused, has_entropy, is_exact=self.mbridge.is_exact)
+
+    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: head.Values) -> tuple[torch.Tensor, Sums]:
         log_probs, *entropy = values
         sizes = minibatch.num_tokens, minibatch.num_members
         weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
@@ -314,11 +330,11 @@ class Engine:
     def _set_log_probs(self, microbatches: list[MicroBatch], field: str, chunks: list[torch.nn.Module]) -> None:
         """Those of `chunks`, without gradients, into this field of each micro-batch; of the last stage alone."""
         with torch.no_grad():
-            values = self._runner.run(microbatches, chunks, logits.LogProbs(self.temperature, self.use_fused))
+            values = self._runner.run(microbatches, chunks, self._log_probs(self.temperature))
         for micro, own in zip(microbatches, values or [None] * len(microbatches), strict=True):
             setattr(micro, field, own)
 
-    def _response_values(self, samples: Sequence[Sample], read: logits.LogitsFunction) -> list[torch.Tensor]:
+    def _response_values(self, samples: Sequence[Sample], read: head.LogitsFunction) -> list[torch.Tensor]:
         """What is read, the first, where each sample's response tokens are predicted; float32 on the CPU, on every rank."""
         table = SampleTable.from_samples(samples)
         microbatches = self._minibatch(table).microbatches

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from engine.attention import fused, latent
-from engine.objective import logits
-from engine.model import vocabulary
+from engine.objective import head, logits
+from engine.model import exact, vocabulary
 from engine.batch.batch import MicroBatch
 from engine.runtime.megatron import get_forward_backward_func
 from engine.model.build import gpt_model
 
-LossFunction = Callable[[MicroBatch, logits.Values], tuple[torch.Tensor, Any]]
+LossFunction = Callable[[MicroBatch, head.Values], tuple[torch.Tensor, Any]]
 
 
 class PipelineRunner:
@@ -27,13 +27,13 @@ class PipelineRunner:
     def __init__(self, mbridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
         """`mbridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
         self.mbridge, self.logits_chunk_tokens, self.use_fused = mbridge, logits_chunk_tokens, use_fused
-        self.rotation = latent.rotation(mbridge.hf_config)
+        self.rotation = exact.Rotation(mbridge.hf_config) if mbridge.is_exact else latent.rotation(mbridge.hf_config)
 
     def run(
         self,
         microbatches: list[MicroBatch],
         chunks: list[torch.nn.Module],
-        read: logits.LogitsFunction,
+        read: head.LogitsFunction,
         loss_function: LossFunction | None = None,
     ) -> list[Any]:
         """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].

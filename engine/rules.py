@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, LoraConfig, ParallelConfig
+from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, LoraConfig, ParallelConfig
 
 
 class Problem(NamedTuple):
@@ -35,6 +35,15 @@ def ranks_problem(parallel: ParallelConfig, world_size: int) -> Problem | None:
             remedy = f"start a multiple of {product} ranks, or make the product one of the choices"
             return Problem(message, remedy, f"products of {', '.join(map(str, divisors(world_size)))}")
     return None
+
+
+def float16_problem(model_type: str, num_experts: int) -> Problem | None:
+    """Of model.dtype = float16."""
+    why = f"{model_type} has values that float16 cannot hold, and vLLM refuses it" if model_type == GEMMA else ""
+    if num_experts:
+        why = "experts have an optimizer of their own, whose loss scale would change by itself"
+    message = f"model.dtype = float16: {why}"
+    return Problem(message, "write model.dtype=bfloat16", "float32, bfloat16") if why else None
 
 
 def experts_problem(sizes: Any, num_experts: int, dtype: str, parallel: ParallelConfig) -> Problem | None:

@@ -12,6 +12,7 @@ doctor.py      whether this machine is fit for a run
 generate.py    responses to prompts
 evaluate.py    held-out results with confidence intervals
 replay.py      what a step was trained on, sampled again
+bisect.py      the first module that trainer and replica compute otherwise
 
 Each room imports only from those above it, verbs from all:
 
@@ -29,5 +30,7 @@ run/           a run on one rank: session, loop, weights
 checks/        whether a config can run here
 diagnosis/     whether this machine is fit for it
 serving/       weights of a run or folder, served for generate and evaluate
+comparing/     trainer and replica, module by module
+nodes/         a run on several nodes, the same command on each
 bench/         figures of this machine: weight sync, generation, training
 """

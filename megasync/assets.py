@@ -29,11 +29,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from megasync.config.errors import ConfigError, main_errors
+from megasync.examples.small_qwen3 import EOS, PAD, UNKNOWN, write_small_qwen3
 from megasync.examples.smollm2 import SMOLLM2, write_smollm2
 from megasync.examples.tasks import generate_task
 from megasync.hf.shapes import SHAPES
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=()<>.,:;?! xyz"
 VOCABULARY = (PAD, EOS, UNKNOWN, *CHARACTERS)  # 32 entries: every id of the model is a token, and ranks can split it
 NUM_OPERANDS = 100  # sums of two numbers from 0 to 99
@@ -61,7 +61,7 @@ def write_assets(folder: Path, seed: int, dtype: str = "float32", shapes: str = 
     if shapes:
         write_shaped_model(assets.model, shapes, seed, dtype, mean_response_tokens)
     else:
-        write_model(assets.model, seed, dtype)
+        write_small_qwen3(assets.model, VOCABULARY, seed, dtype)
     build_tokenizer().save_pretrained(assets.model)
     return assets
 
@@ -98,33 +98,6 @@ def build_tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     )
-
-
-def write_model(folder: Path, seed: int, dtype: str) -> None:
-    """0.99 M parameters, tied embeddings, random weights drawn from the seed."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # one small file is written in no time
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
-        pad_token_id=VOCABULARY.index(PAD),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_response_tokens: int) -> None:

@@ -1,11 +1,13 @@
 """Takes a run's weights out of its folder: a checkpoint becomes a Hugging Face folder that transformers and vLLM load.
 
 Checkpoints hold their weights in that format already, so this is a checked copy, whole or not there at all; adapters may be
-merged into their base model. Leaves out optimizer states, and writing checkpoints (engine/checkpoint/). Only a merge needs torch.
+merged into their base model. Any version is made again out of the run's log, where it keeps one (`sync.log: deltas`). Leaves out
+optimizer states, and writing checkpoints (engine/checkpoint/). A merge and a version need torch.
 
     megasync export runs/rl --to models/mine [--step 120]
     megasync export runs/lora --to adapters/mine --adapter      # a folder for peft.PeftModel.from_pretrained
     megasync export runs/lora --to models/mine --merge          # base and adapter as one model
+    megasync export runs/rl --to models/mine --version 87       # of the log of versions
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from megasync.config.errors import ConfigError, main_errors, nearest_name
-from megasync.config.files import flush
+from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
+from megasync.config.files import VERSIONS, flush
 from megasync.config.load import load_config
 from megasync.hf.folder import check_weights
 from megasync.hf.merge import merge_adapter
@@ -112,18 +115,58 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     elif not (source / "config.json").is_file():
         raise ConfigError(f"{source}: holds no config.json", remedy="take another checkpoint with --step")
     check_weights(source)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        problem = "is not empty" if target.is_dir() else "is a file"
-        raise ConfigError(f"{target}: {problem}", remedy="give --to a new folder, or empty this one")
+    _check_free(target)
     base, dtype = find_base(run, source) if merge else (source, "")
-    partial = target.with_name(f".partial_{target.name}_{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
+    with _whole_or_not(target, base) as partial:
         if merge:
             merge_adapter(source, base, dtype, partial)
         for path in sorted(source.iterdir()) if not merge else ():
             if path.is_file():
                 shutil.copyfile(path, partial / path.name)
+    return source
+
+
+def export_version(run: Path, target: Path, version: int) -> Path:
+    """Write a version of the run's log of versions to `target`, as `export` does; returns the log's folder.
+
+    Raises:
+        ConfigError: there is no log, it cannot give this version, or `target` is in use or cannot be written.
+    """
+    _check_free(target)
+    log = run / VERSIONS
+    if not log.is_dir():
+        remedy = "train with sync.log=deltas, or take a checkpoint with --step"
+        raise ConfigError(f"{run}: keeps no log of its versions", looked_for=str(log), remedy=remedy)
+    base = Path(load_config(run / CONFIG_FILE).model.path)
+    refuse_if(not (base / "config.json").is_file(), f"{run}: its model is not in {base}", remedy="start where the run did")
+    from bridge.layout.digest import digest_tensor
+    from bridge.versions.file import VersionLogError
+    from bridge.versions.reader import VersionReader
+    from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
+
+    try:
+        with _whole_or_not(target, base) as partial:
+            save_weights(partial, VersionReader(log).tensors(version), Share(0), digest_tensor)
+            finish_folder(partial, base)
+    except VersionLogError as error:
+        raise ConfigError(str(error), remedy="take another version, or a checkpoint with --step") from error
+    return log
+
+
+def _check_free(target: Path) -> None:
+    """ConfigError where it is neither new nor empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = "is not empty" if target.is_dir() else "is a file"
+        raise ConfigError(f"{target}: {problem}", remedy="give --to a new folder, or empty this one")
+
+
+@contextmanager
+def _whole_or_not(target: Path, base: Path) -> Iterator[Path]:
+    """A folder that is `target`, which is free, once the block has ended well. `base`: about as large."""
+    partial = target.with_name(f".partial_{target.name}_{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         for path in partial.iterdir():
             flush(path)
         partial.rename(target)
@@ -133,7 +176,6 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
         raise ConfigError(message, needed=f"{_num_bytes(base)} bytes", remedy=remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return source
 
 
 def _num_bytes(folder: Path) -> int:
@@ -148,11 +190,19 @@ def main(arguments: Sequence[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--adapter", action="store_true", help="the adapter of a run with LoRA, as a PEFT folder")
     what.add_argument("--merge", action="store_true", help="the adapter of a run with LoRA merged into its base model")
-    parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    which.add_argument("--version", type=int, metavar="V", help="of the run's log of versions (sync.log: deltas)")
     given = parser.parse_args(arguments)
     with main_errors():
         target = given.to.resolve()  # with a name for the folder beside it, also for `--to .`
-        source = export(given.run, target, given.step, adapter=given.adapter, merge=given.merge)
+        of_log = given.version is not None
+        what_of_log = "--version: gives the whole model, adapters merged"
+        refuse_if(of_log and (given.adapter or given.merge), what_of_log, remedy="leave --adapter and --merge out")
+        if of_log:
+            source = export_version(given.run, target, given.version)
+        else:
+            source = export(given.run, target, given.step, adapter=given.adapter, merge=given.merge)
     print(f"{source} -> {given.to}: {_num_bytes(target) / 2**20:.1f} MiB")
     return 0
 

@@ -33,7 +33,7 @@ from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.last_words import last_words
-from megasync.launch.num_ranks import default_num_ranks
+from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
 from megasync.launch.processes import INTERRUPTED, REFUSED
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
@@ -113,6 +113,11 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
         runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
         interpreter, config_path = "python", str(path.relative_to(ROOT))
     driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
+    if options.program == TRAINER:
+        own = num_replica_gpus(config)
+        driver += ["--trainer-nodes", str(config.run.trainer_nodes)]
+        driver += ["--replicas", str(config.rollout.replicas if own else 0)]
+        driver += ["--tensor-parallel", str(config.rollout.tensor_parallel)]
     arguments = [config_path, *options.overrides, *absolute_paths(config)]
     return {"entrypoint": shlex.join([*driver, "--", *arguments]), "runtime_env": runtime_env}
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("engine", "bridge", "megasync")
+PACKAGES = ("exact", "engine", "bridge", "megasync")
 FORBIDDEN = {
+    "exact": {"megasync", "bridge", "engine", "ray", "vllm", "megatron", "tests"},
     "engine": {"megasync", "bridge", "ray", "vllm", "tests"},
     "bridge": {"megasync", "engine", "tests"},
     "megasync": {"tests"},
@@ -22,7 +23,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
-    *("generate", "evaluate", "replay"),
+    *("generate", "evaluate", "replay", "bisect"),
 ]
 COMMANDS = [
     *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
@@ -30,18 +31,20 @@ COMMANDS = [
 ]
 # A room imports from itself and from those before it.
 ROOMS = {
+    "exact": ["linear", "pointwise", "rotary", "attention", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("passes", "offload", "engine", "checkpoint"),
+        *("passes", "offload", "engine", "trace", "checkpoint"),
     ],
     "bridge": [
         *("config", "messages", "generation", "processes"),
-        *("layout", "export", "transport", "send", "vllm", "receive", "replicas"),
+        *("layout", "versions", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
-        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "generate", "evaluate", "replay", "doctor"),
-        *("quickstart", "train", "submit", "bench", "cli", "__main__"),
+        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "comparing"),
+        *("generate", "evaluate", "replay", "bisect", "doctor"),
+        *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-BLOCK_ELEMENTS = 2**18  # of fp32 in flight, whatever the weight's size; they stay in a core's cache
+from exact.linear import merge_into
+
+__all__ = ["merge", "merge_into", "squared_error"]
 SAMPLED_ROWS = 64  # of each weight, for the merge error
 
 
@@ -20,23 +22,6 @@ def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Ten
 
         return merge_on_cuda(out, weight, a, b, scale)
     return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)[None]
-
-
-def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Write round(W + scale B A) into `out` and return it.
-
-    Args:
-        out: like `weight`, other memory.
-        weight: [rows, columns]; not changed.
-        a: [rank, columns].
-        b: [rows, rank].
-    """
-    a, b = a.float(), b.float()
-    step = max(1, BLOCK_ELEMENTS // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
-        out[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=scale)
-    return out
 
 
 def squared_error(merged: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

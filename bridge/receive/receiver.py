@@ -24,6 +24,7 @@ from bridge.receive.unpack import Unpacker
 from bridge.transport.open import abort_endpoints, open_reader
 from bridge.transport.protocol import Reader
 from bridge.vllm.serving import routing
+from bridge.vllm.serving.trace import Tracing
 from bridge.vllm.weights import adapter, latent, readback, reload
 
 
@@ -280,6 +281,13 @@ class WorkerExtension:
 
     def megasync_take_experts(self, request_ids: list[str]) -> Any:
         return [self._capture.take(request_id) for request_id in request_ids]
+
+    def megasync_begin_trace(self, token_ids: list[int], num_prompt: int) -> None:
+        self._tracing = Tracing(self.model_runner, token_ids, num_prompt)
+
+    def megasync_end_trace(self, path: str) -> int:
+        """Written to `path`, unless it is empty; the number of tokens."""
+        return self._tracing.finish(Path(path)) if path else self._tracing.leave()
 
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()

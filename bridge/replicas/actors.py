@@ -16,11 +16,12 @@ from typing import Any, Self
 import psutil
 import ray
 import torch
-from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bridge import processes
 from bridge.config import ReplicaConfig
+from bridge.replicas import places
 from bridge.replicas.answers import gather
 from bridge.replicas.replica import Replica
 from bridge.vllm.serving import api
@@ -43,6 +44,7 @@ class ReplicaActor:
     shared_memory: set[str] = field(default_factory=set)  # vLLM's, for when it is killed
     family: set[int] = field(default_factory=set)  # ids of its processes
     num_sent: int = 0  # calls to generate
+    is_here: bool = False  # on this host, so that what its processes leave is ours to remove
     manifest_digest: str = ""  # of the manifest that its workers hold
 
 
@@ -63,6 +65,7 @@ class ReplicaActors:
         self._start_problems: dict[int, str] = {}  # the last one of each
         self._unreported_errors: list[str] = []
         self._is_closed = False
+        self._group: Any = None  # the replicas' placement group, on several nodes
 
     @classmethod
     def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
@@ -73,14 +76,16 @@ class ReplicaActors:
             ValueError: the cluster has too few GPUs.
         """
         actors = cls(config, num_replicas)
-        if torch.cuda.is_available() and not config.devices:
-            needed, there = num_replicas * config.tensor_parallel, num_free_gpus()
-            if needed > there:
-                raise ValueError(
-                    f"rollout.replicas={num_replicas} times rollout.tensor_parallel={config.tensor_parallel} needs "
-                    f"{needed} GPUs, Ray has {there} beside those of placement groups, such as the trainer's; lower one of them"
-                )
-        actors._actors = actors._launch(range(num_replicas), serves_folder=True)
+        cuda, width = torch.cuda.is_available(), config.tensor_parallel
+        if cuda and not config.devices and (problem := places.room_problem(places.free_gpus(), num_replicas, width)):
+            raise ValueError(problem)
+        if not config.devices:
+            actors._group = places.reserve(num_replicas, width, cuda=cuda)
+        try:
+            actors._actors = actors._launch(range(num_replicas), serves_folder=True)
+        except BaseException:
+            actors._release()
+            raise
         actors.members = list(range(num_replicas))
         return actors
 
@@ -172,6 +177,12 @@ class ReplicaActors:
             thread.join(CLOSE_SECONDS)
         self._end(list(self._fresh.values()))
         self._actors, self._fresh = {}, {}
+        self._release()
+
+    def _release(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
 
     def _call(
         self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None, what: str = "a call"
@@ -194,13 +205,18 @@ class ReplicaActors:
         actors = {}
         for replica in replicas:
             options = placement_options(self.config, replica, cuda=cuda) | {"num_cpus": 0, "max_concurrency": 1000}
+            if self._group is not None:
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, replica)
             handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
             actors[replica] = self._starting[replica] = ReplicaActor(handle)
         try:
             pids = self._wait_for_start([actor.handle.start.remote() for actor in actors.values()])
-            for actor, pid in zip(actors.values(), pids, strict=True):
-                actor.pid, actor.shared_memory = pid, processes.shared_memory_below(pid)
-                actor.family = {pid, *(child.pid for child in processes.descendants(pid))}
+            hosts = self.gather([actor.handle.host.remote() for actor in actors.values()])
+            for actor, pid, host in zip(actors.values(), pids, hosts, strict=True):
+                actor.pid, actor.is_here = pid, host == processes.host_identity()
+                if actor.is_here:
+                    actor.shared_memory = processes.shared_memory_below(pid)
+                    actor.family = {pid, *(child.pid for child in processes.descendants(pid))}
         except BaseException:
             self._end(list(actors.values()))
             raise
@@ -232,20 +248,13 @@ class ReplicaActors:
         for actor in actors:
             ray.kill(actor.handle)
         deadline = time.monotonic() + CLOSE_SECONDS
-        while any(psutil.pid_exists(actor.pid) for actor in actors if actor.pid) and time.monotonic() < deadline:
+        while any(psutil.pid_exists(actor.pid) for actor in actors if actor.is_here) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for actor in actors:
+        for actor in (each for each in actors if each.is_here):
             # left when Ray killed the processes before they could remove it
             for path in actor.shared_memory | processes.cuda_memory(actor.family):
                 Path(path).unlink(missing_ok=True)
             processes.remove_sockets(actor.pid)
-
-
-def num_free_gpus() -> int:
-    """Ray's, without those that placement groups hold; actors of other runs may be on some."""
-    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    held = sum(bundle.get("GPU", 0) for group in groups for bundle in group["bundles"].values())
-    return int(ray.cluster_resources().get("GPU", 0) - held)
 
 
 def placement_options(config: ReplicaConfig, replica: int, *, cuda: bool) -> dict[str, Any]:

@@ -83,14 +83,14 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ one call, one answer
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of each request, in order.
+    async def generate(self, requests: Sequence[GenerationRequest], *, keeps_cache: bool = False) -> list[list[Completion]]:
+        """Completions of each request, in order. `keeps_cache`: what was cached before may be read, too.
 
         The same requests give the same tokens and bit for bit the same log-probs, at the same weights, when no other
         call runs: all enter the scheduler at once, with nothing cached.
         """
         samples = [RunningSample(request, sample) for request in requests for sample in range(request.num_samples)]
-        ended = await self._answers(samples)
+        ended = await self._answers(samples, keeps_cache=keeps_cache)
         completions = iter(await self._completions(ended))
         return [[next(completions) for _ in range(request.num_samples)] for request in requests]
 
@@ -101,13 +101,13 @@ class Generator:
         await self._forget_experts(ended)
         return [api.prompt_log_probs(output) for _, _, output in ended]
 
-    async def _answers(self, lives: Sequence[RunningSample]) -> list[Ended]:
+    async def _answers(self, lives: Sequence[RunningSample], *, keeps_cache: bool = False) -> list[Ended]:
         self.num_calls += 1
         answers = []
         for live in lives:
             live.answer = asyncio.get_running_loop().create_future()
             answers.append(live.answer)
-        await self._begin(lives)
+        await self._begin(lives, keeps_cache=keeps_cache)
         return await asyncio.gather(*answers)
 
     # ------------------------------------------------------------------------------------------------ a stream of groups
@@ -187,7 +187,7 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    async def _begin(self, lives: Sequence[RunningSample], *, yields_to_sync: bool = False) -> None:
+    async def _begin(self, lives: Sequence[RunningSample], *, yields_to_sync: bool = False, keeps_cache: bool = False) -> None:
         """Hand samples in as one batch.
 
         A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
@@ -203,7 +203,8 @@ class Generator:
                 requests = await self._core_requests(named, version, with_adapter)
                 if alone:
                     await api.pause(self._engine, "keep")
-                    await self._engine.reset_prefix_cache()
+                    if not keeps_cache:
+                        await self._engine.reset_prefix_cache()
                 self._live |= named
                 await api.submit(self._engine, requests, self)
             except Exception as error:  # noqa: BLE001 # whatever vLLM raises

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,20 @@ class ReplicaPool(ReplicaActors):
         ref = actor.handle.score.remote([tuple(map(int, ids)) for ids in sequences])
         actor.num_sent += 1
         return [scores.copy() for scores in self.gather([ref], timeout, [replica], "score")[0]]
+
+    def trace(self, replica: int, token_ids: Sequence[int], num_prompt: int, temperature: float, path: Path) -> None:
+        """A given response through the replica, prefilled and then a token at a time, with all tensors on the way in `path`.
+
+        An eager replica of one worker, on this machine, and of a family whose modules are known (vllm/serving/trace.py).
+        """
+        (actor,) = self._chosen([replica])
+        ref = actor.handle.trace.remote([int(token) for token in token_ids], num_prompt, temperature, str(path))
+        actor.num_sent += 1
+        self.gather([ref], None, [replica], "trace")
+
+    def forget_prefixes(self) -> None:
+        """Of all members."""
+        self._call(lambda actor: actor.forget_prefixes.remote(), CONTROL_SECONDS)
 
     # The steps of a sync (messages.py), driven by Publisher.
 

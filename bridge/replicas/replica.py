@@ -18,6 +18,7 @@ from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
+from bridge.replicas import places
 from bridge.replicas.generator import Generator
 from bridge.replicas.output import Output, find_errors
 from bridge.vllm.serving import api, routing
@@ -48,6 +49,7 @@ class Replica:
             RuntimeError: vLLM did not start; its own error text, that of its child processes included.
         """
         api.prepare_process()
+        places.let_gloo_reach_others()
         try:
             with self._output.capture(), api.noticing_failure(self._output.text):
                 self._engine = api.build_engine(self.config)
@@ -67,6 +69,10 @@ class Replica:
         self._watch = asyncio.create_task(self._generator.watch())
         return os.getpid()
 
+    async def host(self) -> str:
+        """Equal to that of other processes that see the same processes."""
+        return processes.host_identity()
+
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
         """See Generator."""
         return await self._generator.generate(requests)
@@ -83,6 +89,23 @@ class Replica:
     async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
         return await self._generator.score(sequences)
+
+    async def trace(self, token_ids: list[int], num_prompt: int, temperature: float, path: str) -> None:
+        """Go through a prompt and a given response as if it were sampled, and write every tensor on the way to `path`."""
+        request = GenerationRequest(
+            prompt_ids=tuple(token_ids[:num_prompt]), max_new_tokens=len(token_ids) - num_prompt, temperature=temperature
+        )
+        await self._engine.collective_rpc("megasync_begin_trace", args=(token_ids, num_prompt))
+        written = ""
+        try:
+            await self._generator.generate([request], keeps_cache=True)
+            written = path
+        finally:
+            await self._engine.collective_rpc("megasync_end_trace", args=(written,))
+
+    async def forget_prefixes(self) -> None:
+        """Nothing that was computed before is read again."""
+        await self._engine.reset_prefix_cache()
 
     async def silent_seconds(self) -> float:
         """How long vLLM's engine core has owed an answer; also where another call waits for it."""

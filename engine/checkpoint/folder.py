@@ -11,6 +11,7 @@ import torch
 
 from engine.engine import Engine
 from engine.resume import FORMAT, model_of
+from engine.wrap.optimizer import scaler_state
 
 STEP = re.compile(r"step_(\d{8})")
 
@@ -44,6 +45,7 @@ def index_header(engine: Engine, step: int) -> dict[str, Any]:
         "model": model(engine),
         "layout": layout(engine),
         "schedule": engine.schedule.state_dict(),
+        "loss_scaler": scaler_state(engine.optimizer),
         "random_seed": int.from_bytes(seed, "little"),
     }
 

@@ -15,6 +15,7 @@ from engine.checkpoint.state import Reader
 from engine.engine import Engine
 from engine.resume import from_weights, read_index
 from engine.runtime.random_state import derive_random_state, set_random_state
+from engine.wrap.optimizer import load_scaler_state
 
 MAX_NAMED = 5  # tensors in an error
 
@@ -35,6 +36,8 @@ def restore(folder: Path, engine: Engine) -> str | None:
         for shard in shards:
             reader.load(shard)
     engine.schedule.load_state_dict(index["schedule"])
+    if index.get("loss_scaler"):
+        load_scaler_state(engine.optimizer, index["loss_scaler"])
     now = layout(engine)
     if index["layout"] == now:
         set_random_state(_read_random_state(folder, engine))

@@ -5,5 +5,6 @@ families.py    how model families differ; gemma.py: the layers of Gemma 3
 stages.py      which layers each stage of the pipeline has (pure functions, no torch)
 vocabulary.py  a vocabulary that tensor parallelism does not divide
 recompute.py   what the backward pass computes again
+exact.py       the layers under model.exact
 lora.py        low-rank adapters on the frozen linears
 """

@@ -19,7 +19,7 @@ from engine.attention import context, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
-from engine.model import families, gemma, recompute, stages, vocabulary
+from engine.model import exact, families, gemma, recompute, stages, vocabulary
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.batch import Balance
 from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
@@ -29,7 +29,7 @@ from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class _LocalSpec:
@@ -38,7 +38,7 @@ class _LocalSpec:
     config: Any
     hf_config: Any
     has_vp_stage: bool
-    recomputes_activation = keeps_inputs_on_host = False
+    recomputes_activation = keeps_inputs_on_host = is_exact = False
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -56,6 +56,8 @@ class _LocalSpec:
                 recompute.use_recomputed_activation(layer)
             if self.hf_config.model_type == GEMMA:
                 gemma.use_layers(layer)
+        if self.is_exact:
+            exact.use_exact_layers(spec)
         return spec
 
 
@@ -113,6 +115,8 @@ def build_mbridge(
     use_fused, of_family = fused.is_enabled(engine.fusions), families.config_arguments(hf_config)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
+    bridge.is_exact = model.exact
+    of_family |= {"activation_func": exact.silu} if model.exact else {}
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=adds_gradients,
@@ -123,10 +127,12 @@ def build_mbridge(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         sequence_parallel=engine.parallel.sequence,
+        fp16=model.dtype == "float16",
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
-        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused else None,
+        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused or model.exact else None,
         **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
         **experts.config_arguments(hf_config, load_balancing),
@@ -171,7 +177,10 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
     """
     with contextlib.redirect_stdout(io.StringIO()):  # mbridge prints its parameter count on each rank
         chunks: list[torch.nn.Module] = bridge.get_model(
-            bf16=bridge.dtype is torch.bfloat16, wrap_with_ddp=False, data_parallel_random_init=False
+            bf16=bridge.dtype is torch.bfloat16,
+            fp16=bridge.dtype is torch.float16,
+            wrap_with_ddp=False,
+            data_parallel_random_init=False,
         )
     for chunk in chunks:
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
@@ -186,7 +195,17 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
             bridge.load_weights(chunks, str(path))
     except KeyError as missing:
         raise ValueError(f"model.path: {path} holds no tensor {missing}, which its config.json asks for") from missing
+    if bridge.dtype is torch.float16:
+        _check_range(chunks, path)
     return chunks
+
+
+def _check_range(chunks: list[torch.nn.Module], path: str | Path) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                message = f"model.dtype = float16: {global_name(chunk, name)} of {path} has values that float16 cannot hold"
+                raise ValueError(f"{message} (its largest is 65504). Remedy: write model.dtype=bfloat16")
 
 
 def gpt_model(chunk: torch.nn.Module) -> Any:

@@ -27,6 +27,7 @@ from engine.moe.experts import ExpertLinear, grouped_linear
 from engine.attention.latent import ReplicatedLinear
 from engine.runtime import workarounds
 from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, parallel_state as mpu, tensor_parallel
+from engine.model import exact
 from engine.model.build import global_name, gpt_model
 
 NamedLinears = Iterator[tuple[str, Any]]
@@ -112,7 +113,30 @@ class AdaptedExpertLinear(_Adapted, ExpertLinear):
         return output + grouped_linear(grouped_linear(inputs, factors[0], ends) * self.lora_scale, factors[1], ends)
 
 
+class _ExactAdapted(_Adapted):
+    """y = (W + scale B A) x, with the weight that the replicas get."""
+
+    def _whole(self, weight: torch.Tensor) -> torch.Tensor:
+        factors = self._factors()
+        return weight if factors is None else exact.merged(weight, *factors, self.lora_scale)
+
+
+class ExactAdaptedColumnParallelLinear(_ExactAdapted, exact.ExactColumnParallelLinear):
+    """Of the MLP."""
+
+
+class ExactAdaptedQkvLinear(_ExactAdapted, exact.ExactQkvLinear):
+    """Merged in megatron-core's order, multiplied in vLLM's."""
+
+
+class ExactAdaptedRowParallelLinear(_ExactAdapted, exact.ExactRowParallelLinear):
+    """Of attention and MLP."""
+
+
 ADAPTED = {
+    exact.ExactColumnParallelLinear: ExactAdaptedColumnParallelLinear,
+    exact.ExactQkvLinear: ExactAdaptedQkvLinear,
+    exact.ExactRowParallelLinear: ExactAdaptedRowParallelLinear,
     ColumnParallelLinear: AdaptedColumnParallelLinear,
     RowParallelLinear: AdaptedRowParallelLinear,
     ReplicatedLinear: AdaptedReplicatedLinear,

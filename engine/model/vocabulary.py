@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 ROWS_PER_RANK = 128  # each rank has a multiple of it, as Megatron-LM's --make-vocab-size-divisible-by, for fast matrix products
-HIDDEN_LOGIT = -1e30  # finite in bfloat16, so that 0 * HIDDEN_LOGIT is 0 in an entropy; exp underflows at any temperature
+HIDDEN_LOGIT = -1e30  # or the least of the dtype; finite, so that 0 * HIDDEN_LOGIT is 0 in an entropy; exp of it underflows
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
@@ -34,7 +34,7 @@ def hide_padding(logits: torch.Tensor, mbridge: Any) -> torch.Tensor:
     """
     if mbridge.padded_vocab_size > mbridge.vocab_size:
         first = mbridge.mpu.tp_rank * logits.shape[-1]
-        logits.data[..., max(0, mbridge.vocab_size - first) :] = HIDDEN_LOGIT
+        logits.data[..., max(0, mbridge.vocab_size - first) :] = max(HIDDEN_LOGIT, torch.finfo(logits.dtype).min)
     return logits
 
 

@@ -4,6 +4,7 @@ advantages.py  rewards become advantages (pure functions)
 correction.py  ratios of two policies by token or sequence, weights for off-policy rollouts (pure functions)
 loss.py        log-probs, GRPO and SFT losses (pure functions)
 entropy.py     the policy's entropy, for the log
+head.py        the output layer: its product, and reading its logits chunk by chunk
 logits.py      log-probs, entropy and greedy match from logits, in chunks where there are many
 metrics.py     what a step reports
 chosen.py      log-probs of a few samples, for the log

@@ -62,6 +62,7 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
     over the steps that were not, if there are any. `loss/total` is all that has gradients; `loss/kl` has no coefficient.
     """
     num_skipped = sum(sums["skipped"] for sums in history)
+    scale = history[-1].get("loss_scale", 0.0)
     history = [sums for sums in history if not sums["skipped"]] or history
     tokens = sum(sums["tokens"] for sums in history)
     average = {name: sum(sums[name] for sums in history) / len(history) for name in history[0]}
@@ -74,6 +75,8 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
         "train/response_tokens": tokens,
         "train/skipped_steps": num_skipped,
     }
+    if scale:
+        metrics["train/loss_scale"] = scale
     if algorithm.load_balancing:
         metrics["loss/load_balancing"] = average["balance"]
     if algorithm.name == "grpo":

@@ -7,5 +7,6 @@ workarounds.py   what is changed in megatron-core, megatron-fsdp and mbridge, an
 gloo.py          process groups on CPUs share their threads, and add in an order of their own
 parallel.py      process groups from a ParallelConfig
 memory.py        the setting of torch's allocator, and how much memory is in use
+deterministic.py what torch and NCCL are told for equal bits
 random_state.py  the states of all random generators, and going back to them
 """

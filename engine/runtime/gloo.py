@@ -54,5 +54,7 @@ _devices: dict[int, Any] = {}  # by process: one that was forked has none of its
 
 def _device() -> Any:
     if (process := os.getpid()) not in _devices:
-        _devices[process] = ProcessGroupGloo.create_default_device()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]  # which create_default_device does not look at
+        make = ProcessGroupGloo.create_device
+        _devices[process] = make(interface=interface) if interface else ProcessGroupGloo.create_default_device()
     return _devices[process]

@@ -188,6 +188,28 @@ def use_gradient_norm_in_float64() -> None:
     optimizer.get_grad_norm_fp32 = gradient_norm
 
 
+def unscale_gradients_wherever_they_are() -> None:
+    """float16's loss scale is taken out of the gradients that a rank has, and all ranks hear of an overflow.
+
+    With Megatron-FSDP's shards distrib_optimizer.py:2312 reads gradients of parameters of which a rank has no part (None), and
+    optimizer.py:511 tells of an overflow within the model-parallel group alone, beside which the data-parallel one stands.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    def unscale_and_check(self: Any) -> bool:
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        gradients = [clip_grads.to_local_if_dtensor(each.grad) for each in parameters if each.grad is not None]
+        self.found_inf.fill_(0.0)
+        if local := [each for each in gradients if each.numel()]:
+            torch._amp_foreach_non_finite_check_and_unscale_(local, self.found_inf, self.grad_scaler.inv_scale)
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX)
+        return bool(self.found_inf.item() > 0)
+
+    optimizer.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = unscale_and_check
+
+
 def fold_gradients_of_frozen_linears() -> None:
     """A frozen linear's backward pass is one matrix product, whatever the strides of its gradient [tokens, 1, out].
 

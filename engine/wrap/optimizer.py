@@ -1,10 +1,11 @@
-"""Adam, clipping and the learning-rate schedule: megatron-core's own, from an OptimizerConfig.
+"""Adam, clipping, the loss scale of float16 and the learning-rate schedule: megatron-core's own, from an OptimizerConfig.
 
 Leaves out gradients' reduction (table.py). Sources: megatron-core 0.16.1 optimizer/, optimizer_param_scheduler.py.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from engine.runtime.megatron import OptimizerParamScheduler, clip_grad_by_total_
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtype: torch.dtype, use_fused: bool = False) -> Any:
-    """megatron-core's optimizer over the wrapped chunks; fp32 main weights when `dtype` is bfloat16.
+    """megatron-core's optimizer over the wrapped chunks; fp32 main weights when `dtype` has 16 bits.
 
     With `use_fused`, Adam is one kernel and so is clipping.
     """
@@ -32,6 +33,10 @@ def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtyp
             adam_eps=config.epsilon,
             clip_grad=config.clip_grad_norm,
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
+            initial_loss_scale=config.loss_scale,
+            min_loss_scale=1.0,
+            hysteresis=1,  # each overflow costs a batch of rollouts, so that the scale falls at once
             params_dtype=dtype,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
             overlap_param_gather=ddp_config.overlap_param_gather,
@@ -39,6 +44,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[torch.nn.Module], dtyp
         chunks,
     )
     workarounds.use_gradient_norm_in_float64()
+    workarounds.unscale_gradients_wherever_they_are()
     if use_fused:
         workarounds.use_foreach_clipping()
         for group in (group for inner in inner_optimizers(optimizer) for group in inner.param_groups):
@@ -72,9 +78,38 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps:
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Norm of all gradients, the same on every rank; it does not change them. Call before `apply_gradients`."""
-    optimizer.prepare_grads()
+    """Norm of all gradients, the same on every rank, infinite where float16's have overflowed. Call before `apply_gradients`.
+
+    It does not change them, but for taking float16's loss scale out, which is changed for the next step.
+    """
+    if optimizer.prepare_grads():
+        return math.inf
     return float(optimizer.get_grad_norm())
+
+
+def loss_scale(optimizer: Any) -> float:
+    """What float16's loss is multiplied by now; 0 in other dtypes."""
+    scaler = _scaler(optimizer)
+    return 0.0 if scaler is None else float(scaler.scale)
+
+
+def scaler_state(optimizer: Any) -> dict[str, float] | None:
+    """What a checkpoint keeps of float16's loss scale; None in other dtypes."""
+    scaler = _scaler(optimizer)
+    return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
+
+
+def load_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
+    """Put back what `scaler_state` gave."""
+    scale = torch.tensor([state["scale"]])
+    _scaler(optimizer).load_state_dict({**{name: int(value) for name, value in state.items()}, "scale": scale})
+
+
+def _scaler(optimizer: Any) -> Any:
+    """megatron-core's DynamicGradScaler. There is one: the optimizer of experts would have its own (rules.py refuses them)."""
+    scalers = [member.grad_scaler for member in getattr(optimizer, "chained_optimizers", [optimizer])]
+    assert len(scalers) == 1 or not any(scalers)
+    return scalers[0] if scalers else None
 
 
 def apply_gradients(optimizer: Any, norm: float) -> None:

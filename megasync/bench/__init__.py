@@ -5,6 +5,7 @@ worker.py    one trainer rank of sync, rollout or staleness
 sync/        our weight sync beside other methods
 generation/  tokens a second, with LoRA and beside vLLM's own; staleness
 training/    training speed and memory by variant
+gap/         log-probs of trainer and vLLM, rung by rung
 equivalence/ every family in every layout against one rank, transformers, its folder and vLLM
 replicas/    vLLM's side of sync and generation
 common/      what several of them share

@@ -6,6 +6,7 @@ Starts the trainer ranks itself, then prints tables and, with --json, writes eve
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench staleness --config configs/bench_staleness.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench gap --config configs/bench_gap.yaml [key=value ...] [--json FILE]
     python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [key=value ...] [--json FILE] [--to FILE.md]
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from megasync.bench.common.results import Results, describe, write_results
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import run as equivalence
+from megasync.bench.gap import run as gap
 from megasync.bench.generation import report as generation
 from megasync.bench.prepare import prepare
 from megasync.bench.sync import report as sync
@@ -62,7 +64,7 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: measured; 2: the config is wrong, nothing was started; 1: failed while measuring, rounds before that count."""
     parser = argparse.ArgumentParser(prog="megasync bench", description=__doc__.splitlines()[0])
-    parser.add_argument("verb", choices=[*REPORTS, "train", "equivalence"], help="see docs/benchmarks.md")
+    parser.add_argument("verb", choices=[*REPORTS, "train", "gap", "equivalence"], help="see docs/benchmarks.md")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as bench.rounds=3")
     parser.add_argument("--config", required=True, metavar="FILE", help="such as configs/bench_cpu.yaml")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
@@ -75,10 +77,14 @@ def main(arguments: Sequence[str]) -> int:
         if given.picture is not None:
             check_picture(given.verb, given.picture)
         config = load_config(given.config, given.overrides, BenchRoot)
-        if given.verb in REPORTS:
+        if given.verb == "gap":
+            refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
+        elif given.verb in REPORTS:
             config = prepare(config, given.verb)
         else:
             config = (training if given.verb == "train" else equivalence).prepare(config)
+    if given.verb == "gap":
+        return gap.run(given.config, given.overrides, config, given.json)
     if given.verb == "train":
         return training.run(config, given.json)
     if given.verb == "equivalence":

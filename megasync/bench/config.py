@@ -14,6 +14,7 @@ METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py says what they
 NEED_GPUS = ("packed", "mbridge packed")
 CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # those that `all` stands for there
 GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))
+Rung = Literal["bfloat16", "bfloat16 head", "float16", "float16 head", "float32", "exact"]
 ShapeName = Literal["3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]
 SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/hf/shapes.py
 
@@ -48,6 +49,8 @@ class BenchConfig(Section):
     median_tokens: PositiveInt | None = None
     """rollout, staleness: lengths of responses are lognormal around it, at most rollout.max_new_tokens; null: all have that
     length, in staleness the median is an eighth of it."""
+    rungs: Annotated[tuple[Rung, ...], *OneOrMore] = ("bfloat16", "float16")
+    """gap: what is compared; head: with engine.head_dtype=float32."""
     num_batches: PositiveInt = 20
     """staleness: batches of data.batch_size prompts."""
 

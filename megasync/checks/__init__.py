@@ -4,10 +4,12 @@ check.py      all checks in order, and the command
 algorithm.py  keys of `algorithm` that go together
 banner.py     what a run will do, in words
 data.py       the data files and vLLM's arguments
+exact.py      what is not exact or deterministic
 episodes.py   what samples play, where that is more than one turn
 latent.py     multi-latent attention
 memory.py     layouts that cannot hold a batch
 resume.py     the checkpoint that the run would go on from
+settings.py   keys, ranks and the model's shape: what plans are checked by, too
 sizes.py      the model's sizes against the layout and the number of ranks
 unused.py     keys that have no effect beside others
 """

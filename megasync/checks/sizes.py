@@ -24,6 +24,8 @@ MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Parallel sizes divide the model; the adapters fit it."""
     _check_engine_divides(config, shape)
+    if config.model.dtype == "float16":
+        refuse(config, rules.float16_problem(shape.model_type, shape.num_experts))
     check_latent(config, shape)
     _check_lora(config, shape)
     check_recompute(config, shape)
@@ -47,6 +49,7 @@ def check_ranks(config: Config, world_size: int) -> None:
     refuse_if(world_size < 1, f"{world_size} ranks", remedy="start at least 1 rank")
     if found := rules.ranks_problem(parallel, world_size):
         raise ConfigError(found.message, choices=found.allowed, remedy=found.remedy)
+    _check_trainer_nodes(config, world_size)
 
 
 def _check_engine_divides(config: Config, shape: ModelShape) -> None:
@@ -154,6 +157,15 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
     remedy = "write more, or a lower rollout.max_model_len"
     is_small = rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed
     refuse_if(is_small, message, allowed=f"at least {needed}", remedy=remedy)
+
+
+def _check_trainer_nodes(config: Config, world_size: int) -> None:
+    nodes = config.run.trainer_nodes
+    message = f"run.trainer_nodes = {nodes}: does not divide the {world_size} trainer ranks"
+    good = ", ".join(str(number) for number in rules.divisors(world_size))
+    refuse_if(
+        nodes and world_size % nodes, message, choices=good, remedy="write one of the choices, or start another --num-ranks"
+    )
 
 
 def _check_placement(config: Config, world_size: int) -> None:

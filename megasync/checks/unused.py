@@ -35,8 +35,10 @@ REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
     (("algorithm.filter_factor",), "algorithm.filter_groups", (True,), "takes no other prompts"),
     (("algorithm.log_router_gap",), "algorithm.router_replay", ("rollout",), "is what the gap would be compared with"),
     (DECAY, "engine.optimizer.decay", ("cosine", "linear"), "lowers no learning rate"),
+    (("engine.optimizer.loss_scale",), "model.dtype", ("float16",), "scales no loss"),
     (("engine.recompute_modules",), "engine.recompute", ("selective",), "knows no modules"),
     (("engine.recompute_inputs",), "engine.recompute", ("full",), "keeps more than the inputs of layers"),
+    (("sync.log_full_every",), "sync.log", ("deltas",), "keeps no weights"),
     (("rollout.cache_on_update",), "rollout.on_update", ("continue",), "holds no samples"),
     (("rollout.offload_trainer",), "rollout.placement", ("colocated",), "leaves the trainer where it is"),
     (TEMPLATE_KEYS, "data.chat_template", (True,), "has no use for it"),
@@ -51,6 +53,7 @@ NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
         lambda config: config.algorithm.name == "sft" or config.rollout.max_staleness or config.algorithm.filter_groups,
         "rollout.max_staleness = 0 leaves no samples running at a sync",
     ),
+    (("engine.head_dtype",), lambda config: config.model.dtype != "float32", "model.dtype = float32 has it anyway"),
     (EVALUATION_KEYS, lambda config: config.data.eval, "data.eval is empty"),
     (
         ("checkpoint.keep", "checkpoint.asynchronous"),

@@ -18,10 +18,12 @@ from pathlib import Path
 from megasync.config.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
+VERSIONS = "versions"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EPISODES = "episodes"  # the folder of records
+STOP_FILE = "stop"
 
 
 def lock(run_folder: Path) -> int | None:
@@ -58,6 +60,16 @@ def has_results(run_folder: Path) -> bool:
     """Whether a run left steps, evaluations or checkpoints in it."""
     records = (run_folder / name for name in (METRICS_FILE, EVALUATIONS_FILE))
     return any(path.is_file() and path.stat().st_size for path in records) or any((run_folder / CHECKPOINTS).glob("step_*"))
+
+
+def is_asked_to_stop(run_folder: Path) -> bool:
+    """By whoever made the file `stop` in the run's folder, such as a batch system before its time limit."""
+    return (run_folder / STOP_FILE).exists()
+
+
+def forget_stop(run_folder: Path) -> None:
+    """At the start of a run, and at the end of one that had come to its end anyway."""
+    (run_folder / STOP_FILE).unlink(missing_ok=True)
 
 
 def set_aside(run_folder: Path) -> Path | None:

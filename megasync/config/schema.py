@@ -93,6 +93,8 @@ class RunConfig(Section):
     """Holds the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the order of data, of sampling and of dropout."""
+    deterministic: bool = False
+    """Two runs of one seed on machines of one kind have the same bits in every metric but times."""
     steps: PositiveInt = 100
     """Batches that are trained on."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
@@ -107,6 +109,9 @@ class RunConfig(Section):
     """Get config, metrics and samples beside the run's own files; [] for none. wandb runs offline where it finds no key."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
+    trainer_nodes: NonNegativeInt = 0
+    """Through submit: on how many nodes of the cluster the trainer's ranks are, as many on each (Ray's STRICT_SPREAD); 0: on as
+    few as have room (PACK)."""
     log_samples: NonNegativeInt = 2
     """How many responses of a step, and of each evaluation set, samples.jsonl keeps with prompt, reward and answer."""
 

@@ -192,7 +192,7 @@ def check_capability(gpus: Sequence[Gpu], use: GpuUse) -> list[Finding]:
         if gpu.capability < LEAST_CAPABILITY:
             found += error("GPU kind", f"{told}: torch and vLLM have no kernels for it", "take a GPU of 7.5 or newer")
         elif gpu.capability < BFLOAT16 and use.dtype == "bfloat16":
-            found += error("GPU kind", f"{told}: vLLM refuses bfloat16 below 8.0", "model.dtype=float32, or a newer GPU")
+            found += error("GPU kind", f"{told}: vLLM refuses bfloat16 below 8.0", "model.dtype=float16, or a newer GPU")
         if "exclusive" in gpu.mode.lower():
             seen = f"GPU {gpu.index}: compute mode {gpu.mode}: one process has it alone"
             make = error if use.is_colocated else warning

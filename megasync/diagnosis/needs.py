@@ -21,7 +21,7 @@ OBJECT_STORE_BYTES = 200 * 2**20  # of a Ray of the run's own (launch/ray_cluste
 SMALL_SEGMENTS_BYTES = 16 * 2**20  # vLLM's message queues, locks
 PROCESS_BYTES = {False: 0.4 * 2**30, True: 1.5 * 2**30}  # a process that has imported torch, without and with CUDA
 MOMENT_BYTES = 8  # Adam's two of a parameter, float32
-MAIN_BYTES = {"float32": 0, "bfloat16": 4}  # of a parameter's copy in float32, in memory
+MAIN_BYTES = {"float32": 0, "bfloat16": 4, "float16": 4}  # of a parameter's copy in float32, in memory
 SAVED_BYTES = MOMENT_BYTES + 4  # in a checkpoint beside the weights: there the copy is of either dtype
 CPU_CACHE_BYTES = 2**30  # vLLM's, where rollout.kv_cache_bytes is null
 

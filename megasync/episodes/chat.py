@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from megasync.episodes.messages import Fields, Message, MessageError, Tool, following, key, keys_of_histories, plain, plain_tools
 from megasync.episodes.parse import Parsed
 from megasync.episodes.record import Answers
@@ -69,8 +71,12 @@ class Model:
         self._by_message: dict[bytes, Answer] = {}
 
     async def complete(self, ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
-        """Sampled tokens after these. Those of an earlier call and its answer may begin them."""
-        turn = await self._sample(list(ids), max_new_tokens, stop)
+        """Sampled tokens after these. Those of an earlier call and its answer may begin them.
+
+        Raises:
+            ValueError: these are no token ids.
+        """
+        turn = await self._sample(token_ids_of(ids), max_new_tokens, stop)
         tokens = self.renderer.tokens
         token_ids = turn.token_ids.tolist()
         return Completion(token_ids, tokens.decode(tokens.without_stop(token_ids)), turn.finish_reason)
@@ -131,6 +137,8 @@ class Model:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Prompt, bytes, list[Tool]]:
         """With the history's key and the tools that were offered."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise MessageError(f"messages are of type {type(messages).__name__}: write a list of messages")
         if not messages:
             raise MessageError("there are no messages: write at least one, of the user")
         history, offered = [plain(message) for message in messages], plain_tools(tools)
@@ -139,7 +147,12 @@ class Model:
         return self.renderer.prompt(history, offered, answers, former), keys[-1], offered
 
     async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str]) -> Turn:
-        turn = await self.sampler(ids, max_new_tokens=max_new_tokens, stop=stop)
+        limit, stop = max_new_tokens, (stop,) if isinstance(stop, str) else stop
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"a limit of tokens is {limit!r:.80}: write a whole number from 1 on")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop = {stop!r:.80}: write a list of texts")
+        turn = await self.sampler(ids, max_new_tokens=limit, stop=stop)
         self.recorder.add(ids, turn)
         return turn
 
@@ -165,6 +178,21 @@ def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) ->
     """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
     told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
     return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
+
+
+def token_ids_of(given: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
+    """A list of what an episode has written as token ids.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(given, str) or np.ndim(given) != 1:
+        raise ValueError(f"token ids are of type {type(given).__name__}: write a list of whole numbers")
+    ids = list(given)
+    wrong = [each for each in ids if not isinstance(each, int | np.integer) or not 0 <= each < 2**31]
+    if wrong:
+        raise ValueError(f"token ids have {wrong[0]!r:.80} among them: write whole numbers from 0 to the vocabulary's end")
+    return ids
 
 
 def _message(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:

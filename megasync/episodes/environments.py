@@ -144,9 +144,17 @@ def _parts(step: Any) -> tuple[Any, float, bool, dict[str, float]]:
         observation, reward, terminated, truncated, info = step
         is_over = terminated or truncated
     else:
-        raise TypeError(f"step gave {type(step).__name__}, expected are (observation, reward, terminated, truncated, info)")
+        what = f"a {type(step).__name__} of {len(step)}" if isinstance(step, Sequence) else type(step).__name__
+        raise TypeError(f"step gave {what}, expected are (observation, reward, terminated, truncated, info)")
     numbers = {name: float(value) for name, value in (info or {}).items() if isinstance(value, int | float | bool)}
-    return observation, float(reward), bool(is_over), numbers
+    return observation, _number(reward), bool(is_over), numbers
+
+
+def _number(reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"step gave the reward {reward!r:.80}, a number is expected") from error
 
 
 async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
@@ -37,9 +38,13 @@ def plain(message: Mapping[str, Any]) -> Message:
     Raises:
         MessageError: it has no role, or content that is not text.
     """
+    if not isinstance(message, Mapping):
+        raise MessageError(f"a message is of type {type(message).__name__}: write role and content")
     role = message.get("role")
-    if not isinstance(role, str):
+    if role is None:
         raise MessageError(f"a message has no role: {dict(message)!r:.200}; write role: system, user, assistant or tool")
+    if role not in ROLES:
+        raise MessageError(f"a message's role is {role!r:.100}: write system, user, assistant or tool")
     made: Message = {"role": "system" if role == "developer" else role, "content": text_of(message.get("content"))}
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         made["reasoning"] = reasoning
@@ -99,9 +104,9 @@ def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     """
     made = []
     for tool in tools or ():
-        function = tool.get("function", tool)
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise MessageError(f"a tool has no name: {dict(tool)!r:.200}; write type: function, function: {{name, parameters}}")
+            raise MessageError(f"a tool has no name: {_shown(tool)}; write type: function, function: {{name, parameters}}")
         parameters = function.get("parameters") or function.get("input_schema") or {"type": "object", "properties": {}}
         description = function.get("description") or ""
         made.append(
@@ -112,12 +117,16 @@ def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
 
 def _call(call: Mapping[str, Any]) -> Message:
     """Arguments as an object where they are one: templates walk through it."""
-    function = call.get("function")
+    function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(f"a tool call has no function with a name: {dict(call)!r:.200}")
+        raise MessageError(f"a tool call has no function with a name: {_shown(call)}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # else as the model wrote it
             arguments = json.loads(arguments)
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **made} if call.get("id") else made
+
+
+def _shown(value: Any) -> str:
+    return repr(dict(value) if isinstance(value, Mapping) else value)[:200]

@@ -16,7 +16,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,10 @@ def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]
     if value is None:
         return None, {}, {}
     result = value if isinstance(value, Result) else Result(value)
+    for given, expected in ((result.metrics, "metrics"), (result.info, "info")):
+        if not isinstance(given, Mapping):
+            of_what = "a mapping of names to numbers" if expected == "metrics" else "a mapping"
+            raise BadValueError(f"returned {expected} of type {type(given).__name__}, {of_what} is expected")
     numbers: dict[str, Any] = dict(result.metrics)
     if result.reward is not None:
         numbers[""] = result.reward

@@ -8,17 +8,13 @@ Leaves out how it is called (program.py). No torch in here.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.named import IMPORT_PATH, digest_of_module, import_named
 from megasync.episodes.environments import play
-from megasync.rewards.resolve import IMPORT_PATH
 
 Episode = Callable[[Any, Any], Awaitable[Any]]
 REMEDY = "write rollout.episode=package.module:name, of an async function of (task, model) or a class with reset and step"
@@ -33,31 +29,25 @@ def resolve_episode(path: str) -> Episode:
     headline = f"rollout.episode = {path!r}"
     if not IMPORT_PATH.fullmatch(path):
         raise ConfigError(f"{headline}: is not the name of an episode", remedy=REMEDY)
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
-    found: Any = getattr(module, name, None)
+    module, found = import_named(path, headline)
+    name = path.partition(":")[2]
     if problem := _problem(found, module):
-        near = nearest_name(name, [other for other, value in vars(module).items() if callable(value)])
+        others = [other for other, value in vars(module).items() if callable(value) and other != name]
+        near = nearest_name(name, others)
         raise ConfigError(f"{headline}: {name} {problem}", nearest=near, remedy=REMEDY)
     return _of_class(found) if inspect.isclass(found) else found
 
 
 def identity(path: str) -> str:
     """The name, and a digest of the file that it is in: where it differs, episodes may."""
-    file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-    return f"{path} {hashlib.blake2b(Path(file).read_bytes() if file else b'').hexdigest()}"
+    return f"{path} {digest_of_module(path.partition(':')[0])}"
 
 
 def _problem(found: Any, module: Any) -> str:
     if found is None:
         return f"is not in {module.__file__}"
     if inspect.isclass(found):
-        has_begin = callable(getattr(found, "reset", None)) or callable(getattr(found, "init", None))
-        return "" if has_begin and callable(getattr(found, "step", None)) else "has no methods reset and step"
+        return _problem_of_class(found)
     if not (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__ if callable(found) else None)):
         return "is no async function"
     try:
@@ -67,8 +57,26 @@ def _problem(found: Any, module: Any) -> str:
     return ""
 
 
+def _problem_of_class(found: Any) -> str:
+    has_begin = callable(getattr(found, "reset", None)) or callable(getattr(found, "init", None))
+    if not has_begin or not callable(getattr(found, "step", None)):
+        return "has no methods reset and step"
+    try:
+        inspect.signature(found).bind(*["task"] * _takes_task(found))
+    except TypeError as error:
+        return f"cannot be made with a task: {error}"
+    return ""
+
+
+def _takes_task(environment: Any) -> bool:
+    """Whether it is made with the task. One whose arguments all have defaults is not, unless the first is called `task`."""
+    given = list(inspect.signature(environment).parameters.values())
+    positional = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return bool(positional) and (positional[0].default is inspect.Parameter.empty or positional[0].name == "task")
+
+
 def _of_class(environment: Any) -> Episode:
-    takes_task = len(inspect.signature(environment).parameters) > 0
+    takes_task = _takes_task(environment)
 
     async def episode(task: Any, model: Any) -> Any:
         return await play(environment(task) if takes_task else environment(), task, model)

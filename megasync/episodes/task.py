@@ -56,6 +56,8 @@ class Played:
     tool_seconds: float = 0.0  # of these, that it did not wait for the model
     num_failures: int = 0  # attempts that failed
     is_dropped: bool = False  # it failed, and has no part in its group
+    num_prompt: int = 0  # tokens of all turns' prompts
+    num_held: int = 0  # of these, that the replica had from the turn before, as far as the run knows
     metrics: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[TurnRecord, ...] = ()

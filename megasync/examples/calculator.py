@@ -13,7 +13,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,18 @@ async def episode(task: Any, model: Any) -> float:
     return float(answer.text == task.answer)
 
 
-def lines(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Of each file; what is held out is in no other one."""
+def pairs_of(seed: int) -> Iterator[tuple[int, int, bool]]:
+    """All factors in an order drawn from the seed, and whether they are held out."""
     pairs = [(left, right) for left in range(NUM_OPERANDS) for right in range(NUM_OPERANDS)]
     random.Random(seed).shuffle(pairs)
+    return ((*pair, place < NUM_HELD_OUT) for place, pair in enumerate(pairs))
+
+
+def lines(seed: int) -> dict[str, list[dict[str, str]]]:
+    """Of each file; what is held out is in no other one."""
     found: dict[str, list[dict[str, str]]] = {name: [] for name in ("warm_up", "warm_up_held_out", "train", "held_out")}
-    for place, (left, right) in enumerate(pairs):
+    for left, right, is_held_out in pairs_of(seed):
         question, call, product = f"{left}*{right}=", f"<{left}*{right}>", str(left * right)
-        is_held_out = place < NUM_HELD_OUT
         found["held_out" if is_held_out else "train"].append({"question": question, "answer": product})
         turns = found["warm_up_held_out" if is_held_out else "warm_up"]
         turns.append({"question": question, "answer": call})

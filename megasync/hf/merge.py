@@ -37,10 +37,9 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     from bridge.export.merge import merge_into
     from engine.checkpoint.hf_folder import finish_folder
 
-    fields, factors = read_fields(adapter), _factors(adapter)
+    fields, factors = read_fields(adapter), factors_of(adapter)
     _check_base(adapter, base)
-    rank, used = fields["r"], set[str]()
-    scale = fields["lora_alpha"] / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    rank, used, scale = fields["r"], set[str](), scale_of(fields)
     files = sorted(base.glob("*.safetensors"))
     for number, file in enumerate(files, start=1):
         tensors = load_file(file)
@@ -59,6 +58,12 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     finish_folder(target, base)
 
 
+def scale_of(fields: dict[str, Any]) -> float:
+    """What B A is multiplied by, by adapter_config.json."""
+    rank = fields["r"]
+    return float(fields["lora_alpha"] / (math.sqrt(rank) if fields.get("use_rslora") else rank))
+
+
 def _check_base(adapter: Path, base: Path) -> None:
     from safetensors import safe_open
 
@@ -68,7 +73,7 @@ def _check_base(adapter: Path, base: Path) -> None:
     refuse_if(then is not None and then != fingerprint(base), message, remedy="put its base model there")
 
 
-def _factors(adapter: Path) -> dict[str, Factors]:
+def factors_of(adapter: Path) -> dict[str, Factors]:
     """By the linear, or the parameter of all experts, in Hugging Face's names."""
     from safetensors.torch import load_file
 

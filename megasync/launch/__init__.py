@@ -1,7 +1,9 @@
 """What the launching verbs (submit, quickstart) share.
 
 driver.py       runs within a Ray job: one actor a trainer rank
-torchrun.py     torchrun on one machine
+cluster_room.py whether a run fits into a cluster's nodes
+render.py       job files for Slurm and KubeRay
+torchrun.py     torchrun for the ranks of this node
 included.py     packages and modules of the user's that travel with a job
 last_words.py   what a run that failed says last
 ray_cluster.py  a Ray of a run's own

@@ -21,7 +21,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megasync.launch.processes import run_and_leave
+from bridge.replicas.places import let_gloo_reach_others
+from megasync.config.files import is_asked_to_stop
+from megasync.config.load import load_config
+from megasync.launch.cluster_room import Demand, placement_problem
+from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
+from megasync.launch.scope import HOSTS
 
 PROGRAM = "megasync.train:main"
 GRACE_SECONDS = 5.0  # after the first failure, for a rank's death to become known too: it is the likelier cause
@@ -55,6 +60,8 @@ class TrainerRank:
     def run(self, program: str, arguments: Sequence[str], environment: dict[str, str]) -> int:
         """The program's exit code. An exception is the rank's own error, with its traceback."""
         os.environ.update(environment)
+        if int(environment[HOSTS]) > 1:
+            let_gloo_reach_others()
         module, _, function = program.partition(":")
         try:
             code = getattr(importlib.import_module(module), function)(list(arguments))
@@ -63,14 +70,15 @@ class TrainerRank:
         return code if isinstance(code, int) else int(code is not None)
 
 
-def start_ranks(num_ranks: int, gpus_per_rank: int) -> tuple[Any, list[Any]]:
-    """A placement group with one bundle a rank, and the actors in it.
+def start_ranks(num_ranks: int, gpus_per_rank: int, trainer_nodes: int = 0) -> tuple[Any, list[Any]]:
+    """A placement group and the actors in it: a bundle a rank, on as few nodes as may be, or a bundle each of `trainer_nodes`.
 
     Raises:
         RuntimeError: the cluster has no room for all ranks at once.
     """
-    bundle = {"CPU": 1.0} | ({"GPU": float(gpus_per_rank)} if gpus_per_rank else {})
-    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    ranks_each = num_ranks // trainer_nodes if trainer_nodes else 1
+    bundle = {"CPU": float(ranks_each)} | ({"GPU": float(gpus_per_rank * ranks_each)} if gpus_per_rank else {})
+    group = placement_group([bundle] * (num_ranks // ranks_each), strategy="STRICT_SPREAD" if trainer_nodes else "PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
         raise RuntimeError(
@@ -81,7 +89,7 @@ def start_ranks(num_ranks: int, gpus_per_rank: int) -> tuple[Any, list[Any]]:
     ranks = [
         actor.options(
             name=f"trainer-rank-{rank}",
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank // ranks_each),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
         ).remote()
         for rank in range(num_ranks)
@@ -89,8 +97,17 @@ def start_ranks(num_ranks: int, gpus_per_rank: int) -> tuple[Any, list[Any]]:
     return group, ranks
 
 
-def rank_environments(places: Sequence[Place], address: str, port: int) -> list[dict[str, str]]:
+def in_order_of_nodes(places: Sequence[Place], ranks: Sequence[Any]) -> tuple[list[Place], list[Any]]:
+    """Those of one node side by side, as under torchrun; Ray may place bundles in turns."""
+    nodes = list(dict.fromkeys(place.node for place in places))
+    order = sorted(range(len(places)), key=lambda rank: (nodes.index(places[rank].node), rank))
+    return [places[rank] for rank in order], [ranks[rank] for rank in order]
+
+
+def rank_environments(places: Sequence[Place], address: str, port: int, num_hosts: int = 1) -> list[dict[str, str]]:
     """What torchrun would set for each rank, from where the ranks were placed and where the first one has its store.
+
+    `num_hosts`: nodes of the cluster, on any of which replicas may be.
 
     As under torchrun all ranks of a node see each other's GPUs, and the local rank says which of them is the rank's own.
     """
@@ -107,6 +124,7 @@ def rank_environments(places: Sequence[Place], address: str, port: int) -> list[
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to open a store of its own
+                HOSTS: str(num_hosts),
                 **({"CUDA_VISIBLE_DEVICES": gpus} if gpu else {}),
             }
         )
@@ -151,12 +169,15 @@ def report_failure(first: Any, pending: list[Any], running: dict[Any, int]) -> i
     return 1
 
 
-def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int) -> int:
+def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int, trainer_nodes: int = 0) -> int:
     """Run the program on all ranks; the exit code is the run's."""
-    group, ranks = start_ranks(num_ranks, gpus_per_rank)
+    group, ranks = start_ranks(num_ranks, gpus_per_rank, trainer_nodes)
     try:
         places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks], timeout=PLACEMENT_SECONDS)]
-        environments = rank_environments(places, *ray.get(ranks[0].open_store.remote(), timeout=PLACEMENT_SECONDS))
+        places, ranks = in_order_of_nodes(places, ranks)
+        num_hosts = sum(node["Alive"] for node in ray.nodes())
+        address, port = ray.get(ranks[0].open_store.remote(), timeout=PLACEMENT_SECONDS)
+        environments = rank_environments(places, address, port, num_hosts)
         running = {
             rank.run.remote(program, list(arguments), environment): index
             for index, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
@@ -168,17 +189,34 @@ def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank:
         remove_placement_group(group)
 
 
+def was_stopped(arguments: Sequence[str]) -> bool:
+    """Whether the run ended because it was asked to. `arguments`: of megasync.train."""
+    config, *overrides = arguments
+    return is_asked_to_stop(load_config(config, overrides).run.folder)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0: done; else that of the rank that failed first."""
+    """Exit code 0: done; 75: stopped when asked to; else that of the rank that failed first."""
     parser = argparse.ArgumentParser(prog="python -m megasync.launch.driver", description=__doc__)
     parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument("--trainer-nodes", type=int, default=0, help="run.trainer_nodes")
+    parser.add_argument("--replicas", type=int, default=0, help="vLLM replicas that need GPUs of their own")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each of them, on one node")
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
     options = parser.parse_args(argv)
     ray.init(log_to_driver=True)
     gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
     try:
-        return drive(options.num_ranks, options.program, options.arguments, gpus_per_rank)
+        nodes = {
+            node["NodeManagerHostname"] + " " + node["NodeID"][:6]: node["Resources"] for node in ray.nodes() if node["Alive"]
+        }
+        demand = Demand(options.num_ranks, options.trainer_nodes, options.replicas, options.tensor_parallel)
+        if problem := placement_problem(nodes, demand):
+            print(problem, file=sys.stderr)
+            return REFUSED
+        code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes)
+        return STOPPED if code == 0 and options.program == PROGRAM and was_stopped(options.arguments) else code
     except (RuntimeError, GetTimeoutError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
         _wait_for_port(process, port, log)
         yield f"http://{LOOPBACK}:{port}"
     finally:
-        _end(process)
+        end_ray(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -88,9 +88,11 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False, "_temp_dir": folder}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
         variables = NO_IDLE_WORKERS | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+    forget_token = _use_own_token() if address == "local" else lambda: None
 
     def stop() -> None:
         ray.shutdown()
+        forget_token()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,6 +106,29 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own leaves with 15 (ray 2.60.0 _private/worker.py:1675)
     return stop
+
+
+def _use_own_token() -> Callable[[], None]:
+    """This process and the Ray that it starts know a token that nobody else knows, unless the user has said otherwise.
+
+    By itself Ray takes the one in ~/.ray, or writes it: two that start at once on a new machine can end with different ones. And
+    where `RAY_AUTH_MODE` was set after ray had been imported, its servers want a token and this process sends none (ray 2.60.0
+    _private/authentication/authentication_token_setup.py:104). Returns what forgets it.
+    """
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    def read_again() -> None:
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        read_again()
+        return lambda: None
+    own = ExitStack()
+    own.callback(read_again)
+    own.enter_context(environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}))
+    read_again()
+    return own.close
 
 
 @contextmanager
@@ -179,7 +204,7 @@ def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> No
         time.sleep(0.2)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_ray(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(STOP_SECONDS)

@@ -31,6 +31,7 @@ WATCH_SECONDS = 0.3
 SWEEP = 'read -r _; sleep 20; rm -rf "$0"'
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone
 LOOPBACK = "127.0.0.1"
+RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # what launchers of several nodes tell the ranks
 ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -41,11 +42,21 @@ ON_LOOPBACK = {
 }
 
 
+def ray_address(config: Config) -> str:
+    """Of the Ray that the replicas are to be in: the launcher's where it has started one for all nodes, else the config's."""
+    return os.environ.get(RAY_ADDRESS, config.rollout.ray_address)
+
+
+def num_hosts() -> int:
+    """On which ranks and replicas may be, by what the launcher has told this rank."""
+    return int(os.environ.get(HOSTS, "1"))
+
+
 def is_one_machine(config: Config) -> bool:
     """Whether all trainer ranks and replicas are on this machine, by what the launcher has told this rank."""
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"  # torchrun's
     is_local = os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost", "::1")
-    return config.rollout.ray_address == "local" and (is_one_node or is_local)
+    return ray_address(config) == "local" and num_hosts() == 1 and (is_one_node or is_local)
 
 
 def listen_on_loopback() -> None:

@@ -1,43 +1,61 @@
 """torchrun for the ranks of this machine: its store listens on the loopback alone, and nothing is left behind.
 
-Where a rank fails the last lines say which one and why, and for megasync.train how to go on, in place of torchrun's traceback.
+Where a rank fails the last lines say which one and why, and for megasync.train how to go on, in place of torchrun's traceback. Of
+several nodes (megasync/nodes/) each runs this, with the store that the head node has opened; who says last how to go on is then
+its launcher, which finds the cause in the file that TOLD names.
 
 python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
+python -m megasync.launch.torchrun --nnodes 2 --rdzv-endpoint HOST:PORT --rdzv-conf node=1 --nproc-per-node 2 -m ...
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from torch import distributed
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from bridge.transport.channel import open_store
+from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.launch.last_words import last_words
-from megasync.launch.processes import REFUSED, run_and_leave
+from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
 
-BACKEND = "loopback"
+dist: Any = distributed  # its stores are not typed
+
+BACKEND = "one-store"
+ENDPOINT, NODE = "--rdzv-endpoint", "node"
+TOLD = "MEGASYNC_TOLD"  # environment variable: where the cause of a failure is written, on one of several nodes
+STORE_SECONDS = 60
 TRAINER = "megasync.train"
 OF_MACHINE = (signal.SIGKILL, signal.SIGBUS)  # of Linux, where memory, or /dev/shm, is used up
 MACHINE = ": is there too little memory? `megasync doctor CONFIG` looks at this machine"
 
 
-class LoopbackRendezvous(StaticTCPRendezvous):
-    """Of one torchrun: there is nobody to wait for. The ranks use its store, too."""
+class OneStoreRendezvous(StaticTCPRendezvous):
+    """There is nobody to wait for: all nodes and ranks use the store at the endpoint; of one machine it is this process's."""
 
-    def __init__(self, run_id: str) -> None:
-        store = open_store(LOOPBACK)
-        super().__init__(LOOPBACK, store.port, rank=0, world_size=1, run_id=run_id, timeout=60)
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, 0)
+        limit = timedelta(seconds=STORE_SECONDS)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit) if port else open_store(host)
+        node = int(parameters.get(NODE, 0))
+        super().__init__(host, store.port, node, parameters.max_nodes, parameters.run_id, timeout=STORE_SECONDS)
         self._store = store
 
     def get_backend(self) -> str:
@@ -45,24 +63,36 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of the rank that failed, 1 where a signal ended it; 128 and its number where one ended this process."""
-    rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id))
+    """The exit code of the rank that failed, 1 where a signal ended it; 128 and its number where one ended this process; STOPPED
+    where the run has stopped because it was asked to.
+    """
+    rendezvous_handler_registry.register(BACKEND, OneStoreRendezvous)
     logging.disable(logging.ERROR)  # torchrun's own words on failed ranks
     code, problem = 0, ""
+    is_alone = ENDPOINT not in arguments
+    of_machine = [ENDPOINT, f"{LOOPBACK}:0", "--local-addr", LOOPBACK] if is_alone else []
     with run_scope():
         try:
-            run.main(["--rdzv-backend", BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK, *arguments])
+            run.main(["--rdzv-backend", BACKEND, *of_machine, *arguments])
         except ChildFailedError as error:
             code, problem = likely_cause(error.failures)
         except SignalException as error:
             code, problem = 128 + error.sigval, f"ended by {error.sigval.name}"
+    if code == 0 and TRAINER in arguments and is_asked_to_stop(trainer_config(arguments).run.folder):
+        return STOPPED
     if code not in (0, REFUSED):
         print(problem, file=sys.stderr)
-        if TRAINER in arguments:
-            config, *overrides = arguments[arguments.index(TRAINER) + 1 :]
+        if not is_alone and TOLD in os.environ:
+            Path(os.environ[TOLD]).write_text(problem, encoding="utf-8")
+        elif TRAINER in arguments:
             command = shlex.join([sys.executable, "-m", "megasync.launch.torchrun", *arguments])
-            print(last_words(load_config(config, overrides), command), file=sys.stderr)
+            print(last_words(trainer_config(arguments), command), file=sys.stderr)
     return code
+
+
+def trainer_config(arguments: Sequence[str]) -> Config:
+    config, *overrides = arguments[arguments.index(TRAINER) + 1 :]
+    return load_config(config, overrides)
 
 
 def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:

@@ -3,10 +3,7 @@
 The numbers come from the engine's own code: its model is built on torch's meta device with the shapes of one rank, and one
 micro-batch goes forward and backward through it while every storage that appears and goes is counted.
 
-tracker.py     counts the bytes of storages while code runs on meta tensors
-stand_ins.py   kernels and collectives that meta tensors cannot go through
-meta.py        one rank's model chunks on the meta device, in a world that needs no processes
-activations.py one micro-batch through them
+meta/          a rank's model chunks on the meta device, and one micro-batch through them
 request.py     what is asked for: ranks and hardware (no torch)
 shapes.py      what is known of a plan's model, layout and work (no torch)
 memory.py      bytes of a trainer rank by part

@@ -14,18 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import DTYPE_BYTES, EngineConfig
-from engine.wrap import ddp_fields
-from megasync.checks.algorithm import check_objective, check_routing
-from megasync.checks.sizes import check_engine, check_ranks, check_rollout
-from megasync.checks.unused import check_unused
-from megasync.config.errors import refuse_if
+from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape, model_shape
 from megasync.planning import seconds as times
-from megasync.planning.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.hardware import GIB, Hardware, seconds
 from megasync.planning.memory import RankMemory, rank_memory
-from megasync.planning.meta import Counts, build_rank, world
+from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
+from megasync.planning.meta.ranks import Counts, build_rank, world
 from megasync.planning.replicas import WorkerMemory, worker_memory
 from megasync.planning.shapes import Grid, Request, Work
 
@@ -113,18 +109,9 @@ def check(config: Config, num_ranks: int) -> ModelShape:
     Raises:
         ConfigError: the first thing that cannot work.
     """
-    check_ranks(config, num_ranks)
-    for name, value in config.engine.overrides.items():
-        reason = ddp_fields.refusal(config.engine.wrap, name, value)
-        refuse_if(reason, f"engine.overrides.{name} = {value!r}: {reason}", remedy=f"leave engine.overrides.{name} out")
-    check_objective(config)
-    check_unused(config)
-    refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a folder with a config.json")
+    check_settings(config, num_ranks)
     shape = model_shape(config.model.path)
-    check_engine(config, shape)
-    check_routing(config, shape)
-    if config.algorithm.name == "grpo":
-        check_rollout(config, shape, num_ranks)
+    check_layout(config, shape, num_ranks)
     return shape
 
 

@@ -1,7 +1,7 @@
 """Bytes of one trainer rank by part: weights, gradients and optimizer state by wrap, activations, buckets, what CUDA takes.
 
-A rank's peak is the larger one of its passes and of its optimizer step. Pure functions of counts; what they are is in meta.py
-and activations.py. Checked against engines' own storages (tests/megasync/planning) and measured peaks (docs/plan.md).
+A rank's peak is the larger one of its passes and of its optimizer step. Pure functions of counts (meta/ranks.py) and activations
+(meta/activations.py). Checked against engines' own storages (tests/megasync/planning) and measured peaks (docs/plan.md).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
-from megasync.planning.activations import Activations
 from megasync.planning.hardware import num_bytes
-from megasync.planning.meta import Counts
+from megasync.planning.meta.activations import Activations
+from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid
 
 PREFETCHED = 500_000_000  # elements that Megatron-FSDP gathers ahead (megatron_fsdp.py:444)
@@ -49,8 +49,8 @@ def state_bytes(counts: Counts, engine: EngineConfig, dtype: str, grid: Grid) ->
     is_sharded = SHARDS_PARAMETERS[engine.wrap]
     return {
         "weights": (own if is_sharded else counts.whole) * item,
-        "gradients": (own_trained if is_sharded else counts.trained) * (gradient if dtype == "bfloat16" else 4),
-        "optimizer": own_trained * (12 if dtype == "bfloat16" else 8),  # main weights in float32, and Adam's two moments
+        "gradients": (own_trained if is_sharded else counts.trained) * (gradient if dtype != "float32" else 4),
+        "optimizer": own_trained * (12 if dtype != "float32" else 8),  # main weights in float32, and Adam's two moments
     }
 
 

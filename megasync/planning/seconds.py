@@ -18,7 +18,7 @@ from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape
 from megasync.planning.hardware import Hardware, seconds, share
 from megasync.planning.lengths import decode_steps
-from megasync.planning.meta import Counts
+from megasync.planning.meta.ranks import Counts
 from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
 from megasync.planning.shapes import Grid, Work
 

@@ -1,6 +1,6 @@
 """What a plan is for: the config's layout over a number of ranks, and the work of a step. Pure functions; no torch in here.
 
-Leaves out the model's parameters (meta.py).
+Leaves out the model's parameters (meta/ranks.py).
 """
 
 from __future__ import annotations

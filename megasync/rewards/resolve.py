@@ -6,17 +6,14 @@ rewards = resolve_rewards({"exact_match": 1.0, "my_package.my_module:my_reward":
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.named import IMPORT_PATH, digest_of_module, import_named
 from megasync.rewards import functions
 from megasync.rewards.functions import exact_match, math_verify, reasoning_gym, token_count
 
@@ -26,7 +23,6 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "token_count": token_count,
 }
-IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
 LIST = re.compile(r"['\"]?(typing\.|collections\.abc\.)?(list|List|Sequence|Collection|Iterable|tuple|Tuple)\b")  # annotations
 
@@ -60,10 +56,8 @@ def identity(rewards: Sequence[Reward]) -> str:
     """Names, weights, and digests of the files that the functions are in: where it differs, the numbers may."""
     parts = []
     for reward in rewards:
-        module = sys.modules[functions.__name__ if reward.name in REWARDS else reward.name.partition(":")[0]]
-        file = getattr(module, "__file__", None)
-        source = Path(file).read_bytes() if file else b""
-        parts.append((reward.name, reward.weight, hashlib.blake2b(source).hexdigest()))
+        module = functions.__name__ if reward.name in REWARDS else reward.name.partition(":")[0]
+        parts.append((reward.name, reward.weight, digest_of_module(module)))
     return repr(parts)
 
 
@@ -88,13 +82,8 @@ def _import_function(path: str) -> Callable[..., Any]:
         choices = ", ".join([*REWARDS, "package.module:function"])
         near = nearest_name(path, REWARDS)
         raise ConfigError(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY)
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        remedy = "start where the module can be imported, or set PYTHONPATH"
-        raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
-    function: Any = getattr(module, function_name, None)
+    module, function = import_named(path, headline)
+    function_name = path.partition(":")[2]
     if function is None:
         problem = f"is not in {module.__file__}"
     elif not callable(function) or inspect.isclass(function):

@@ -11,6 +11,7 @@ progress.py    what a checkpoint keeps of all that
 records.py     what was trained, a file a step, from which it can be sampled again
 restore.py     which of these groups go on in a resumed run
 requests.py    what a replica is asked, a reward gets, and samples.jsonl keeps of one example
+token_lines.py  what samples.jsonl keeps of the tokens of a response or an episode
 ties.py        groups whose rewards are all equal
 evaluation.py  mean reward, avg@k and pass@k on held-out sets
 """

@@ -111,7 +111,8 @@ class Dispatcher:
                 break
             self._handed_out[group.key] = self._waiting.pop(0)
             group.begin(replica, self.version)
-            num_new = len(group.request.prompt_ids) - (num_held if replica == held_by else 0)
+            group.num_held = num_held if replica == held_by else 0
+            num_new = len(group.request.prompt_ids) - group.num_held
             group.expected_tokens = self.expected_tokens + num_new / group.request.num_samples
             self._add_load(replica, len(group.missing), group.expected_tokens)
             chosen.setdefault(replica, []).append(group)

@@ -46,6 +46,7 @@ class Group:
     is_wanted: bool = True  # whoever waited for it may have given up
     replica: int | None = None
     expected_tokens: float = 0.0  # of one sample
+    num_held: int = 0  # tokens of its prompt that its replica has computed
     task: Task | None = None  # what its members play, where they are episodes
     place: int = 0  # what has a lower one is handed out before
     begun_seconds: float = 0.0

@@ -20,7 +20,10 @@ from megasync.episodes.record import EnvironmentAnswer, TurnRecord
 from megasync.episodes.segments import Branch
 from megasync.episodes.task import Played
 
-OF_EPISODES = ("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "metrics", "info")
+OF_EPISODES = (
+    *("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "num_prompt", "num_held"),
+    *("metrics", "info"),
+)
 RECORDED = ("turns", "answers", "num_resumed", "is_anew")
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")

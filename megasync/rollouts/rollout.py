@@ -34,11 +34,11 @@ from megasync.rollouts.requests import (
     reward_inputs,
     sample_line,
     task_of,
-    token_fields,
     training_request,
 )
 from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.ties import TieWatch, tied_fraction
+from megasync.rollouts.token_lines import token_fields
 
 if TYPE_CHECKING:
     from bridge.generation import Completion
@@ -198,7 +198,7 @@ class Rollouts:
         return [
             sample_line(self.prompts, self._example(key), done, reward)
             | penalty_fields(self.config, done.num_sampled if isinstance(done, Played) else len(done.token_ids))
-            | ({} if isinstance(done, Played) else token_fields(self.prompts, done))
+            | token_fields(self.prompts, done)
             for key, done, reward in firsts
             if done and reward is not None
         ]

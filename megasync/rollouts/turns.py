@@ -111,6 +111,8 @@ class _Attempt:
     waited_seconds: float = 0.0  # for the model, while nothing else went on
     num_waiting: int = 0
     waits_since: float = 0.0
+    num_prompt: int = 0  # tokens of its turns' prompts
+    num_held: int = 0
 
     def wait(self) -> None:
         if self.num_waiting == 0:
@@ -230,6 +232,8 @@ class Episodes:
                 turn.is_wanted = False
                 self.drop_turns([turn])
         turn.before, attempt.last = None, turn  # or all would stay
+        attempt.num_prompt += len(turn.request.prompt_ids)
+        attempt.num_held += turn.num_held
         return Turn(done.token_ids, done.log_probs, done.weight_versions, done.finish_reason, done.routed_experts)
 
     def _flush(self) -> None:
@@ -300,6 +304,8 @@ def _played(attempt: _Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> P
         num_turns=len(turns),
         seconds=attempt.waited_seconds + ended.own_seconds,
         tool_seconds=ended.own_seconds,
+        num_prompt=attempt.num_prompt,
+        num_held=attempt.num_held,
         metrics=ended.metrics,
         info=ended.info,
         turns=records,

@@ -3,11 +3,13 @@
 loop.py        the order of things, on a page
 session.py     engine, weights, rollouts and log, put together
 weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
+versions.py    the log of every version
 canary.py      scores that tell damaged weights
 placement.py   who uses shared GPUs when
 clock.py       where the time goes, by phase
 ending.py      the summary, the last lines, a report in any case
 rank_zero.py   work that rank 0 does for all ranks
 distribute.py  the tokens of a batch to the ranks that train on them
+sameness.py    tokens on whose log-probs both sides agree
 heartbeat.py   ranks that are alive but stuck are found and ended
 """

@@ -43,7 +43,12 @@ class Canary:
     """Of one run. Methods are collective."""
 
     def __init__(
-        self, sequences: Sequence[Sequence[int]], tolerance: float, answer_seconds: float, note: Callable[[str], None]
+        self,
+        sequences: Sequence[Sequence[int]],
+        tolerance: float,
+        answer_seconds: float,
+        note: Callable[[str], None],
+        remedy: Callable[[int], str] = lambda _: "",
     ) -> None:
         """
         Args:
@@ -51,8 +56,10 @@ class Canary:
             tolerance: the largest mean of |gap| over all tokens, in nats.
             answer_seconds: of a replica; one that takes longer is left to those who look after replicas.
             note: says something to the user.
+            remedy: what to do about weights of a version that both sides compute otherwise.
         """
         self.sequences, self.tolerance, self.answer_seconds, self.note = sequences, tolerance, answer_seconds, note
+        self.remedy = remedy
         self._num_compared, self._seconds = 0, 0.0
         self._own: Scores = []
 
@@ -80,7 +87,7 @@ class Canary:
             reason = read_back_difference(*publisher.differing(replica))
             raise CanaryError(
                 f"sync of version {version}: replica {replica} scores prompts otherwise than the trainer, by {gap:.3g} a token "
-                f"on average, and sync.canary_tolerance = {self.tolerance:g}: {reason}"
+                f"on average, and sync.canary_tolerance = {self.tolerance:g}: {reason}{self.remedy(version)}"
             )
         return {"sync/canary_gap": gap, **seconds}
 
@@ -100,7 +107,18 @@ def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | 
     """None where it is switched off. `data` is rank 0's. Collective."""
     tolerance = config.sync.canary_tolerance
     sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
-    return Canary(sequences, tolerance, config.rollout.answer_timeout_seconds, log.note) if tolerance and sequences else None
+    if not sequences:
+        return None
+    most = 0.0 if config.model.exact else tolerance or 0.0
+    seconds = config.rollout.answer_timeout_seconds
+    return Canary(sequences, most, seconds, log.note, lambda version: bisect_remedy(config, version))
+
+
+def bisect_remedy(config: Config, version: int) -> str:
+    """The command that leads both sides through a response, module by module: of this version where its weights are kept."""
+    step = f" --step {version}" if config.sync.log == "deltas" else ""
+    of = "" if step else ", of the newest checkpoint (sync.log=deltas keeps every version)"
+    return f"; `megasync bisect {config.run.folder}{step}` names the first module that computes otherwise{of}"
 
 
 def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:

@@ -22,11 +22,12 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
 from torch import distributed
+
+from bridge.processes import host_identity
 
 dist: Any = distributed  # its stores are not typed
 
@@ -210,5 +211,4 @@ def store_address() -> tuple[str, int]:
 
 def process_identity(pid: int) -> str:
     """Of one process of one host, as seen from processes that can signal each other; psutil.NoSuchProcess where it is gone."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {pid} {psutil.Process(pid).create_time()}"
+    return f"{host_identity()} {pid} {psutil.Process(pid).create_time()}"

@@ -27,6 +27,7 @@ def train_grpo(session: Session) -> None:
             batch = engine.prepare(rollout.samples)
         with session.span("train"):
             metrics = {**rollout.metrics, **engine.update(batch)}
+        metrics |= session.compare(batch)
         session.log_samples(rollout, batch)
         synced = session.publish(version=step + 1, trained=metrics)
         session.log_step({**metrics, **synced})

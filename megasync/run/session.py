@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import psutil
 
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
+from engine.batch.batch import SampleTable
 from engine.engine import Engine, MiniBatch
 from engine.runtime import memory, parallel
+from engine.runtime.deterministic import use_deterministic
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
-from megasync.config.files import CHECKPOINTS, set_aside
+from megasync.config.files import CHECKPOINTS, forget_stop, is_asked_to_stop, set_aside
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
@@ -29,14 +32,15 @@ from megasync.reporting.page import advice_lines, write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, load_progress, save_progress
-from megasync.rollouts.requests import first_of_groups, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
+from megasync.rollouts.token_lines import rows_of_first_members, with_trainer_log_probs
 from megasync.run.canary import build_canary
 from megasync.run.clock import StepClock
 from megasync.run.distribute import TokenScatter
 from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
+from megasync.run.sameness import compare
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
@@ -51,6 +55,8 @@ class Session:
         self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
+        if config.run.deterministic:
+            use_deterministic()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.checkpoints = config.run.folder / CHECKPOINTS
@@ -61,7 +67,7 @@ class Session:
         self.progress = Progress(num_trained=self.first_step * config.data.batch_size)
         if self.last_checkpoint:
             self.progress = load_progress(self.last_checkpoint) or self.progress
-        former = None if self.last_checkpoint else on_rank_zero(lambda: set_aside(config.run.folder))
+        former = on_rank_zero(self._begin_folder)
         self.engine = Engine(
             config.model,
             config.engine,
@@ -85,11 +91,18 @@ class Session:
         self.weights = Weights(config, self.engine, self.log)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
+        self.is_stopped = False  # before all steps were done, because it was asked to
+        self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
         self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
         if self.layout.rank == 0 and (problem := self._write_plan()):
             self.log.note(problem)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
+
+    def _begin_folder(self) -> Path | None:
+        """Where the results of a former run are now, from which this one does not go on. On rank 0."""
+        forget_stop(self.config.run.folder)
+        return None if self.last_checkpoint else set_aside(self.config.run.folder)
 
     def _write_plan(self) -> str | None:
         """plan.json, on rank 0; a note where there can be none."""
@@ -101,11 +114,14 @@ class Session:
     # ------------------------------------------------------------------------------------------------ steps and log
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left; times them."""
+        """The steps that are left, or until the run is asked to stop; times them."""
         for step in range(self.first_step, self.config.run.steps):
             self.step = step
             if step == self.first_step:
                 self.clock.start()
+            elif on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
+                self.step, self.is_stopped = step - 1, True
+                return
             yield step
 
     @contextlib.contextmanager
@@ -122,13 +138,24 @@ class Session:
         times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
         self.log.step(self.step + 1, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
 
+    def compare(self, trained: Sequence[MiniBatch]) -> dict[str, float]:
+        """model.exact: what sameness.compare finds in the step's batch, on rank 0; else nothing. Collective."""
+        if not self.config.model.exact or self.generated is None:
+            return {}
+        everyone = range(len(self.generated))
+        log_probs = self.engine.old_log_probs(trained, self.generated, everyone)
+        recomputes = self.config.rollout.cache_on_update == "recompute"
+        return compare(self.generated.samples, log_probs, self.step, recomputes=recomputes) if self.layout.rank == 0 else {}
+
     def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
         """Write the step's first responses down, with what both sides say of their tokens."""
-        chosen = first_of_groups(rollout.samples.columns["group"], self.config.run.log_samples)
+        columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
+        rows = rows_of_first_members(columns["group"], columns["member"], number)
         lines, self.unlogged = self.unlogged, []
-        if chosen and not self.config.rollout.episode:  # lines of episodes have no fields of tokens
-            log_probs = self.engine.old_log_probs(trained, rollout.samples, chosen)
-            lines = [with_trainer_log_probs(*each) for each in zip(lines, log_probs, strict=True)]
+        if chosen := [row for of_member in rows for row in of_member]:
+            log_probs = iter(self.engine.old_log_probs(trained, rollout.samples, chosen))
+            told = [list(islice(log_probs, len(of_member))) for of_member in rows]
+            lines = [with_trainer_log_probs(*each) for each in zip(lines, told, strict=True)] if lines else []
         self.log.samples(self.step + 1, lines)
         if self.rollouts is not None:
             self.rollouts.record(self.step + 1)
@@ -190,6 +217,7 @@ class Session:
             batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
             with self.span("scatter"):
                 samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
+            self.generated = batch.samples
             self.weights.devices.acquire_for_training()
         return RolloutBatch(samples, batch.metrics)
 
@@ -298,6 +326,9 @@ class Session:
     def finish(self) -> str:
         """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last."""
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
+        if self.is_stopped:
+            return self._stop(done)
+        on_rank_zero(lambda: forget_stop(self.config.run.folder))
         if self._is_unsaved(done) and self.config.checkpoint.every_steps:
             self._checkpoint(done)
             self.finish_checkpoint()
@@ -317,6 +348,17 @@ class Session:
             self.log.note(line)
         return closing_lines(self.config, found)
 
+    def _stop(self, done: int) -> str:
+        """Where the run was asked to: a checkpoint, and no more, since who asks has little time."""
+        if self._is_unsaved(done):
+            self._checkpoint(done)
+            self.finish_checkpoint()
+        if self.layout.rank != 0:
+            return ""
+        self.log.timeline.write()
+        write_unfinished_report(self.config.run.folder)
+        return f"stopped after step {done}, as asked; checkpoint: {self.last_checkpoint}; the same command goes on from it"
+
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
 
@@ -324,7 +366,7 @@ class Session:
         """
         if not is_done:
             self.heartbeat.close()
-            self.log.samples(self.step, self.unlogged)  # of the step that failed
+            self.log.samples(self.step + 1, self.unlogged)  # of the step that failed
         if self.saving is not None:
             self.saving.give_up(GIVE_UP_SECONDS)
         if self.rollouts is not None:

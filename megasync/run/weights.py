@@ -30,10 +30,12 @@ from engine.runtime import parallel
 from megasync.config.schema import Config
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
+from megasync.launch.scope import num_hosts, ray_address
 from megasync.reporting.log import RunLog
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
 from megasync.run.rank_zero import TooFewReplicasError, control_group, on_rank_zero
+from megasync.run.versions import VersionLog
 
 MERGE_ERROR_NOTE = 0.5
 SYNC_ATTEMPTS = 3
@@ -48,6 +50,7 @@ class Weights:
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.canary: Canary | None = None
+        self.version_log: VersionLog | None = None
         self.syncs: list[dict[str, float]] = []
         self.devices = DeviceSharing(config, engine, log.timeline)
         self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
@@ -77,7 +80,8 @@ class Weights:
             if canary is not None:
                 canary.score_by_trainer(self.engine)
             report = self._publish(version)
-            found = canary.compare(version, self.pool, self.publisher) if canary is not None else {}
+            found = self._log_version(version)  # before the canary may stop the run: the version can be looked at then
+            found |= canary.compare(version, self.pool, self.publisher) if canary is not None else {}
         for stage in report.stages:
             self.log.timeline.add(stage.name, "sync", stage.start, stage.end, {"version": version})
         metrics = {
@@ -92,6 +96,13 @@ class Weights:
             metrics["lora/merge_error"] = self._merge_error()
         self.syncs.append(metrics)
         return metrics
+
+    def _log_version(self, version: int) -> dict[str, float]:
+        """Into the run's log of versions, where it keeps one; metrics."""
+        if self.config.sync.log == "off":
+            return {}
+        self.version_log = self.version_log or VersionLog(self.config, self.exporter, first_version=version)
+        return self.version_log.write(version)
 
     def _publish(self, version: int) -> SyncReport:
         assert self.publisher is not None
@@ -184,7 +195,7 @@ class Weights:
     def _start_pool(self) -> None:
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gpus = devices_for_ray(visible_devices(), num_local_ranks, is_colocated=self.config.rollout.is_colocated)
-        if (stop_ray := start_ray(self.config.rollout.ray_address, gpus)) is not None:
+        if (stop_ray := start_ray(ray_address(self.config), gpus)) is not None:
             self._ends.callback(stop_ray)
         self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
         self._ends.callback(self.pool.close)
@@ -196,6 +207,9 @@ def replica_config(config: Config) -> ReplicaConfig:
     return ReplicaConfig(
         model_path=str(Path(config.model.path).resolve()),
         dtype=config.model.dtype,
+        head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
+        is_deterministic=config.run.deterministic,
+        is_exact=config.model.exact,
         tensor_parallel=rollout.tensor_parallel,
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
@@ -225,7 +239,9 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
 
 
 def transport(config: Config) -> str:
-    """sync.transport, with what `auto` means for this run."""
+    """sync.transport, with what `auto` means for this run: shared memory is one host's."""
+    if num_hosts() > 1 and config.sync.transport == "auto" and not config.rollout.is_colocated:
+        return "nccl"
     return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated)
 
 

@@ -46,7 +46,7 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
         config = load_config(run / CONFIG_FILE, overrides)
         weights = folder or _weights_of(run, step, scratch)
         name = f"{_short(run)}, {'its final weights' if weights == run / HF else weights.parent.name}"
-        return Source(_to_serve(config, weights), name if weights.parent != scratch else f"{_short(run)}, adapter merged", True)
+        return Source(to_serve(config, weights), name if weights.parent != scratch else f"{_short(run)}, adapter merged", True)
     if step is not None:
         raise ConfigError(f"--step {step}: {target} is no run", remedy="leave --step out, or name a run's folder")
     if not target.is_dir():
@@ -65,7 +65,7 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
         remedy = "name a run's folder (config.yaml), a checkpoint (step_...) or a Hugging Face folder (config.json)"
         raise ConfigError(f"{target}: neither a run, nor a checkpoint, nor a model", holds=holds, remedy=remedy)
     check_model_folder(target)
-    return Source(_to_serve(_config_for(target, scratch, overrides), target), str(target), False)
+    return Source(to_serve(_config_for(target, scratch, overrides), target), str(target), False)
 
 
 def source_of_version(run: Path, scratch: Path, version: int, overrides: list[str]) -> Source:
@@ -74,7 +74,7 @@ def source_of_version(run: Path, scratch: Path, version: int, overrides: list[st
         scratch.mkdir()
         return find_source(run, scratch, version, overrides)
     config = load_config(run / CONFIG_FILE, overrides)
-    return Source(_to_serve(config, Path(config.model.path)), config.model.path, True)
+    return Source(to_serve(config, Path(config.model.path)), config.model.path, True)
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:
@@ -116,7 +116,7 @@ def _has_template(folder: Path) -> bool:
     return (folder / "chat_template.jinja").is_file() or (path.is_file() and bool(read_json_object(path).get("chat_template")))
 
 
-def _to_serve(config: Config, weights: Path) -> Config:
+def to_serve(config: Config, weights: Path) -> Config:
     """Whole weights, on GPUs of their own, with nothing of the training."""
     rollout = {"placement": "separate", "max_staleness": 0, "on_update": "drain"}
     return config.model_copy(

@@ -18,7 +18,6 @@ from engine.runtime import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
 from engine.runtime.megatron import parallel_state as mpu
-from engine.objective.logits import LogProbs
 from engine.sample import Sample
 from megasync.bench.equivalence.measure import forget_wrappers, leave_groups
 
@@ -69,6 +68,7 @@ def engine(
         recompute=options.pop("recompute", "none"),
         **{name: options.pop(name) for name in ("recompute_modules", "recompute_inputs") if name in options},
         logits_chunk_tokens=options.pop("logits_chunk_tokens", 8192),
+        head_dtype=options.pop("head_dtype", "model"),
         fusions=options.pop("fusions", "auto"),
         kernels=options.pop("kernels", "auto"),
         gradient_dtype=options.pop("gradient_dtype", "float32"),
@@ -76,7 +76,7 @@ def engine(
         optimizer=OptimizerConfig(**optimizer),
         lora=LoraConfig(**options.pop("lora", {})),
     )
-    model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"))
+    model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"), exact=options.pop("exact", False))
     num_steps = options.pop("num_steps", 10)
     names = ("weights_path", "adapter_path", "max_new_tokens", "temperature")
     start = {name: options.pop(name) for name in names if name in options}
@@ -259,7 +259,7 @@ def negated_export(path: str) -> dict[str, Any]:
 
 def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
     """Of each sample's response tokens, by the code that training runs; on every rank."""
-    return built._response_values(samples, LogProbs(built.temperature, built.use_fused))
+    return built._response_values(samples, built._log_probs(built.temperature))
 
 
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 config.yaml  the run
 cases.py     which process gets which signal, and when
+episodes.py  the episodes of a run whose samples are such, one of which does what its case says
 program.py   the training program with a replica that signals itself in a given phase, and a record of all that is trained on
 worker.py    what that adds to a vLLM worker
 orders.py    what these processes share through a folder

@@ -16,7 +16,8 @@ PHASES = ("generating", "pausing", "receiving", "committing", "starting")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 PARTS = ("core", "actor")  # the processes of a replica: vLLM's engine core, and the Ray actor around it
 VERSION, BUCKET, REPLICA = 2, 7, 1
-UNDISTURBED = "undisturbed"
+UNDISTURBED, OF_EPISODES = "undisturbed", "episodes-undisturbed"
+NUM_FAILURES = {"hangs": 1, "blocks": 1, "raises": 1, "is-killed": 1, "floods": 0, "forks": 0}  # counted, of each deed
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
     bucket: int = BUCKET
     step: int = 0
     offset: float = 0.0
+    episode: str = ""  # what one of them does (episodes.py), where samples are episodes
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -53,6 +55,18 @@ def all_cases(num_points: int, num_steps: int, num_ranks: int, seed: int) -> lis
         rank = draw.randrange(1, num_ranks) if point % 2 and num_ranks > 1 else 0
         signal, step, offset = SIGNALS[point // 2 % 2], draw.randrange(-1, num_steps), draw.random()
         found.append(Case(f"rank{rank}-{point:02d}-{signal}", "rank", rank, signal, step=step, offset=offset))
+    return found
+
+
+def episode_cases(num_steps: int, num_ranks: int, seed: int) -> list[Case]:
+    """Samples are episodes: undisturbed, what a tool may do, a replica in the midst of a turn, and ranks that are killed."""
+    found = [Case(OF_EPISODES, "none"), *(Case(f"episode-{deed}", "none", episode=deed) for deed in NUM_FAILURES)]
+    for signal, part in product(SIGNALS, PARTS):
+        found.append(Case(f"episodes-turn-{part}-{signal}", "replica", REPLICA, signal, "generating", part))
+    draw = random.Random(seed)
+    for rank in range(num_ranks):
+        step, offset = draw.randrange(1, num_steps - 1), draw.random()
+        found.append(Case(f"episodes-rank{rank}-SIGKILL", "rank", rank, "SIGKILL", step=step, offset=offset))
     return found
 
 

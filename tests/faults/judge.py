@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import orders
-from tests.faults.cases import Case
+from tests.faults.cases import NUM_FAILURES, Case
 from megasync.config.files import CHECKPOINTS, METRICS_FILE
 
 MAX_GAP = 1e-3  # between log-probs of the same weights in vLLM and in transformers; of others it is about 1e-1
@@ -54,6 +54,7 @@ def judge(case: Case, folder: Path, run_folder: Path, model: Path, expected: Exp
     metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     if [line["version"] for line in metrics] != list(range(1, expected.num_steps + 1)):
         verdict.problems.append(f"metrics.jsonl has versions {[line['version'] for line in metrics]}")
+    verdict.problems += find_wrong_failures(metrics, case)
     verdict.num_starts, problems = count_starts(orders.read_notes(folder, orders.STARTS), case, expected)
     verdict.problems += problems
     score = scorer(model, run_folder / CHECKPOINTS)
@@ -100,6 +101,13 @@ def find_wrong_versions(lines: Iterable[Mapping[str, Any]], max_staleness: int) 
     return problems
 
 
+def find_wrong_failures(metrics: Iterable[Mapping[str, Any]], case: Case) -> list[str]:
+    """Of episodes: the one that was told to fail is counted, and no other."""
+    found = sum(int(line.get("episode/failures", 0)) for line in metrics)
+    wanted = NUM_FAILURES[case.episode] if case.episode else 0
+    return [f"{found} episodes failed, {wanted} were to"] if found != wanted else []
+
+
 def find_steps_back(commits: Iterable[Mapping[str, Any]]) -> list[str]:
     """A replica's process is only ever brought to later versions, or once more to one whose sync failed elsewhere."""
     last: dict[tuple[int, int], int] = {}
@@ -129,11 +137,14 @@ def largest_gap(lines: Iterable[Mapping[str, Any]], score: Scores) -> tuple[floa
     """To the version that each token is of, the largest; to the version before that, the median."""
     own, other = [0.0], [0.0]
     for line in lines:
-        first = len(line["prompt"]) - 1
         for sample in line["samples"]:
-            text = [*line["prompt"], *sample["tokens"]]
+            prompt = sample.get("prompt", line["prompt"])
+            first, text = len(prompt) - 1, [*prompt, *sample["tokens"]]
+            sampled = sample.get("sampled", [True] * len(sample["tokens"]))
             scores = {version: score(version, text)[first:] for version in {*sample["versions"]}}
             for place, (version, log_prob) in enumerate(zip(sample["versions"], sample["log_probs"], strict=True)):
+                if not sampled[place]:
+                    continue
                 own.append(abs(scores[version][place] - log_prob))
                 if version > 0 and place == 0:
                     other.append(abs(score(version - 1, text)[first] - log_prob))

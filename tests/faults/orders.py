@@ -15,7 +15,7 @@ from bridge.vllm.serving.api import REPLICA_PID
 from tests.faults.cases import Case
 
 FOLDER = "MEGASYNC_BENCH_FAULTS"  # environment variable of a run's processes: the case's folder
-CASE_FILE, SIGNALLED_FILE = "case.json", "signalled.json"
+CASE_FILE, SIGNALLED_FILE, DEED_FILE = "case.json", "signalled.json", "deed"
 STARTS, COMMITS, TRAINED = "starts.jsonl", "commits.jsonl", "trained.jsonl"
 
 
@@ -25,6 +25,15 @@ def folder() -> Path:
 
 def read_case() -> Case:
     return Case.from_json((folder() / CASE_FILE).read_text(encoding="utf-8"))
+
+
+def is_first(name: str) -> bool:
+    """Whether no process of this run has asked that before."""
+    try:
+        os.close(os.open(folder() / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def note(name: str, **fields: Any) -> None:

@@ -13,13 +13,14 @@ import dataclasses
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from bridge.config import ReplicaConfig
 from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from megasync import train
+from megasync.episodes.task import Played
 from megasync.run import weights
 from tests.faults import orders
 from megasync.launch.processes import run_and_leave
@@ -27,6 +28,7 @@ from megasync.rollouts import rollout
 from megasync.rollouts.stream import RolloutStream
 
 if TYPE_CHECKING:
+    from bridge.generation import Completion
     from megasync.rollouts.group import Group
     from megasync.rollouts.progress import Progress
 
@@ -98,16 +100,23 @@ class RecordedStream(RolloutStream):
         groups = super().take(step)
         for group in groups or ():
             done = [completion for completion in group.completions if completion is not None]
-            samples = [
-                {
-                    "tokens": each.token_ids.tolist(),
-                    "log_probs": each.log_probs.tolist(),
-                    "versions": each.weight_versions.tolist(),
-                }
-                for each in done
-            ]
+            samples = [sample for each in done for sample in _recorded(each)]
             orders.note(orders.TRAINED, step=step, ordinal=group.key, prompt=list(group.request.prompt_ids), samples=samples)
         return groups
+
+
+def _recorded(done: Completion | Played) -> list[dict[str, Any]]:
+    """Of an episode each branch is a sample, with a prompt of its own and given tokens among those behind it."""
+    if not isinstance(done, Played):
+        arrays = {"tokens": done.token_ids, "log_probs": done.log_probs, "versions": done.weight_versions}
+        return [{name: array.tolist() for name, array in arrays.items()}]
+    samples = []
+    for branch in done.branches:
+        rest = slice(branch.prompt_length, None)
+        arrays = {"tokens": branch.token_ids[rest], "log_probs": branch.log_probs[rest], "versions": branch.weight_versions[rest]}
+        arrays |= {"prompt": branch.token_ids[: branch.prompt_length], "sampled": branch.is_sampled[rest]}
+        samples.append({name: array.tolist() for name, array in arrays.items()})
+    return samples
 
 
 if __name__ == "__main__":

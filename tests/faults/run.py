@@ -24,6 +24,14 @@ def prepare(folder: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(CONFIG, [*own, *overrides])
 
 
+def prepare_episodes(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """The same with samples that are episodes, and limits for a busy machine."""
+    episodes = ["episode=tests.faults.episodes:episode", "episode_max_turns=2", "episode_timeout_seconds=8", "max_new_tokens=16"]
+    limits = ["answer_timeout_seconds=15", "start_timeout_seconds=600"]
+    own = [f"rollout.{key}" for key in (*episodes, *limits)]
+    return prepare(folder, [*own, "run.steps=12", "sync.timeout_seconds=60", "run.hung_rank_timeout_seconds=60", *overrides])
+
+
 def run_one(
     case: Case, config: Config, folder: Path, usual: Watched | None, *, num_ranks: int = 2, limit_seconds: float = 180.0
 ) -> tuple[Watched, Verdict]:

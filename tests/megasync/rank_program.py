@@ -52,10 +52,11 @@ def say_devices(config: Config, rank: int) -> None:
         return
     import ray
 
-    from bridge.replicas.actors import num_free_gpus, placement_options
+    from bridge.replicas.actors import placement_options
+    from bridge.replicas.places import free_gpus
     from megasync.run.weights import replica_config
 
-    print(f"{num_free_gpus()} GPUs of {ray.cluster_resources()['GPU']:.0f} are for replicas of their own", flush=True)
+    print(f"{sum(free_gpus().values())} GPUs of {ray.cluster_resources()['GPU']:.0f} are for replicas of their own", flush=True)
 
     class Replica:
         def devices(self) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megasync.assets import build_tokenizer
 from megasync.episodes.task import Played
 from megasync.reporting.log import read_evaluations, read_samples
 from megasync.rollouts.progress import load_progress
@@ -19,12 +20,19 @@ from megasync.rollouts.records import load_record, paths_of
 from tests.runs.train_cases import ROOT, cut_off_copy, metrics, train, write_config
 
 NUM_EPISODES = 8 * 4
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}<eos>"
+    "{% else %}({{ message.content }})={% endif %}{% endfor %}"
+)
 
 
 def config_of(folder: Path) -> Path:
     rollout = {"max_staleness": 1, "on_update": "continue", "max_new_tokens": 6, "evaluate_every_steps": 3}
     episode = {"episode": "tests.support.episodes:unsteady", "episode_max_turns": 2, "episode_on_failure": "drop"}
     config = write_config(folder, run={"log_samples": 8}, rollout={**rollout, **episode}, data={"shuffle": False})
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "assets" / "model")
     data = folder / "held_out.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
     config.write_text(config.read_text().replace("data:\n", f"data:\n  eval: {data}\n"))
@@ -63,9 +71,16 @@ def test_samples_show_their_turns(run: tuple[Path, str]) -> None:
     assert {line["line"] for line in lines} >= {1, 2, 3, 5} and all(line["line"] % 8 or not line["branches"] for line in lines)
     for line in lines:
         kinds = [[piece["sampled"] for piece in branch] for branch in line["branches"]]
-        wanted = [[False, True]] * 2 if line["line"] % 3 == 0 else [[False, True, False, True]]
+        wanted = [[False, True]] * 2 if line["line"] % 3 == 0 and line["line"] % 7 else [[False, True, False, True]]
         assert kinds == (wanted if line["line"] % 8 else [])
-        assert line["line"] % 8 == 0 or line["branches"][0][0]["text"] == line["prompt"]
+        is_chat = line["line"] % 7 == 0
+        wanted_prompt = f"({line['prompt']})=" if is_chat else line["prompt"]
+        assert line["line"] % 8 == 0 or line["branches"][0][0]["text"] == wanted_prompt
+        for piece in (piece for branch in line["branches"] for piece in branch if piece["sampled"]):
+            fields = ("token_texts", "rollout_log_probs", "trainer_log_probs")
+            assert [len(piece[field]) for field in fields] == [piece["tokens"]] * 3
+            if line["step"] == 1:
+                assert piece["trainer_log_probs"] == pytest.approx(piece["rollout_log_probs"], abs=2e-4)
         assert sum(piece["tokens"] for branch in line["branches"] for piece in branch if piece["sampled"]) == line["tokens"]
     assert [line["step"] for line in read_evaluations(run[0])] == [0, 3, 6]
 

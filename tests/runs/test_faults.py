@@ -1,6 +1,6 @@
 """Faults: the cases, what is found wrong, and runs of them; who is silent; what becomes of a rank that is stopped.
 
-All 41 runs of the table take an hour on two cores; MEGASYNC_FAULTS chooses cases by names or parts of names:
+All runs of the table take an hour on two cores; MEGASYNC_FAULTS chooses cases by names or parts of names:
 
     python -m pytest tests/runs/test_faults.py
     MEGASYNC_FAULTS=all python -m pytest tests/runs/test_faults.py -k survives -s
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,19 @@ from megasync.config.load import load_config
 from megasync.run.heartbeat import Heartbeat, LastSeen, watched_ranks
 from megasync.rollouts.progress import load_progress
 from tests.faults import judge
-from tests.faults.cases import PHASES, SIGNALS, UNDISTURBED, Case, all_cases, chosen_cases
-from tests.faults.run import prepare, problems, run_one
+from tests.faults.cases import NUM_FAILURES, OF_EPISODES, PHASES, SIGNALS, UNDISTURBED, Case
+from tests.faults.cases import all_cases, chosen_cases, episode_cases
+from tests.faults.episodes import DEEDS
+from tests.faults.run import prepare, prepare_episodes, problems, run_one
 from tests.faults.watch import Watched
 from tests.support.ranks import ROOT, run_ranks
 from tests.runs.train_cases import write_config
 
 TABLE = all_cases(num_points=20, num_steps=24, num_ranks=2, seed=0)
-CHOSEN = [name for name in os.environ.get("MEGASYNC_FAULTS", "").split(",") if name]
+EPISODES = episode_cases(num_steps=12, num_ranks=2, seed=0)
+NAMES = [name for name in os.environ.get("MEGASYNC_FAULTS", "").split(",") if name]
+OF_EPISODE_RUNS = [name for name in NAMES if name == "all" or name.startswith("episode")]
+CHOSEN = [name for name in NAMES if not name.startswith("episode")]
 EXPECTED = judge.Expected(num_steps=2, batch_size=2, max_staleness=1, num_replicas=2)
 
 
@@ -60,6 +66,12 @@ def test_the_table_has_each_phase_each_signal_and_ranks_in_turns() -> None:
         chosen_cases(cases, ["pausng"])
     assert chosen_cases(cases, ["all"]) == cases
     assert Case.from_json(cases[-1].to_json()) == cases[-1]
+
+
+def test_the_table_of_episodes_has_tools_turns_and_ranks() -> None:
+    assert len({case.name for case in EPISODES}) == len(EPISODES) == 1 + len(NUM_FAILURES) + 4 + 2
+    assert {case.episode for case in EPISODES} == {"", *NUM_FAILURES} and NUM_FAILURES.keys() == DEEDS.keys()
+    assert {(case.part, case.signal) for case in EPISODES if case.kind == "replica"} == set(product(("core", "actor"), SIGNALS))
 
 
 # What is found wrong.
@@ -104,6 +116,16 @@ def test_versions_that_go_back_or_do_not_fit_are_found() -> None:
     commits = [{"replica": 0, "pid": 7, "version": version} for version in (0, 1, 1, 0)]
     commits.append({"replica": 0, "pid": 8, "version": 1})
     assert judge.find_steps_back(commits) == ["replica 0 went from version 1 to 0"]
+
+
+def test_given_tokens_are_not_scored_and_failures_that_nobody_ordered_are_found() -> None:
+    sample = {"prompt": [1], "tokens": [5, 6, 7], "log_probs": [-1.0, 0.0, -1.0], "versions": [0, 0, 0]}
+    sample["sampled"] = [True, False, True]
+    branch = {"step": 0, "ordinal": 0, "prompt": [1, 2], "samples": [sample]}
+    assert judge.largest_gap([branch], lambda version, text: [-1.0] * (len(text) - 1)) == (0.0, 0.0)
+    metrics = [{"episode/failures": 1.0}, {"episode/failures": 0.0}]
+    assert judge.find_wrong_failures(metrics, Case("a", "none", episode="hangs")) == []
+    assert judge.find_wrong_failures(metrics, Case("a", "none")) == ["1 episodes failed, 0 were to"]
 
 
 def test_a_token_of_other_weights_and_a_restart_of_a_healthy_replica_are_found() -> None:
@@ -324,5 +346,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 def test_a_run_survives(case: Case, undisturbed: Watched, tmp_path: Path) -> None:
     seen, verdict = run_one(case, prepare(tmp_path), tmp_path, undisturbed)
     lost = seen.seconds - undisturbed.seconds
+    print(f"{case.name}: exit codes {seen.exit_codes}, {lost:.0f} s lost, largest gap {verdict.gap:.1e}")
+    assert problems(case, seen, verdict) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed_episodes(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    folder = tmp_path_factory.mktemp("undisturbed_episodes")
+    assert EPISODES[0].name == OF_EPISODES
+    seen, verdict = run_one(EPISODES[0], prepare_episodes(folder), folder, None, limit_seconds=600.0)
+    assert problems(EPISODES[0], seen, verdict) == []
+    return seen
+
+
+@pytest.mark.parametrize("case", chosen_cases(EPISODES[1:], OF_EPISODE_RUNS), ids=lambda case: case.name)
+def test_a_run_of_episodes_survives(case: Case, undisturbed_episodes: Watched, tmp_path: Path) -> None:
+    seen, verdict = run_one(case, prepare_episodes(tmp_path), tmp_path, undisturbed_episodes, limit_seconds=600.0)
+    lost = seen.seconds - undisturbed_episodes.seconds
     print(f"{case.name}: exit codes {seen.exit_codes}, {lost:.0f} s lost, largest gap {verdict.gap:.1e}")
     assert problems(case, seen, verdict) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.episodes.task import Result, Task
+from megasync.examples.clients import openai_client
 
 
 async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one for each kind
@@ -76,9 +77,14 @@ async def two_turns(task: Task, model: Any) -> float:
 
 
 async def unsteady(task: Task, model: Any) -> Result | None:
-    """Two turns. Every eighth line fails, every third forgets its first turn, and every fifth is scored by the run's reward."""
+    """Two turns. Every eighth line fails, every seventh is played by OpenAI's client, every third forgets its first turn.
+
+    Every fifth is scored by the run's reward.
+    """
     if task.line % 8 == 0:
         raise RuntimeError("broken on purpose")
+    if task.line % 7 == 0:
+        return await by_client(task, model)
     first = await model.complete(task.prompt_ids)
     await asyncio.sleep(0.01 * (task.seed + task.member) % 0.05)
     given = model.encode("=7" if task.line % 3 else "xyz")
@@ -86,6 +92,19 @@ async def unsteady(task: Task, model: Any) -> Result | None:
     if task.line % 5 == 0:
         return None
     return Result(len(first.token_ids) / 6, {"first": len(first.token_ids)}, {"line": task.line})
+
+
+async def by_client(task: Task, model: Any) -> Result:
+    """Two turns of a chat; the client is the official one."""
+    messages: list[Any] = [{"role": "user", "content": task.prompt}]
+    lengths = []
+    async with model.serve() as access:
+        client = openai_client().with_options(base_url=access.openai_url, api_key=access.key)
+        for _ in range(2):
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+            lengths.append(completion.usage.completion_tokens)
+            messages += [completion.choices[0].message, {"role": "user", "content": "7"}]
+    return Result(lengths[0] / 6, {"first": lengths[0]}, {"line": task.line})
 
 
 PROGRAM = """

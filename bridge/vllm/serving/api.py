@@ -26,6 +26,7 @@ from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
 from bridge.layout.splitmix import GAMMA, mix64
+from bridge.vllm.exact import register as exact
 from bridge.vllm.serving import patches, routing
 from bridge.vllm.weights import adapter as vllm_adapter
 from bridge.vllm.weights import latent
@@ -50,6 +51,8 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
+    if exact.is_exact():
+        exact.register()
     replica = os.environ.get(REPLICA_PID)
     if replica is not None and int(replica) != os.getpid():
         processes.die_with(int(replica))
@@ -94,9 +97,14 @@ def forget_launcher() -> None:
 
 def build_engine(config: ReplicaConfig) -> Any:
     """Start an AsyncLLM whose core keeps tokens until their request ends; it can serve then. Raises what vLLM raises."""
+    import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if config.is_exact:
+        os.environ[exact.VARIABLE] = "1"
+    if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
     arguments = AsyncEngineArgs(**engine_arguments(config))
     made = arguments.create_engine_config()
@@ -132,6 +140,10 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
     }
+    if config.is_exact:
+        arguments["quantization"] = exact.METHOD
+    if config.head_dtype:
+        arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
     if config.returns_experts:
         arguments |= routing.engine_arguments()
     if config.shares_devices and torch.cuda.is_available():

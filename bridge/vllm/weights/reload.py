@@ -14,7 +14,8 @@ import torch
 
 from bridge.vllm.weights import experts, latent
 
-AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # on CUDA these leave weights alone
+# the first two on CUDA, the others everywhere leave weights alone
+AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "ExactLinearMethod", "ExactEmbeddingMethod")
 
 
 def config_scope(vllm_config: Any) -> AbstractContextManager[Any]:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.reporting.html.record import Record
+from megasync.reporting.html.turns import DATA, branches
 
 TRAIN = "train"
 MAX_TEXT = 3000  # characters of a prompt or a response
 SHOWN_STEPS = 3  # the first, the last and one between them
 MAX_OF_STEP = 2
 MAX_PAIRS = 3  # prompts of an evaluation that are shown before and after
-DATA = ("token_texts", "rollout_log_probs", "trainer_log_probs", "version_runs")
 
 
 def samples(record: Record, data: list[dict[str, Any]], *, is_compared: bool = False) -> str:
@@ -68,16 +68,35 @@ def _card(line: Mapping[str, Any], data: list[dict[str, Any]], when: str) -> str
     if versions := line.get("versions"):
         first, last = versions
         chips.append(f"<span class='chip'>version {first if first == last else f'{first} to {last}'}</span>")
+    if "branches" in line:
+        chips += _episode_chips(line)
+        body = branches(line, data)
+    else:
+        body = _response(line, data)
+    return (
+        f"<article class='sample'><header>{''.join(chips)}</header>{body}"
+        f"<footer>answer <code>{_text(line.get('answer'))}</code></footer></article>"
+    )
+
+
+def _response(line: Mapping[str, Any], data: list[dict[str, Any]]) -> str:
     tokens = ""
     if line.get("token_texts"):
         tokens = f" data-tokens='{len(data)}'"
         data.append({key: line[key] for key in DATA if key in line})
     return (
-        f"<article class='sample'><header>{''.join(chips)}</header>"
         f"<h4>prompt</h4><pre class='prompt'>{_text(line.get('prompt'))}</pre>"
         f"<h4>response</h4><pre class='response'{tokens}>{_text(line.get('response')) or '<i>empty</i>'}</pre>"
-        f"<footer>answer <code>{_text(line.get('answer'))}</code></footer></article>"
     )
+
+
+def _episode_chips(line: Mapping[str, Any]) -> list[str]:
+    number = line.get("turns", 0)
+    chips = [f"<span class='chip'>{number} turn{'s' * (number != 1)}</span>"]
+    own = {name: value for name, value in line.get("metrics", {}).items() if isinstance(value, int | float)}
+    chips += [f"<span class='chip'>{html.escape(str(name))} {value:.3g}</span>" for name, value in own.items()]
+    failures = line.get("failures")
+    return chips + ([f"<span class='chip bad'>{failures} failed before</span>"] if failures else [])
 
 
 def _text(value: object) -> str:

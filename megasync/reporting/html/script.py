@@ -111,7 +111,8 @@ function shade(sample, at, by) {                                      // [colour
     return [sample.gaps[at] > 0 ? "--up" : "--down", Math.sqrt(Math.min(1, Math.abs(sample.gaps[at]) / largest))];
   }
   if (by === "version" && sample.versions.length) {
-    const newest = Math.max(...sample.versions), oldest = Math.min(...sample.versions);
+    const span = sample.version_span && sample.version_span.length ? sample.version_span : sample.versions;
+    const newest = Math.max(...span), oldest = Math.min(...span);
     return ["--age", newest === oldest ? 0 : (newest - sample.versions[at]) / (newest - oldest)];
   }
   const value = (sample.rollout_log_probs || [])[at];

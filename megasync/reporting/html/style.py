@@ -87,7 +87,9 @@ th { font-weight: 500; color: var(--muted); white-space: nowrap } tr:last-child 
   font: 13px/1.6 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; background: var(--page);
   border-radius: 7px }
 .sample footer { font-size: 13px; color: var(--muted) } .sample code { color: var(--text); overflow-wrap: anywhere }
-.prompt { color: var(--muted) } .chip { font-size: 12px; padding: 1px 9px; border-radius: 11px; background: var(--grid);
+.sample h4 i { font-weight: 400; font-style: normal; opacity: 0.75 }
+.prompt { color: var(--muted) } .sample pre.given { color: var(--muted); background: none; border: 1px dashed var(--line) }
+.chip { font-size: 12px; padding: 1px 9px; border-radius: 11px; background: var(--grid);
   color: var(--muted) }
 .chip.good { color: var(--good); font-weight: 600 } .chip.bad { color: var(--bad); font-weight: 600 }
 .t { border-radius: 3px; cursor: default } .t.special { color: var(--muted) } .t:hover { outline: 1.5px solid var(--accent) }

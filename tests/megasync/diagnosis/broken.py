@@ -1,4 +1,4 @@
-"""Machines and folders that are broken on purpose: what test_doctor.py hands to the checks."""
+"""Machines and folders that are broken on purpose: what the table's rows hand to the checks."""
 
 from __future__ import annotations
 

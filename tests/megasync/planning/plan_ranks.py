@@ -15,8 +15,8 @@ from engine.runtime.random_state import random_state
 from engine.sample import Sample
 from megasync.bench.common.random_engine import RandomEngine
 from megasync.bench.training.rank import state_bytes
-from megasync.planning.activations import trace
-from megasync.planning.meta import build_rank
+from megasync.planning.meta.activations import trace
+from megasync.planning.meta.ranks import build_rank
 
 SAMPLES = [Sample(np.arange(1, 4, dtype=np.int32), np.arange(3, 20, dtype=np.int32)) for _ in range(4)]
 

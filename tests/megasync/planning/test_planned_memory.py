@@ -16,9 +16,9 @@ from tests.support.ranks import run_ranks
 
 from engine.config import EngineConfig, ModelConfig
 from megasync.hf.shapes import SHAPES
-from megasync.planning.activations import trace
+from megasync.planning.meta.activations import trace
 from megasync.planning.memory import state_bytes
-from megasync.planning.meta import build_rank, world
+from megasync.planning.meta.ranks import build_rank, world
 from megasync.planning.shapes import Grid
 
 ROOT = Path(__file__).resolve().parents[3]

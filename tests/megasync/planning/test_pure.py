@@ -12,7 +12,7 @@ from megasync.config.schema import Config
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.shapes import Grid, Request, Work
 from megasync.planning.hardware import hardware
-from megasync.planning.tracker import ROUNDED_TO, Tracker
+from megasync.planning.meta.tracker import ROUNDED_TO, Tracker
 
 
 @given(longest=st.integers(2, 5000), share=st.floats(0.02, 0.9))

@@ -20,7 +20,7 @@ from engine.attention import context, core, flash, fused
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
 from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl, parallel_state
-from megasync.planning.tracker import Tracker
+from megasync.planning.meta.tracker import Tracker
 
 COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (fused, ("_rotate", "_log_sum_exp", "_logits_gradient")),

@@ -24,7 +24,7 @@ from engine.model import build, lora
 from engine.runtime.megatron import parallel_state as mpu
 from engine.runtime.megatron import tensor_parallel
 from engine.runtime.random_state import unchanged_random_state
-from megasync.planning.tracker import Tracker
+from megasync.planning.meta.tracker import Tracker
 
 META = torch.device("meta")
 
@@ -95,7 +95,7 @@ class MetaRank:
 def build_rank(model: ModelConfig, engine: EngineConfig) -> MetaRank:
     """Of this rank of the world, the real one or that of `world`. `engine.fusions` is all or none: no device is asked."""
     with unchanged_random_state():
-        bridge = build.build_mbridge(model, engine)
+        bridge = build.build_mbridge(model.model_copy(update={"exact": False}), engine)  # whose tiles read numbers of tensors
         with (
             OnMeta(),
             Tracker(),

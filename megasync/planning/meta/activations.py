@@ -21,9 +21,9 @@ from engine.model import vocabulary
 from engine.model.build import gpt_model
 from engine.objective import logits
 from engine.runtime.megatron import parallel_state as mpu
-from megasync.planning import stand_ins
-from megasync.planning.meta import META, MetaRank, OnMeta
-from megasync.planning.tracker import Tracker
+from megasync.planning.meta import stand_ins
+from megasync.planning.meta.ranks import META, MetaRank, OnMeta
+from megasync.planning.meta.tracker import Tracker
 
 FEW_LAYERS = (3, 6)
 

@@ -1,0 +1,117 @@
+"""Any version out of a log: from the newest whole one before it, delta after delta, each tensor verified by its digest.
+
+    log = VersionReader(run_folder / "versions")
+    log.versions                            # those that all stages have
+    dict(log.tensors(12))                   # VersionLogError where the log is torn, lacks a version or is out of order
+
+Leaves out folders of models (megasync/export.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from bridge.layout.digest import digest_tensor
+from bridge.versions import delta
+from bridge.versions.file import DELTA, DIGESTS, Entry, Header, VersionLogError, read_header, there
+
+
+class VersionReader:
+    """Of one log, as it is now."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._files = folder, there(folder)
+        self._header = lru_cache(maxsize=None)(read_header)
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that every stage has a file of."""
+        return [version for version, files in self._files.items() if self._is_whole(files)]
+
+    def _is_whole(self, files: dict[int, Path]) -> bool:
+        try:
+            return set(files) == set(range(self._header(next(iter(files.values()))).num_stages))
+        except VersionLogError:
+            return False
+
+    def digests(self, version: int) -> dict[str, int]:
+        """Of every tensor of a version, without reading weights."""
+        return {entry.name: entry.digest for header in self._headers(version) for entry in header.entries}
+
+    def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, stage after stage.
+
+        Raises:
+            VersionLogError: names the file or the version that is torn, damaged, missing or out of order.
+        """
+        for header in self._headers(version):
+            yield from self._of_stage(version, header.stage).items()
+
+    def _headers(self, version: int) -> list[Header]:
+        """Of all stages."""
+        if version not in self._files:
+            listed = ", ".join(map(str, self.versions[-12:])) or "none"
+            raise VersionLogError(f"{self.folder}: has no version {version}; the last there are: {listed}")
+        files = self._files[version]
+        headers = [self._header(path) for path in files.values()]
+        count = headers[0].num_stages
+        if missing := sorted(set(range(count)) - set(files)):
+            raise VersionLogError(f"{self.folder}: version {version} lacks stage {missing[0]} of {count}")
+        return headers
+
+    def chain(self, version: int, stage: int) -> list[tuple[Path, Header]]:
+        """The files to go through, the whole one first."""
+        chain: list[tuple[Path, Header]] = []
+        wanted, state = version, ""
+        while True:
+            path = self._files.get(wanted, {}).get(stage)
+            if path is None:
+                needed = f", which version {chain[-1][1].version} was added to" if chain else ""
+                raise VersionLogError(f"{self.folder}: version {wanted} of stage {stage} is missing{needed}")
+            header = self._header(path)
+            if header.kind == DIGESTS:
+                raise VersionLogError(f"{path}: holds digests alone (sync.log: digests), no weights")
+            if chain and header.state != state:
+                raise VersionLogError(f"{path}: is out of order: version {chain[-1][1].version} was added to other weights")
+            chain.append((path, header))
+            if header.kind != DELTA:
+                return chain[::-1]
+            if not header.parent < wanted:
+                raise VersionLogError(f"{path}: is out of order: it was added to version {header.parent}")
+            wanted, state = header.parent, header.parent_state
+
+    def _of_stage(self, version: int, stage: int) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for path, header in self.chain(version, stage):
+            with path.open("rb") as file:
+                for entry in header.entries:
+                    file.seek(entry.offset)
+                    _take(path, tensors, entry, file.read(entry.num_bytes))
+        return tensors
+
+
+def _take(path: Path, tensors: dict[str, torch.Tensor], entry: Entry, data: bytes) -> None:
+    """Into `tensors`, verified."""
+    try:
+        if entry.encoding == "raw":
+            tensors[entry.name] = _whole(entry, data)
+        else:
+            delta.apply(tensors[entry.name], entry.encoding, data)
+    except (delta.DamagedError, KeyError) as error:
+        raise VersionLogError(f"{path}: {entry.name} is damaged: {error}") from error
+    if entry.encoding != "same" and digest_tensor(tensors[entry.name]) != entry.digest:
+        raise VersionLogError(f"{path}: {entry.name} is damaged: it differs from its digest")
+
+
+def _whole(entry: Entry, data: bytes) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype)
+    if len(data) != math.prod(entry.shape) * dtype.itemsize:
+        raise delta.DamagedError("another number of bytes")
+    if not data:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(entry.shape)

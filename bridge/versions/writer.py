@@ -1,0 +1,123 @@
+"""Writes a stage's log, version after version: what changed, and every so often all of it.
+
+    log = VersionWriter(folder, stage=0, num_stages=1, keeps_weights=True, full_every=20)
+    written = log.write(12, whole_tensors(source))       # by the one rank of the stage that has them
+
+The weights of the former version stay in host memory, to compare with. Leaves out who calls it when (megasync/run/weights.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from bridge.layout.digest import digest_tensor
+from bridge.versions import delta
+from bridge.versions.file import (
+    DELTA,
+    DIGESTS,
+    FULL,
+    PARTIAL,
+    Entry,
+    Header,
+    growing,
+    path_of,
+    state_of,
+    there,
+    write_header,
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Of one version; `num_changed` of `num_elements` elements, 0 where that is not looked at."""
+
+    num_bytes: int
+    weight_bytes: int
+    num_changed: int
+    num_elements: int
+    seconds: float
+
+
+class VersionWriter:
+    """Of one stage. A version that failed leaves nothing, and the next is a whole one."""
+
+    def __init__(self, folder: Path, *, stage: int, num_stages: int, keeps_weights: bool, full_every: int) -> None:
+        self.folder, self.stage, self.num_stages = folder, stage, num_stages
+        self.keeps_weights, self.full_every = keeps_weights, full_every
+        self._former: dict[str, torch.Tensor] = {}
+        self._former_header: Header | None = None
+        self._since_full = 0
+
+    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Written:
+        """All tensors of the stage. Takes all of them, whatever fails: others may wait for each.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        begin, rest = time.monotonic(), iter(tensors)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parent = self._former_header
+        is_delta = self.keeps_weights and parent is not None and self._since_full + 1 < self.full_every
+        kind = DIGESTS if not self.keeps_weights else DELTA if is_delta else FULL
+        pass_ = _Pass(kind, self._former)
+        try:
+            with growing(path_of(self.folder, version, self.stage)) as file:
+                for name, tensor in rest:
+                    pass_.add(file, name, tensor)
+                former = (parent.version, parent.state) if is_delta and parent is not None else (-1, "")
+                state = state_of(pass_.entries)
+                header = Header(version, self.stage, self.num_stages, kind, *former, state, tuple(pass_.entries))
+                write_header(file, header)
+                num_bytes = file.tell()
+        except BaseException:
+            self._former, self._former_header = {}, None
+            for _ in rest:
+                pass
+            raise
+        self._former_header = header
+        self._since_full = self._since_full + 1 if is_delta else 0
+        elements = sum(tensor.numel() for tensor in self._former.values())
+        return Written(num_bytes, pass_.weight_bytes, pass_.num_changed, elements, time.monotonic() - begin)
+
+
+class _Pass:
+    """Tensor after tensor of one version."""
+
+    def __init__(self, kind: str, former: dict[str, torch.Tensor]) -> None:
+        self.kind, self.former = kind, former
+        self.entries: list[Entry] = []
+        self.weight_bytes = self.num_changed = self._offset = 0
+
+    def add(self, file: BinaryIO, name: str, tensor: torch.Tensor) -> None:
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        digest, encoding, data = digest_tensor(tensor.contiguous()), "", b""
+        if self.kind != DIGESTS:
+            own = tensor.detach().to("cpu", copy=True).contiguous()
+            encoding, data = ("raw", delta.words(own).tobytes()) if self.kind == FULL else self._delta(own, name)
+            self.former[name] = own
+        file.write(data)
+        self.entries.append(Entry(name, dtype, shape, digest, encoding, self._offset, len(data)))
+        self._offset += len(data)
+        self.weight_bytes += tensor.nbytes
+
+    def _delta(self, own: torch.Tensor, name: str) -> tuple[str, bytes]:
+        encoding, data = delta.encode(own, self.former[name])
+        self.num_changed += delta.num_changed(encoding, data, own.numel())
+        return encoding, data
+
+
+def cut(folder: Path, version: int) -> list[int]:
+    """Take `version` and all that follow out of a log, and what was not finished; which there were. The newest goes first."""
+    found = {number: files for number, files in there(folder).items() if number >= version}
+    for number in sorted(found, reverse=True):
+        for path in found[number].values():
+            path.unlink()
+    for path in folder.glob(f"{PARTIAL}*"):
+        path.unlink()
+    return sorted(found)

@@ -1,0 +1,222 @@
+"""The model under `model.exact`: megatron-core's layers with the functions of exact/ as their forward pass, as vLLM has them too.
+
+The backward pass is any deterministic one of the same functions: ordinary products, attention by scaled_dot_product_attention.
+Leaves out what is refused (rules.py) and vLLM's side (bridge/vllm/exact/).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.attention.core import CoreAttention, RMSNorm
+from engine.batch.packed import PackedSequences
+from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear
+from exact import attention, linear, machine, pointwise, rotary
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        if order is None:
+            return linear.linear(x, weight)
+        out = linear.linear(x, weight[order])
+        return torch.empty_like(out).index_copy_(-1, order, out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0]
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            weight.grad_added_to_main_grad = False  # it comes by autograd (layers.py:610)
+            of_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return gradient @ weight if ctx.needs_input_grad[0] else None, of_weight, None
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] times weight [out, in], computed in the `order` of rows that vLLM's weight has them in."""
+    return _Product.apply(x, weight, order)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exact:
+    """Of linears: what megatron-core's classes call for the product (layers.py:1022, :1274)."""
+
+    order: torch.Tensor | None = None
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **_: Any  # noqa: A002 # their name
+    ) -> torch.Tensor:
+        out = product(input, self._whole(weight), self.order)
+        return out if bias is None else out + bias
+
+    def _whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """With an adapter the merged one (lora.py)."""
+        return weight
+
+
+class ExactColumnParallelLinear(_Exact, ColumnParallelLinear):  # type: ignore[misc]
+    """Of one rank."""
+
+
+class ExactQkvLinear(ExactColumnParallelLinear):
+    """megatron-core has queries, keys and values group by group, vLLM all queries, then all keys, then all values."""
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        groups, size = config.num_query_groups, config.kv_channels
+        shared = config.num_attention_heads // groups
+        rows = torch.arange(groups * (shared + 2) * size).view(groups, shared + 2, size)
+        parts = rows[:, :shared], rows[:, shared], rows[:, shared + 1]
+        self.order = torch.cat([part.flatten() for part in parts])
+
+
+class ExactRowParallelLinear(_Exact, RowParallelLinear):  # type: ignore[misc]
+    """Of one rank."""
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return pointwise.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        scale = pointwise.inverse_rms(x, ctx.eps)
+        normed, gradient = x * scale, gradients[0] * weight
+        of_x = scale * (gradient - normed * (gradient * normed).mean(-1, keepdim=True))
+        return of_x, (gradients[0] * normed).flatten(0, -2).sum(0), None
+
+
+class ExactNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return pointwise.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        share = torch.sigmoid(x)
+        of_x: torch.Tensor = gradients[0] * share * (1 + x * (1 - share))
+        return of_x
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """megatron-core's activation_func of the gate."""
+    return _Silu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ExactAttention(CoreAttention):
+    """Of packed sequences; the rotary embedding is its own."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        packed = options["packed_seq_params"]
+        assert isinstance(packed, PackedSequences)
+        assert packed.rotary is not None
+        cos, sin = packed.rotary
+        query, key = rotary.rotate(query, cos, sin), rotary.rotate(key, cos, sin)
+        return _Attend.apply(query, key, value, packed, self).flatten(1)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, core: ExactAttention
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.packed, ctx.core = packed, core
+        begins = packed.cu_seqlens_q.long()
+
+        def fetch(sequences: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = begins[sequences][:, None] + positions
+            return key[rows], value[rows]
+
+        scale = core.scale or query.shape[-1] ** -0.5
+        return attention.attend(query, begins.tolist(), packed.lengths, fetch, key.shape[1], scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.core._grouped(*inputs, ctx.packed)
+        return (*torch.autograd.grad(out, inputs, gradients[0].view(out.shape)), None, None)
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.scale = scale
+        return linear.merge_into(torch.empty_like(weight), weight, a, b, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        gradient = gradients[0] * ctx.scale
+        return None, b.t() @ gradient, gradient @ a.t(), None
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale B A, of a frozen W, as the weight bridge merges it for the replicas."""
+    return _Merge.apply(weight, a, b, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def use_exact_layers(spec: Any) -> None:
+    """Put all of these into megatron-core's spec of a decoder block."""
+    spec.layer_norm = ExactNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = ExactNorm
+        own = layer.submodules.self_attention.submodules
+        own.core_attention, own.linear_qkv, own.linear_proj = ExactAttention, ExactQkvLinear, ExactRowParallelLinear
+        if own.q_layernorm is RMSNorm:
+            own.q_layernorm = own.k_layernorm = ExactNorm
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = ExactColumnParallelLinear, ExactRowParallelLinear
+
+
+class Rotation:
+    """Tables of the model's angles, for the micro-batches."""
+
+    def __init__(self, hf_config: Any) -> None:
+        self._frequencies = rotary.frequencies(hf_config, hf_config.head_dim)
+        self._table = rotary.table(self._frequencies, 1)
+
+    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the tokens of a packing, float32 [T, 1, head size / 2]. `position_ids`: int64 [1, T]."""
+        length = int(position_ids.max()) + 1
+        if length > len(self._table):
+            self._table = rotary.table(self._frequencies, 2 * length)
+        cos, sin = self._table[position_ids[0], None].chunk(2, -1)
+        return cos, sin
+
+
+def prepare_machine(chunks: list[torch.nn.Module], hf_config: Any) -> None:
+    """One thread, as replicas on CPUs have, and a look at what it gives.
+
+    Raises:
+        ValueError: this machine's kernels are not as exactness needs them, or there is a GPU, which has none.
+    """
+    if torch.cuda.is_available():
+        message = "model.exact = true: runs on CPUs, and there is a GPU"
+        raise ValueError(f"{message}. Remedy: write model.exact=false, or start with CUDA_VISIBLE_DEVICES=")
+    torch.set_num_threads(1)
+    weights = [p for chunk in chunks for p in chunk.parameters() if p.dim() == 2]
+    machine.check([(w.shape[1], w.shape[0]) for w in weights], hf_config.head_dim, hf_config.vocab_size)
+
+
+def log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Natural log-prob of each label, float32 [T], of logits [1, T, vocabulary] and labels int64 [1, T]."""
+    return pointwise.log_softmax(logits[0], temperature).gather(1, labels[0, :, None]).squeeze(1)
+
+

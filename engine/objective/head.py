@@ -1,0 +1,133 @@
+"""The output layer: which product makes logits of hidden states, and reading them chunk by chunk in its place.
+
+A product is a function of hidden states [T, size] and the weight [vocabulary / tensor size, size], through which gradients flow.
+Leaves out what is read of the logits (logits.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.model.build import gpt_model
+from engine.runtime.megatron import ColumnParallelLinear, tensor_parallel
+
+Values = tuple[torch.Tensor, ...]  # each float32 [T]
+# of logits [1, T, vocabulary / tensor size] and labels int64 [1, T]
+LogitsFunction = Callable[[torch.Tensor, torch.Tensor], Values]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Request(NamedTuple):
+    """What is to be read of each chunk of at most `chunk_tokens` logits."""
+
+    labels: torch.Tensor
+    read: LogitsFunction
+    read_again: LogitsFunction  # in the backward pass: the first value, which alone has a gradient
+    chunk_tokens: int
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """In the dtype of both."""
+    return hidden @ weight.t()
+
+
+def in_float32(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As vLLM with head_dtype float32 (model_executor/layers/logits_processor.py:_apply_head); gradients in the dtype of both."""
+    return _InFloat32.apply(hidden, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _InFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda and hidden.dtype is not torch.float32:  # without a copy of the weight
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return hidden.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradients[0].to(weight.dtype)
+        own_gradient(weight, ctx.needs_input_grad[1])
+        return gradient @ weight, gradient.t() @ hidden if ctx.needs_input_grad[1] else None
+
+
+def own_gradient(weight: torch.Tensor, is_needed: bool) -> None:
+    """Say that a weight's gradient comes by autograd; DDP takes it else for one that megatron-core has added (layers.py:610)."""
+    if is_needed:
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
+    """megatron-core's with another product; with a request its output is what is read, float32 [T, 1, values]."""
+
+    request: Request | None = None
+    product: Product = staticmethod(plain)
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.request is None and self.product is plain:
+            return super().forward(input_, weight, *args, **kwargs)
+        if self.sequence_parallel:
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            hidden = gather(input_, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        hidden, weight = hidden.squeeze(1), self.weight if weight is None else weight
+        if self.request is None:
+            return self.product(hidden, weight)[:, None], None
+        values = _InChunks.apply(hidden, weight, self.product, self.request)  # type: ignore[no-untyped-call]
+        return torch.stack(values, -1)[:, None], None
+
+
+def use_product(chunks: list[torch.nn.Module], product: Product) -> None:
+    """Have the last stage's output layer compute with it."""
+    for layer in filter(None, map(output_layer, chunks)):
+        layer.product = product
+
+
+def output_layer(chunk: torch.nn.Module) -> OutputLayer | None:
+    """The chunk's, made one of ours; None where this stage has none."""
+    layer: Any = getattr(gpt_model(chunk), "output_layer", None)
+    if layer is not None:
+        layer.__class__ = OutputLayer  # hooks, names and references stay
+    return layer  # type: ignore[no-any-return]
+
+
+class _InChunks(torch.autograd.Function):
+    """hidden [T, size] and weight [vocabulary / tensor size, size] to what the request's reader reads."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, product: Product, request: Request) -> Values:
+        ctx.save_for_backward(hidden, weight)
+        ctx.product, ctx.request = product, request
+        parts = [request.read(product(hidden[part], weight)[None], request.labels[:, part]) for part in _parts(request)]
+        results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        own_gradient(weight, ctx.needs_input_grad[1])
+        request, (gradient, *_) = ctx.request, gradients
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
+        for part in _parts(request):
+            logits = ctx.product(hidden[part], weight)[None].requires_grad_()
+            with torch.enable_grad():
+                first, *_ = request.read_again(logits, request.labels[:, part])
+            of_logits = torch.autograd.grad(first, logits, gradient[part])[0][0].to(weight.dtype)
+            of_hidden[part] = of_logits @ weight
+            if of_weight is not None:
+                of_weight += of_logits.t() @ hidden[part]
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
+
+
+def _parts(request: Request) -> list[slice]:
+    """Nearly equal chunks of the tokens, of at most `chunk_tokens`."""
+    num_tokens = request.labels.shape[1]
+    size = -(-num_tokens // -(-num_tokens // request.chunk_tokens))
+    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -1,0 +1,41 @@
+"""Sums in a fixed order, RMSNorm, SiLU and log-probs: the same bits whatever the number of rows and their order.
+
+Elementwise additions, products, quotients and square roots are rounded alike by every kernel; a sum over a row is a tree of
+elementwise additions. exp and log_softmax are torch's, of which machine.py tries that an element's place does not show.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> [..., 1]: the halves are added, then the halves of that; zeros fill up to a power of two."""
+    size = 1 << (x.shape[-1] - 1).bit_length()
+    x = F.pad(x, (0, size - x.shape[-1]))
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., n] -> [..., 1]."""
+    return 1.0 / torch.sqrt(row_sums(x * x) / x.shape[-1] + eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., n] by its root mean square, times weight [n]."""
+    return x * inverse_rms(x, eps) * weight
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 + exp(-x)); torch's own treats the end of its input otherwise."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of logits / temperature, as vLLM's sampler (v1/sample/sampler.py:apply_temperature, ops/topk_topp_sampler.py)."""
+    divisor = torch.full((len(logits), 1), temperature, dtype=torch.float32)
+    return torch.log_softmax(logits / divisor, -1, dtype=torch.float32)

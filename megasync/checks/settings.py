@@ -1,0 +1,87 @@
+"""Keys against each other, the ranks and the model's shape: all that needs neither weights nor data, nor this machine's packages.
+
+What starts a run and what plans one both ask here first. Leaves out files, rewards and folders (check.py).
+
+    check_settings(config, num_ranks)
+    check_layout(config, model_shape(config.model.path), num_ranks)
+"""
+
+from __future__ import annotations
+
+from engine.wrap import ddp_fields
+from megasync.checks.algorithm import check_objective, check_routing
+from megasync.checks.exact import check_deterministic, check_exact
+from megasync.checks.sizes import check_engine, check_ranks, check_rollout
+from megasync.checks.unused import check_unused
+from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.schema import Config
+from megasync.hf.folder import ModelShape
+
+
+def check_settings(config: Config, num_ranks: int) -> None:
+    """ConfigError for the first key that does not go with the others, or with so many trainer ranks."""
+    check_ranks(config, num_ranks)
+    _check_overrides(config)
+    _check_gradients(config)
+    _check_algorithm(config)
+    check_objective(config)
+    _check_schedule(config)
+    check_unused(config)
+    check_deterministic(config)
+    refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
+
+
+def check_layout(config: Config, shape: ModelShape, num_ranks: int) -> None:
+    """ConfigError where a model of this shape cannot be laid out as the config says, on either side."""
+    check_engine(config, shape)
+    check_exact(config, shape)
+    check_routing(config, shape)
+    if config.algorithm.name == "grpo":
+        check_rollout(config, shape, num_ranks)
+
+
+def _check_overrides(config: Config) -> None:
+    for name, value in config.engine.overrides.items():
+        if reason := ddp_fields.refusal(config.engine.wrap, name, value):
+            near = "" if name in ddp_fields.REFUSED or name in ddp_fields.TAKEN else nearest_name(name, ddp_fields.TAKEN)
+            fields = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if config.engine.wrap in wraps)
+            remedy = f"write engine.overrides.{near}" if near else f"leave engine.overrides.{name} out"
+            raise ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy)
+
+
+def _check_gradients(config: Config) -> None:
+    """Under both wraps bfloat16 stands for the dtype of the weights."""
+    dtype = config.model.dtype
+    message = f"engine.gradient_dtype = bfloat16: model.dtype = {dtype} has its gradients in float32"
+    remedy = "write engine.gradient_dtype=float32, or model.dtype=bfloat16"
+    refuse_if(config.engine.gradient_dtype != "float32" and dtype != "bfloat16", message, choices="float32", remedy=remedy)
+
+
+def _check_algorithm(config: Config) -> None:
+    is_grpo, run = config.algorithm.name == "grpo", config.run
+    factors = "data.batch_size x rollout.group_size" if is_grpo else "data.batch_size"
+    group_size = config.rollout.group_size if is_grpo else 1
+    num_samples = config.data.batch_size * group_size
+    message = f"algorithm.num_minibatches = {config.algorithm.num_minibatches}: more than the samples of a step"
+    remedy = f"write algorithm.num_minibatches={num_samples} or less"
+    too_many = config.algorithm.num_minibatches > num_samples
+    refuse_if(too_many, message, samples=f"{factors} = {num_samples}", remedy=remedy)
+    message = "rollout.group_size = 1: a single sample of a prompt has the advantage 0, so that GRPO trains nothing"
+    refuse_if(is_grpo and group_size == 1, message, allowed="at least 2", remedy="write for example rollout.group_size=8")
+    if run.stop_at_accuracy:
+        is_measured = not is_grpo and config.data.eval and config.rollout.evaluate_every_steps
+        message = f"run.stop_at_accuracy = {run.stop_at_accuracy:g}: the accuracy is not measured while the run trains"
+        needs = "algorithm.name=sft, data.eval, rollout.evaluate_every_steps above 0"
+        refuse_if(not is_measured, message, needs=needs, remedy="set what it needs, or write run.stop_at_accuracy=0")
+
+
+def _check_schedule(config: Config) -> None:
+    """megatron-core/core/optimizer_param_scheduler.py asserts the same."""
+    optimizer = config.engine.optimizer
+    least, rate = optimizer.min_learning_rate, optimizer.learning_rate
+    message = f"engine.optimizer.min_learning_rate = {least:g}: above engine.optimizer.learning_rate = {rate:g}"
+    refuse_if(least > rate, message, remedy=f"write engine.optimizer.min_learning_rate={rate:g} or less")
+    end, warmup = optimizer.decay_steps, optimizer.warmup_steps
+    message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
+    is_over = end is not None and end <= warmup
+    refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")

@@ -1,0 +1,127 @@
+"""Each module of both sides against its reference, and the sides against each other: where it first goes wrong, and how it grows.
+
+    found = judge(shape.sites, {"trainer": (reference, side), "replica": (reference, side)})
+    found.culprit        # the first that is off by more than rounding: its side, token and element; None: rounding alone
+
+Leaves out why (kinds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megasync.comparing.reference import Reference, Side
+
+ROWS = 64  # of the output layer at a time: its float64 logits are large
+
+
+@dataclass(frozen=True)
+class Local:
+    """One module of one side against its reference. `ratio`: the largest error by its bound; above 1 it is no rounding."""
+
+    site: str
+    side: str
+    ratio: float
+    position: int  # of the token of that element
+    element: tuple[int, ...]
+    value: float
+    expected: float
+    relative_error: float  # rms of the error by rms of what is expected
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.ratio <= 1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between both sides, of the positions that both have."""
+
+    site: str
+    largest: float
+    position: int
+    element: tuple[int, ...]
+    relative: float  # rms of the difference by that of the trainer's
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`locals`: in order, the trainer's before the replica's."""
+
+    locals: list[Local]
+    differences: list[Difference]
+
+    @property
+    def wrong(self) -> list[Local]:
+        return [each for each in self.locals if each.is_wrong]
+
+    @property
+    def culprit(self) -> Local | None:
+        return next(iter(self.wrong), None)
+
+
+def judge(sites: Sequence[str], sides: Mapping[str, tuple[Reference, Side]]) -> Judgement:
+    """Of both sides `trainer` and `replica`, or of one alone."""
+    found = [local_error(site, *sides[name]) for site in sites for name in sides]
+    both = [side for _, side in sides.values()]
+    return Judgement(found, [difference(site, both[0], both[1]) for site in sites] if len(both) > 1 else [])
+
+
+def local_error(site: str, reference: Reference, side: Side) -> Local:
+    """Of the output layer some rows at a time."""
+    if site != "lm_head":
+        return _local(site, reference, side, 0)
+    starts = range(0, len(side["lm_head"]), ROWS)
+    parts = [_local(site, reference, side.cut(slice(start, start + ROWS)), start) for start in starts]
+    return max(parts, key=lambda part: part.ratio if part.ratio == part.ratio else torch.inf)
+
+
+def _local(site: str, reference: Reference, side: Side, first_row: int) -> Local:
+    value, bound = reference.expected(site, side)
+    out = side.double(site).to(value)
+    error = (out - value).abs()
+    ratios = torch.nan_to_num(error / bound, nan=torch.inf)
+    row, *element = _place(ratios)
+    scale = value.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return Local(
+        site=site,
+        side=side.name,
+        ratio=float(ratios.max()),
+        position=_position(side, site, row + first_row),
+        element=tuple(element),
+        value=float(out[(row, *element)]),
+        expected=float(value[(row, *element)]),
+        relative_error=float(error.square().mean().sqrt() / scale),
+    )
+
+
+def difference(site: str, own: Side, other: Side) -> Difference:
+    first, a = _common(site, own, other)
+    b = _common(site, other, own)[1]
+    apart = (a - b.to(a)).abs()
+    row, *element = _place(torch.nan_to_num(apart, nan=torch.inf))
+    scale = a.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    relative = float(apart.square().mean().sqrt() / scale)
+    return Difference(site, float(apart[(row, *element)]), first + row, tuple(element), relative)
+
+
+def _common(site: str, own: Side, other: Side) -> tuple[int, torch.Tensor]:
+    """The first position that both have, and the rows from there on; float32 of the logits, which are large."""
+    dtype = torch.float32 if site == "lm_head" else torch.float64
+    if site in ("lm_head", "log_probs"):
+        return own.num_prompt - 1, own[site].to(dtype)
+    first = max(int(own.positions[0]), int(other.positions[0]))
+    return first, own[site][first - int(own.positions[0]) :].to(dtype)
+
+
+def _position(side: Side, site: str, row: int) -> int:
+    """The token that the row is computed of."""
+    return side.num_prompt - 1 + row if site in ("lm_head", "log_probs") else int(side.positions[row])
+
+
+def _place(values: torch.Tensor) -> tuple[int, ...]:
+    """Of the largest."""
+    return tuple(int(index) for index in torch.unravel_index(values.argmax(), values.shape))

@@ -1,0 +1,91 @@
+r"""The calculator as a tool of a chat: a small model that calls `multiply` in a chat template's form, and its data.
+
+    system: multiply     user: 57*68     assistant: <tool_call>{"name": "multiply", "arguments": {"a": 57, "b": 68}}</tool_call>
+    tool: 3876           assistant: 3876
+
+The words of a call are tokens of their own, so that a model of 1 M parameters has little to write. clients.py has programs that
+talk to it. Needs transformers and torch when it is run, for the model's folder alone.
+
+    python -m megasync.examples.chat_calculator --to FOLDER     # model, warm_up*.jsonl, train.jsonl, held_out.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasync.examples.calculator import pairs_of
+from megasync.examples.small_qwen3 import EOS, PAD, UNKNOWN, write_small_qwen3
+
+TOOL = "multiply"
+USER, ASSISTANT, TOOL_RESULT, TOOLS, SYSTEM = "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>", "<|system|>"
+CALL, AND, END_CALL = f'<tool_call>{{"name": "{TOOL}", "arguments": {{"a": ', ', "b": ', "}}</tool_call>"
+WORDS = (TOOL, CALL, AND, END_CALL)
+ROLES = (USER, ASSISTANT, TOOL_RESULT, TOOLS, SYSTEM)
+CHARACTERS = [each for each in string.printable if each.isprintable() or each == "\n"]
+NAMED = (PAD, EOS, UNKNOWN, *ROLES, *WORDS, *CHARACTERS)
+VOCABULARY = (*NAMED, *(f"<unused{number}>" for number in range(128 - len(NAMED))))  # 128: ranks can split it
+TEMPLATE = (
+    "{%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<eos>{% endif %}"
+    "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer() -> Any:
+    """One token a character, and one for each role and each word of a call."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(role, normalized=False) for role in ROLES])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def lines(seed: int) -> dict[str, list[dict[str, str]]]:
+    """Of each file; the warm-up's prompts are what the chat template writes, tools included."""
+    found: dict[str, list[dict[str, str]]] = {name: [] for name in ("warm_up", "warm_up_held_out", "train", "held_out")}
+    for left, right, is_held_out in pairs_of(seed):
+        question, product = f"{left}*{right}", str(left * right)
+        asked, call = f"{TOOLS}{TOOL}{EOS}{USER}{question}{EOS}{ASSISTANT}", f"{CALL}{left}{AND}{right}{END_CALL}"
+        found["held_out" if is_held_out else "train"].append({"question": question, "answer": product})
+        turns = found["warm_up_held_out" if is_held_out else "warm_up"]
+        turns.append({"question": asked, "answer": call})
+        turns.append({"question": f"{asked}{call}{EOS}{TOOL_RESULT}{product}{EOS}{ASSISTANT}", "answer": product})
+    return found
+
+
+def write(folder: Path, seed: int = 0) -> None:
+    """Model and data; existing files are overwritten."""
+    write_small_qwen3(folder / "model", VOCABULARY, seed, "float32", max_position_embeddings=256)
+    build_tokenizer().save_pretrained(folder / "model")
+    for name, rows in lines(seed).items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write them."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.examples.chat_calculator", description="A model with a tool.")
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument("--seed", default=0, type=int)
+    given = parser.parse_args(arguments)
+    write(given.to, given.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""`megasync render slurm|kuberay CONFIG ...`: a job file for a batch system, from a config and a few flags.
+
+    megasync render slurm configs/grpo_fsdp.yaml --nodes 2 --gpus 8 --time 24:00:00 > job.sh; sbatch job.sh
+    megasync render kuberay configs/grpo_fsdp.yaml --nodes 2 --gpus 8 --image IMAGE --claim CLAIM | kubectl apply -f -
+
+The templates are in launch/templates/. Refuses what cannot fit, as the launchers would. Leaves out submitting. No torch in here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megasync.config.errors import main_errors, refuse_if
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.launch.cluster_room import Demand, placement_problem
+from megasync.launch.num_ranks import num_replica_gpus
+from megasync.launch.processes import REFUSED
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
+CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
+
+
+class AtTemplate(string.Template):
+    """With @{name}: a $ is the shell's."""
+
+    delimiter = "@"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Flags may stand before, between and after the overrides."""
+    parser = argparse.ArgumentParser(prog="megasync render", description="A job file for a batch system.")
+    parser.add_argument("system", choices=list(TEMPLATES))
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes of the job")
+    parser.add_argument("--gpus", type=int, default=0, metavar="G", help="GPUs of a node (default: 0)")
+    parser.add_argument(
+        "--nproc", type=int, metavar="P", help="trainer ranks of a node (default: 1, or the GPUs less the replicas')"
+    )
+    parser.add_argument("--cpus", type=int, metavar="C", help="CPUs of a node (default: the ranks, the replicas' workers and 4)")
+    parser.add_argument(
+        "--grace-seconds", type=int, default=300, metavar="S", help="for a checkpoint before the end (default: 300)"
+    )
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="K", help="after a lost node (default: 3)")
+    slurm = parser.add_argument_group("slurm")
+    slurm.add_argument("--time", default="24:00:00", help="limit of one job (default: 24:00:00)")
+    slurm.add_argument("--port", type=int, default=29400, help="of the head node (default: 29400)")
+    slurm.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="such as --sbatch=--partition=gpu; as often as wanted"
+    )
+    kuberay = parser.add_argument_group("kuberay")
+    kuberay.add_argument("--image", help="with the packages that locks/ pin")
+    kuberay.add_argument("--claim", help="volume claim with code, model, data and runs")
+    kuberay.add_argument("--mount", default=str(ROOT), help="where it is mounted (default: this clone's folder)")
+    kuberay.add_argument("--memory", default="200Gi", help="of a node (default: 200Gi)")
+    kuberay.add_argument("--shm", default="16Gi", help="of /dev/shm (default: 16Gi)")
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.system == "kuberay" and not (given.image and given.claim):
+        parser.error("kuberay needs --image and --claim")
+    if given.nodes < 1 or given.gpus < 0 or (given.nproc is not None and given.nproc < 1):
+        parser.error("--nodes and --nproc: at least 1; --gpus: at least 0")
+    return given
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the file; 2 where the run cannot fit."""
+    given = parse(arguments)
+    with main_errors():
+        config = load_config(given.config, given.overrides)
+        print(render(given, config, shlex.join(["megasync", "render", *arguments])), end="")
+    return 0
+
+
+def render(given: argparse.Namespace, config: Config, command: str) -> str:
+    """The file's text.
+
+    Raises:
+        ConfigError: the run does not fit on so many nodes.
+    """
+    workers = num_replica_gpus(config)
+    share = -(-config.rollout.replicas // given.nodes) * config.rollout.tensor_parallel if workers else 0
+    nproc = given.nproc or (given.gpus - share if given.gpus else 1)
+    message = f"rollout.replicas = {config.rollout.replicas}: their share leaves no GPU of a node for the trainer"
+    refuse_if(nproc < 1, message, GPUs=str(given.gpus), remedy="more --nodes or --gpus, or lower rollout.replicas")
+    cpus = given.cpus or nproc + share + CPUS_BESIDE
+    nodes = {f"node{number}": {"CPU": float(cpus), "GPU": float(given.gpus)} for number in range(1, given.nodes + 1)}
+    spread = 0 if given.nodes * nproc < given.nodes else given.nodes
+    demand = Demand(given.nodes * nproc, spread, config.rollout.replicas if workers else 0, config.rollout.tensor_parallel)
+    refuse_if(problem := placement_problem(nodes, demand), problem)
+    values = common(given, config, command) | {"nproc": nproc, "cpus": cpus}
+    values |= of_slurm(given) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus, workers)
+    template = (ROOT / "launch" / "templates" / TEMPLATES[given.system]).read_text(encoding="utf-8")
+    return AtTemplate(template).substitute(values)
+
+
+def common(given: argparse.Namespace, config: Config, command: str) -> dict[str, object]:
+    return {
+        "name": config.run.name,
+        "nodes": given.nodes,
+        "command": command,
+        "root": shlex.quote(str(ROOT)),
+        "run_folder": shlex.quote(str((ROOT / config.run.folder) if given.system == "kuberay" else config.run.folder)),
+        "arguments": shlex.join([given.config, *given.overrides]),
+        "grace_seconds": given.grace_seconds,
+        "max_restarts": given.max_restarts if config.checkpoint.every_steps and config.checkpoint.resume == "auto" else 0,
+    }
+
+
+def of_slurm(given: argparse.Namespace) -> dict[str, object]:
+    gpus = [f"--gpus-per-node={given.gpus}"] if given.gpus else []
+    return {
+        "time": given.time,
+        "port": given.port,
+        "more_lines": "\n".join(f"#SBATCH {option}" for option in [*gpus, *given.sbatch]),
+    }
+
+
+def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int, workers: int) -> Mapping[str, object]:
+    driver = ["python", "-m", "megasync.launch.driver", "--num-ranks", str(given.nodes * nproc)]
+    driver += ["--trainer-nodes", str(given.nodes), "--replicas", str(config.rollout.replicas if workers else 0)]
+    driver += ["--tensor-parallel", str(config.rollout.tensor_parallel), "--", given.config, *given.overrides]
+    try:
+        ray_version = version("ray")
+    except PackageNotFoundError:
+        pins = (ROOT / "locks" / "gpu.txt").read_text(encoding="utf-8")
+        ray_version = re.findall(r"^ray==(.*)$", pins, flags=re.MULTILINE)[0]
+    resources = {"cpu": f'"{cpus}"', "memory": given.memory} | ({"nvidia.com/gpu": f'"{given.gpus}"'} if given.gpus else {})
+    return {
+        "kubernetes_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-") or "run",
+        "entrypoint": shlex.join(driver).replace("\\", "\\\\").replace('"', '\\"'),
+        "ray_version": ray_version,
+        "image": given.image,
+        "claim": given.claim,
+        "mount": given.mount,
+        "worker_resources": ", ".join(f"{name}: {amount}" for name, amount in resources.items()),
+        "shm": given.shm,
+    }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(__doc__)
+        sys.exit(REFUSED)
+    sys.exit(main(sys.argv[1:]))

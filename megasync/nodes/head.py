@@ -1,0 +1,237 @@
+"""The head's decisions: who takes part in the next round, whether these nodes are fit for it, and what follows from its end.
+
+A state machine that looks at the store and writes to it; `tick` is called again and again and never waits.
+
+    GATHER -enough nodes are here-> CHECK -they are fit-> RUN -a node or rank is lost, and there are restarts left-> GATHER
+    the end from anywhere: `over` in the store, which every node reads
+
+Keys: arrival/K {arrival, facts}, beat/K, left/K; round {round, members, store}; wire results in the round's own store; fit/R;
+ended/R/SEAT {code, told}; outcome/R; over {code, told}; waiting TEXT; refused/K TEXT. Leaves out what a node does (member.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.transport.channel import open_store
+from megasync.launch.processes import REFUSED, STOPPED
+from megasync.nodes.compare import differences
+from megasync.nodes.judge import judge
+from megasync.nodes.roll_call import Arrival, roll_call, room_problem, seats
+from megasync.nodes.store import NodeStore
+from megasync.run.heartbeat import LastSeen
+
+FRESH_SECONDS = 10.0  # a node that gives no sign of life for so long is not here, while nodes are waited for
+CHECK_SECONDS = 180.0
+CAUSE_SECONDS = 5.0  # after the first failure, for others: that of a node which is gone is the likelier cause
+FINAL = (REFUSED, STOPPED)  # exit codes after which no round follows
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the command says of the whole run."""
+
+    num_nodes: int
+    expected: tuple[str, ...]  # host names, where they are known
+    wait_seconds: float
+    max_restarts: int
+    limit_seconds: float  # run.hung_rank_timeout_seconds
+    replicas: int  # that need GPUs of their own
+    tensor_parallel: int
+
+
+@dataclass
+class Round:
+    """The one that is gathered, checked or run."""
+
+    number: int
+    members: list[Arrival] = field(default_factory=list)
+    store: Any = None
+    seen: LastSeen | None = None
+    failed_at: float | None = None
+
+
+class Head:
+    """`tick` it while this node waits for anything."""
+
+    def __init__(self, store: NodeStore, address: str, terms: Terms) -> None:
+        self.store, self.address, self.terms = store, address, terms
+        self.arrivals: dict[int, Arrival] = {}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.gone: set[int] = set()
+        self.warnings: list[str] = []
+        self._work: Callable[[], None] = self._gather
+        self._begin_round(0)
+
+    def tick(self) -> None:
+        self._look()
+        self._work()
+
+    def end(self, code: int, told: str) -> None:
+        """For all nodes; the first word stays."""
+        if self.store.get("over") is None:
+            self.store.set("over", {"code": code, "told": told})
+        self._work = lambda: None
+
+    def _begin_round(self, number: int) -> None:
+        self.round = Round(number)
+        self._begun = time.monotonic()
+        self._first_counts: dict[int, int] = {}
+        self._changes: dict[int, tuple[int, float]] = {}  # count and when it came
+        self._work = self._gather
+
+    def has_acknowledged(self) -> bool:
+        """Whether all nodes have read the last word, or are gone."""
+        self._look()
+        return self.store.add("acknowledged", 0) >= len(self.arrivals) - len(self.gone)
+
+    def _look(self) -> None:
+        """New arrivals, and those that have left."""
+        for number in range(len(self.arrivals) + 1, self.store.add("arrivals", 0) + 1):
+            told = self.store.get(f"arrival/{number}")
+            if told is None:
+                break
+            self.arrivals[number], self.facts[number] = Arrival(**told["arrival"]), told["facts"]
+        there = [number for number in self.arrivals if number not in self.gone]
+        self.gone |= {number for number in there if self.store.get(f"left/{number}") is not None}
+
+    def _beats(self) -> dict[int, int]:
+        return {number: self.store.add(f"beat/{number}", 0) for number in self.arrivals if number not in self.gone}
+
+    # ------------------------------------------------------------------------------------------------ gather
+
+    def _gather(self) -> None:
+        present = self._present()
+        if self._refuse(present):
+            return
+        members = seats(present, self.terms.num_nodes)
+        expected = self.terms.expected or tuple(dict.fromkeys(arrival.host for arrival in self.arrivals.values()))
+        told = roll_call(present, self.terms.num_nodes, expected)
+        if members is not None:
+            self._announce(members)
+        elif time.monotonic() - self._begun > self.terms.wait_seconds:
+            self.end(1, f"gave up after {self.terms.wait_seconds:g} s: {told}")
+        elif present:
+            self.store.set("waiting", told)
+
+    def _present(self) -> list[Arrival]:
+        """Those whose signs of life have come since this round began, and come still."""
+        counts, now = self._beats(), time.monotonic()
+        for number, count in counts.items():
+            self._first_counts.setdefault(number, count)
+            if count != self._changes.get(number, (-1, 0.0))[0]:
+                self._changes[number] = count, now
+        here = [
+            self.arrivals[number]
+            for number, count in counts.items()
+            if count > self._first_counts[number] and now - self._changes[number][1] < FRESH_SECONDS
+        ]
+        return sorted(here, key=lambda arrival: (not arrival.is_head, arrival.number))
+
+    def _refuse(self, present: Sequence[Arrival]) -> bool:
+        """Nodes that are not fit for any round: before the first one the whole run ends, later they alone do."""
+        hosts = {arrival.number: arrival.host for arrival in present}
+        names = {number: host if list(hosts.values()).count(host) == 1 else f"{host} #{number}" for number, host in hosts.items()}
+        facts = {name: self.facts[number] for number, name in names.items()}
+        if len(present) < self.terms.num_nodes and self.round.number == 0:  # nobody to compare with, yet
+            facts = {name: told for name, told in facts.items() if told["problem"]}
+        told = differences(facts) if facts else {}
+        for number, name in names.items():
+            if told.get(name):
+                if self.round.number == 0:
+                    self.end(REFUSED, "\n".join(told.values()))
+                    return True
+                self.gone.add(number)
+                self.store.set(f"refused/{number}", told[name])
+        return False
+
+    def _announce(self, members: list[Arrival]) -> None:
+        problem = room_problem(members, self.terms.replicas, self.terms.tensor_parallel)
+        if problem:
+            self.end(REFUSED, problem)
+            return
+        store = open_store(self.address)
+        self.round.members, self.round.store = members, store
+        backend = "nccl" if all(member.num_gpus for member in members) else "gloo"
+        numbers = [member.number for member in members]
+        told = {"round": self.round.number, "members": numbers, "store": [self.address, store.port], "backend": backend}
+        self.store.set("round", told)
+        self.round.seen = LastSeen(numbers, self.terms.limit_seconds, time.monotonic())
+        self._begun = time.monotonic()
+        self._work = self._check
+
+    # ------------------------------------------------------------------------------------------------ check
+
+    def _check(self) -> None:
+        """Of what takes two nodes; each is ready then, its Ray started."""
+        members, number = self.round.members, self.round.number
+        ready = [self.store.get(f"ready/{number}/{seat}") for seat in range(len(members))]
+        is_late = time.monotonic() - self._begun > CHECK_SECONDS
+        hosts = [member.host for member in members]
+        problems = [f"{host}: {told['problem']}" for host, told in zip(hosts, ready, strict=True) if told and told["problem"]]
+        if lost := self._lost():
+            self._follow(1, f"{lost} during the check")
+        elif problems:
+            self.end(1, "\n".join(problems))
+        elif all(ready) or is_late:
+            errors, warnings = self._judged(members)
+            late = [host for host, told in zip(hosts, ready, strict=True) if not told]
+            errors += [f"{host}: not ready after {CHECK_SECONDS:g} s" for host in late]
+            if errors:
+                self.end(REFUSED, "\n".join(errors))
+                return
+            self.store.set(f"fit/{number}", {"warnings": warnings})
+            self._work = self._run
+
+    def _judged(self, members: Sequence[Arrival]) -> tuple[list[str], list[str]]:
+        keys = [f"wire/{seat}" for seat in range(len(members))]
+        results = [json.loads(self.round.store.get(key)) if self.round.store.check([key]) else {} for key in keys]
+        return judge([member.host for member in members], results) if len(members) > 1 else ([], [])
+
+    # ------------------------------------------------------------------------------------------------ run
+
+    def _run(self) -> None:
+        members, number = self.round.members, self.round.number
+        ended = [self.store.get(f"ended/{number}/{seat}") for seat in range(len(members))]
+        codes = {told["code"] if told else None for told in ended}
+        if codes in ({0}, {STOPPED}):
+            self.end(codes.pop(), "")
+            return
+        lost = self._lost()
+        failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] != 0]
+        if not lost and not failed:
+            return
+        now = time.monotonic()
+        self.round.failed_at = self.round.failed_at or now
+        if not lost and now - self.round.failed_at < CAUSE_SECONDS:
+            return
+        final = [told["code"] for _, told in failed if told["code"] in FINAL]
+        causes = [f"{members[seat].host}: {told['told'] or 'exit code ' + str(told['code'])}" for seat, told in failed]
+        self._follow(final[0] if final else failed[0][1]["code"] if failed else 1, "\n".join(filter(None, [lost, *causes])))
+
+    def _follow(self, code: int, told: str) -> None:
+        """Another round, or the end."""
+        left = self.terms.max_restarts - self.round.number
+        if code in FINAL or left <= 0:
+            self.end(code, told)
+            return
+        again = (
+            f"the run goes on from its newest checkpoint once {self.terms.num_nodes} nodes are here; restarts left: {left - 1}"
+        )
+        self.store.set(f"outcome/{self.round.number}", {"told": f"{told}\n{again}"})
+        self._begin_round(self.round.number + 1)
+
+    def _lost(self) -> str:
+        """The members that have left, or give no sign of life; empty where all are here."""
+        assert self.round.seen is not None
+        counts = {number: count for number, count in self._beats().items() if number in self.round.seen.ranks}
+        silent = self.round.seen.look(counts, time.monotonic())
+        hosts = {member.number: member.host for member in self.round.members}
+        left = [f"node {hosts[number]} is gone: its launcher ended" for number in hosts if number in self.gone]
+        limit = f"{self.terms.limit_seconds:g} s (run.hung_rank_timeout_seconds)"
+        quiet = [f"node {hosts[number]} is gone: no sign of life for {limit}" for number in silent if number not in self.gone]
+        return "; ".join([*left, *quiet])

@@ -1,0 +1,71 @@
+"""The log of a run's versions (`sync.log`), written at each sync: who writes, and what a resumed run cuts.
+
+    log = VersionLog(config, exporter, first_version=10)
+    log.write(12)                # metrics; collective
+
+Leaves out the files themselves (bridge/versions/).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bridge.export.exporter import Exporter
+from bridge.export.source import whole_tensors
+from bridge.versions.writer import VersionWriter, Written, cut
+from megasync.config.files import VERSIONS
+from megasync.config.schema import Config
+from megasync.run.rank_zero import control_group, on_rank_zero
+
+
+class VersionLog:
+    """Methods are collective. The sender of each pipeline stage writes what its stage has."""
+
+    def __init__(self, config: Config, exporter: Exporter, first_version: int) -> None:
+        """Cuts `first_version`, which is written anew and whole, and all that an ended run left behind it."""
+        self.folder: Path = config.run.folder / VERSIONS
+        self.exporter = exporter
+        self.writer: VersionWriter | None = None
+        self._last = -1
+        on_rank_zero(lambda: cut(self.folder, first_version))
+        if exporter.is_sender:
+            keeps, every = config.sync.log == "deltas", config.sync.log_full_every
+            stage, count = exporter.stage, exporter.num_stages
+            self.writer = VersionWriter(self.folder, stage=stage, num_stages=count, keeps_weights=keeps, full_every=every)
+
+    def write(self, version: int) -> dict[str, float]:
+        """Metrics of all stages together: the slowest's time, the sum of the bytes.
+
+        Raises:
+            RuntimeError: on every rank, where a stage could not write.
+        """
+        if version == self._last:  # published once more, to replicas that came later
+            return {}
+        tensors = whole_tensors(self.exporter)
+        written, problem = None, ""
+        try:
+            if self.writer is not None:
+                written = self.writer.write(version, tensors)
+            else:
+                deque(tensors, maxlen=0)
+        except OSError as error:
+            problem = f"sync.log: version {version} cannot be written: {error}"
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (written, problem), group=control_group())
+        if problems := [each for _, each in found if each]:
+            raise RuntimeError(problems[0])
+        self._last = version
+        return metrics([each for each, _ in found if each is not None])
+
+
+def metrics(stages: list[Written]) -> dict[str, float]:
+    num_elements, num_changed = (sum(getattr(each, name) for each in stages) for name in ("num_elements", "num_changed"))
+    found = {
+        "sync/log_seconds": max(each.seconds for each in stages),
+        "sync/log_bytes": float(sum(each.num_bytes for each in stages)),
+    }
+    return found | ({"sync/changed_fraction": num_changed / num_elements} if num_changed else {})

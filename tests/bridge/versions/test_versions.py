@@ -1,0 +1,208 @@
+"""The log of versions: deltas round trip bit for bit, any version comes back, and a log that is not whole is refused.
+
+python -m pytest tests/bridge/versions/test_versions.py
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.layout.digest import digest_tensor
+from bridge.versions import delta
+from bridge.versions.file import PARTIAL, VersionLogError, path_of, there
+from bridge.versions.reader import VersionReader
+from bridge.versions.writer import VersionWriter, cut
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64)
+SPECIAL = (float("nan"), -0.0, 0.0, float("inf"), -float("inf"), 1e-40)
+Weights = dict[str, torch.Tensor]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 400), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.01, 0.2, 0.5, 1.0]))
+def test_a_delta_round_trips_bit_for_bit(seed: int, size: int, dtype: torch.dtype, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    width = size * dtype.itemsize
+    old, new = (torch.frombuffer(bytearray(rng.bytes(width + 8)), dtype=torch.uint8)[:width].view(dtype) for _ in range(2))
+    kept = torch.from_numpy(rng.random(size) >= share)
+    new = torch.where(kept, old, new)
+    if dtype.is_floating_point and size > len(SPECIAL):
+        new[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=dtype)
+        old[: len(SPECIAL)] = torch.tensor(list(reversed(SPECIAL)), dtype=dtype)
+    encoding, data = delta.encode(new, old)
+    held = old.clone()
+    delta.apply(held, encoding, data)
+    assert torch.equal(held.view(torch.uint8), new.view(torch.uint8))
+    changed = int((delta.words(new) != delta.words(old)).sum())
+    assert delta.num_changed(encoding, data, size) == (size if encoding == "dense" else changed)
+    assert (encoding == "same") == (changed == 0)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=80), st.sampled_from(["sparse", "dense", "other"]))
+def test_bytes_of_no_delta_are_refused(data: bytes, encoding: str) -> None:
+    with pytest.raises(delta.DamagedError):
+        delta.apply(torch.zeros(50), encoding, data)
+
+
+def test_few_steps_of_one_take_few_bytes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(200_000, generator=generator).bfloat16()
+    moved = torch.rand(old.shape, generator=generator) < 0.02
+    new = torch.where(moved, (old.view(torch.int16) + 1).view(torch.bfloat16), old)
+    encoding, data = delta.encode(new, old)
+    assert encoding == "sparse" and len(data) < old.nbytes / 50
+
+
+# ---------------------------------------------------------------------------------------------------- a log
+
+
+def weights(version: int, stage: int = 0) -> Weights:
+    """Of a stage: a matrix of which one row changes at each version, one that does not, one that changes all over."""
+    generator = torch.Generator().manual_seed(stage)
+    fixed, matrix = torch.randn(7, generator=generator), torch.randn(12, 5, generator=generator).bfloat16()
+    for number in range(version):
+        matrix[number % 12] += 1
+    moving = torch.randn(30, generator=torch.Generator().manual_seed(version))
+    return {f"s{stage}.matrix": matrix, f"s{stage}.fixed": fixed, f"s{stage}.moving": moving}
+
+
+def write(folder: Path, versions: range, stages: int = 1, *, keeps_weights: bool = True, full_every: int = 4) -> None:
+    for stage in range(stages):
+        writer = VersionWriter(folder, stage=stage, num_stages=stages, keeps_weights=keeps_weights, full_every=full_every)
+        for version in versions:
+            writer.write(version, iter(weights(version, stage).items()))
+
+
+def equal(found: Weights, expected: Weights) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3))
+def test_every_version_comes_back(count: int, full_every: int, stages: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, range(3, 3 + count), stages, full_every=full_every)
+        log = VersionReader(folder)
+        assert log.versions == list(range(3, 3 + count))
+        for version in log.versions:
+            expected = {name: tensor for stage in range(stages) for name, tensor in weights(version, stage).items()}
+            assert equal(dict(log.tensors(version)), expected)
+            assert log.digests(version) == {name: digest_tensor(tensor) for name, tensor in expected.items()}
+            assert len(log.chain(version, 0)) == 1 + (version - 3) % full_every
+
+
+def test_a_log_of_digests_has_no_weights(tmp_path: Path) -> None:
+    write(tmp_path, range(2), keeps_weights=False)
+    log = VersionReader(tmp_path)
+    assert log.digests(1) == {name: digest_tensor(tensor) for name, tensor in weights(1).items()}
+    with pytest.raises(VersionLogError, match="holds digests alone"):
+        dict(log.tensors(1))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Versions 0 to 7, of which 0 and 4 are whole."""
+    write(tmp_path, range(8))
+    return tmp_path
+
+
+def refused(folder: Path, version: int, match: str) -> None:
+    with pytest.raises(VersionLogError, match=match):
+        dict(VersionReader(folder).tensors(version))
+
+
+def test_a_torn_file_is_refused_wherever_it_ends(folder: Path) -> None:
+    path = path_of(folder, 6, 0)
+    whole = path.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refused(folder, 7, r"version_00000006.stage_000: is torn")
+    assert equal(dict(VersionReader(folder).tensors(5)), weights(5)), "versions before it are whole"
+    path.write_bytes(whole[10:])
+    refused(folder, 6, "is torn: bytes are missing in the middle")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_changed_byte_is_refused(place: int, change: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, range(2))
+        path = path_of(folder, 1, 0)
+        data = bytearray(path.read_bytes())
+        data[place % len(data)] ^= change
+        path.write_bytes(data)
+        try:
+            assert equal(dict(VersionReader(folder).tensors(1)), weights(1)), "a byte that compression has no use for"
+        except VersionLogError as error:
+            assert "is damaged" in str(error) or "is torn" in str(error)  # noqa: PT017
+
+
+def test_a_missing_step_is_named(folder: Path) -> None:
+    path_of(folder, 5, 0).unlink()
+    refused(folder, 7, "version 5 of stage 0 is missing, which version 6 was added to")
+    refused(folder, 5, "has no version 5; the last there are: 0, 1, 2, 3, 4, 6, 7")
+    assert equal(dict(VersionReader(folder).tensors(4)), weights(4))
+
+
+def test_a_wrong_order_is_named(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path_of(folder, 5, 0).rename(path_of(folder, 9, 0))
+    path_of(folder, 6, 0).rename(path_of(folder, 5, 0))
+    refused(folder, 5, "is out of order: it holds version 6")
+    other = tmp_path_factory.mktemp("other")
+    writer = VersionWriter(other, stage=0, num_stages=1, keeps_weights=True, full_every=4)
+    for version in range(8):
+        writer.write(version, iter(weights(version + 1).items()))
+    shutil.copyfile(path_of(other, 5, 0), path_of(folder, 5, 0))
+    refused(folder, 5, "version_00000004.stage_000: is out of order: version 5 was added to other weights")
+
+
+def test_a_version_of_which_a_stage_is_missing_is_no_version(tmp_path: Path) -> None:
+    write(tmp_path, range(3), stages=2)
+    path_of(tmp_path, 2, 1).unlink()
+    assert VersionReader(tmp_path).versions == [0, 1]
+    refused(tmp_path, 2, "version 2 lacks stage 1 of 2")
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_next_is_whole(tmp_path: Path) -> None:
+    writer = VersionWriter(tmp_path, stage=0, num_stages=1, keeps_weights=True, full_every=9)
+    writer.write(0, iter(weights(0).items()))
+    taken = []
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(1).items():
+            taken.append(name)
+            yield name, tensor.to_sparse() if name == "s0.fixed" else tensor
+
+    with pytest.raises(RuntimeError):
+        writer.write(1, failing())
+    assert taken == list(weights(1)), "all ranks walk all tensors"
+    assert [path.name for path in tmp_path.iterdir()] == [path_of(tmp_path, 0, 0).name]
+    writer.write(2, iter(weights(2).items()))
+    assert len(VersionReader(tmp_path).chain(2, 0)) == 1
+
+
+def test_what_a_resumed_run_cuts(folder: Path) -> None:
+    (folder / f"{PARTIAL}version_00000008.stage_000").write_bytes(b"half")
+    assert cut(folder, 6) == [6, 7]
+    assert list(there(folder)) == list(range(6)) and not list(folder.glob(f"{PARTIAL}*"))
+    writer = VersionWriter(folder, stage=0, num_stages=1, keeps_weights=True, full_every=4)
+    writer.write(6, iter(weights(6).items()))
+    writer.write(7, iter(weights(7).items()))
+    log = VersionReader(folder)
+    assert log.versions == list(range(8)) and len(log.chain(7, 0)) == 2
+    assert all(equal(dict(log.tensors(version)), weights(version)) for version in range(8))

@@ -1,0 +1,124 @@
+"""Every command of the README and of docs/, as written: collected from the pages' code blocks, and run in order by hand.
+
+    python -m tests.doc_commands                  # what there is, and what each command needs
+    python -m tests.doc_commands --run FOLDER     # in a new clone of this repository at FOLDER: those that a CPU can run
+    python -m tests.doc_commands --run FOLDER --only evaluate.md
+
+A page's commands run in the order in which they stand, in one clone for all pages, with files that are there in the place of
+PLACEHOLDERS. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its program takes
+(test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST = ("README.md", "docs/running.md", "docs/report.md", "docs/evaluate.md", "docs/doctor.md", "docs/plan.md")
+ELSEWHERE = ("docs/your_own.md",)  # tests/test_your_own.py
+BLOCKS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PLACEHOLDERS = {
+    "model.path=FOLDER": "model.path=smollm2/model",
+    "models/mine": "smollm2/model",
+    "--data test.jsonl": "--data smollm2/held_out.jsonl",
+    "--data prompts.jsonl": "--data smollm2/held_out.jsonl",
+    "data.prompt_key=problem data.answer_key=solution": "data.prompt_key=question data.answer_key=answer",
+    "data.prompt_key=problem": "data.prompt_key=question",
+}
+# Why a command is not run here, by the first expression that is found in it.
+NEEDS = {
+    r"^docs/bench/gpus\.sh": "needs a GPU",
+    r"-m gpu\b": "needs GPUs",
+    r"^megasync train configs/smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
+    r"runs/smollm2|--compare runs/grpo-gpu": "needs the run on a GPU before it",
+    r"staleness_accuracy\.py": "needs run folders of a GPU",
+    r"configs/bench_train\.yaml": "needs a GPU",
+    r"runs/a runs/b": "needs two runs of the reader's own",
+    r"^\./launch/test\.sh$": "it is the suite itself",
+    r"-m tests\.": "takes an hour",
+    r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
+    r"^(sbatch|kubectl)": "needs a cluster",
+    r"IMAGE": "needs an image",
+    r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
+}
+UNTIL_STOPPED = re.compile(r"--watch")
+SERVES_SECONDS, LIMIT_SECONDS = 20.0, 1800.0
+
+
+class Command(NamedTuple):
+    """One line of a block, continued lines joined, without its comment."""
+
+    page: str
+    line: str
+
+    @property
+    def needs(self) -> str:
+        """Why it is not run on a CPU; empty: it is."""
+        return next((why for pattern, why in NEEDS.items() if re.search(pattern, self.line)), "")
+
+    @property
+    def words(self) -> list[str]:
+        """Without variables before it."""
+        words = shlex.split(self.line.partition(" > ")[0])
+        while re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        return words
+
+
+def collect() -> list[Command]:
+    """All but those of ELSEWHERE."""
+    rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+    pages = [*FIRST, *(page for page in rest if page not in (*FIRST, *ELSEWHERE)), "CONTRIBUTING.md"]
+    return [Command(page, line) for page in pages for line in lines_of((ROOT / page).read_text(encoding="utf-8"))]
+
+
+def lines_of(page: str) -> list[str]:
+    text = "".join(BLOCKS.findall(page)).replace("\\\n", " ")
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+    return [re.sub(r"\s+", " ", line) for line in lines if line]
+
+
+def run(command: Command, clone: Path) -> tuple[int, float, str]:
+    """Exit code, seconds, what it said."""
+    line = command.line
+    for placeholder, remedy in PLACEHOLDERS.items():
+        line = line.replace(placeholder, remedy)
+    begin = time.monotonic()
+    limit = SERVES_SECONDS if UNTIL_STOPPED.search(line) else LIMIT_SECONDS
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MEGASYNC_PYTHON", "PYTHONPATH")}
+    shell = ["timeout", "--signal=INT", f"{limit:g}", "bash", "-c", f"[ ! -e .venv ] || source .venv/bin/activate; {line}"]
+    done = subprocess.run(shell, cwd=clone, env=inherited, capture_output=True, text=True, check=False)
+    code = 0 if UNTIL_STOPPED.search(line) and done.returncode in (124, 130) else done.returncode
+    return code, time.monotonic() - begin, done.stdout + done.stderr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The documents' commands, as written.")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="clone there, and run those that a CPU can run")
+    parser.add_argument("--only", default="", metavar="PAGE", help="pages whose name holds this")
+    given = parser.parse_args()
+    commands = [command for command in collect() if given.only in command.page]
+    if given.run is not None and not given.run.exists():
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(given.run)], check=True)
+    failed = 0
+    for command in commands:
+        if command.needs or given.run is None:
+            print(f"{command.page}: {command.line}" + (f"\n    not run: {command.needs}" if command.needs else ""))
+            continue
+        code, seconds, said = run(command, given.run)
+        failed += code != 0
+        print(f"{command.page}: {command.line}\n    exit code {code}, {seconds:.0f} s" + (f"\n{said[-4000:]}" if code else ""))
+        sys.stdout.flush()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The trainer's layers under `model.exact`: packing does not show in a bit, and they learn as the ordinary ones.
+
+    python -m pytest tests/engine/model/test_exact.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import write_tiny_model
+
+CASES = "tests.engine.model.exact_cases"
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "wrap", "lora"),
+    [
+        ("qwen3", True, "ddp", {}),
+        ("llama", False, "megatron_fsdp", {}),
+        ("qwen2", True, "ddp", LORA),
+        ("mistral", False, "ddp", {}),
+    ],
+)
+def test_packing_does_not_show_in_a_bit(family: str, tied: bool, wrap: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    path = str(write_tiny_model(tmp_path, family, tied, max_position_embeddings=1024))
+    (found,) = run_ranks(1, f"{CASES}:packings", {"path": path, "wrap": wrap, "lora": lora})
+    print(found)
+    assert found["differing"] == 0 and found["ratio"] == 1.0
+    assert found["reference"] < 1e-4 and found["moved"] > 0
+
+
+def test_exact_layers_learn_as_the_ordinary_ones(tmp_path: Path) -> None:
+    path = str(write_tiny_model(tmp_path, "qwen3", num_hidden_layers=2))
+    for more in ({}, {"lora": LORA}):
+        ways: tuple[dict[str, Any], ...] = ({}, {"wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 16})
+        cases = [more, *({"exact": True, **more, **each} for each in ways)]
+        plain, *found = run_ranks(2, f"{CASES}:histories", {"path": path, "cases": cases, "num_steps": 4})[0]
+        for history in found:
+            for one, other in zip(history, plain, strict=True):
+                assert one == pytest.approx(other, rel=2e-4, abs=1e-6)

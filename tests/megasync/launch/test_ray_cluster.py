@@ -1,0 +1,46 @@
+"""A Ray of a run's own (megasync/launch/ray_cluster.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import ROOT
+
+TWICE = """
+import ray, os
+os.environ.update({named!r})
+from megasync.launch.ray_cluster import start_ray
+for _ in range(2):
+    stop = start_ray("local")
+    print(ray.get(ray.remote(num_cpus=1)(lambda: 6 * 7).remote()), len(os.environ.get("RAY_AUTH_TOKEN", "")))
+    stop()
+print(sorted(name for name in os.environ if name.startswith("RAY_AUTH")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("named", "num_digits"),
+    [
+        pytest.param({"RAY_AUTH_MODE": "token"}, 64, id="a mode alone"),
+        pytest.param({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}, 32, id="a token"),
+    ],
+)
+def test_a_ray_of_our_own_has_a_token_of_its_own(tmp_path: Path, named: dict[str, str], num_digits: int) -> None:
+    """Twice in one process, whatever the user set after ray had been imported; in ~/.ray nothing is written or read."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    run = subprocess.run(
+        [sys.executable, "-c", TWICE.format(named=named)],
+        env={**inherited, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [f"42 {num_digits}"] * 2 + [str(sorted(named))]
+    assert not (tmp_path / ".ray").exists()

@@ -1,0 +1,119 @@
+"""Job files for Slurm and KubeRay: made from three configs, read by bash and a YAML schema; refused where a run cannot fit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.launch.cluster_room import Demand, placement_problem
+from megasync.launch.render import main
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ["configs/grpo_fsdp.yaml", "configs/smollm2.yaml", "configs/quickstart.yaml"]
+POD = {
+    "type": "object",
+    "required": ["spec"],
+    "properties": {
+        "spec": {
+            "type": "object",
+            "required": ["containers", "volumes"],
+            "properties": {
+                "containers": {"type": "array", "items": {"type": "object", "required": ["name", "image", "resources"]}},
+                "terminationGracePeriodSeconds": {"type": "integer"},
+            },
+        }
+    },
+}
+# what of KubeRay's RayJob (ray.io/v1) the file uses; nothing else may stand beside it
+SPEC: dict[str, Any] = {
+    "submissionMode": {"enum": ["K8sJobMode"]}, "entrypoint": {"type": "string"}, "shutdownAfterJobFinishes": {"type": "boolean"},
+    "ttlSecondsAfterFinished": {"type": "integer"}, "backoffLimit": {"type": "integer"},
+    "rayClusterSpec": {
+        "type": "object", "additionalProperties": False, "required": ["headGroupSpec", "workerGroupSpecs", "rayVersion"],
+        "properties": {
+            "rayVersion": {"type": "string"},
+            "headGroupSpec": {
+                "type": "object", "additionalProperties": False,
+                "properties": {"rayStartParams": {"additionalProperties": {"type": "string"}}, "template": POD},
+            },
+            "workerGroupSpecs": {
+                "type": "array",
+                "items": {
+                    "type": "object", "additionalProperties": False,
+                    "properties": {
+                        "groupName": {"type": "string"}, "replicas": {"type": "integer"}, "minReplicas": {"type": "integer"},
+                        "maxReplicas": {"type": "integer"}, "rayStartParams": {"type": "object"}, "template": POD,
+                    },
+                },
+            },
+        },
+    },
+}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayJob"},
+        "metadata": {"type": "object", "properties": {"name": {"pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"}}},
+        "spec": {"type": "object", "additionalProperties": False, "required": list(SPEC), "properties": SPEC},
+    },
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_slurm_file_parses(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", config, "--nodes", "2", "--gpus", "8", "--sbatch=--partition=gpu", "run.name=a b"]) == 0
+    text = capsys.readouterr().out
+    script = tmp_path / "job.sh"
+    script.write_text(text)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "#SBATCH --nodes=2" in text and "#SBATCH --gpus-per-node=8" in text and "#SBATCH --partition=gpu" in text
+    assert "#SBATCH --signal=B:USR1@300" in text and "'run.name=a b'" in text and "--nproc 7" in text
+    assert "@{" not in text
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rayjob_file_is_by_the_schema(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--nodes", "2", "--gpus", "8", "--image", "registry/image:1", "--claim", "shared"]
+    assert main(["kuberay", config, *flags, 'data.system_prompt="say \\"yes\\""', "data.chat_template=true"]) == 0
+    job = yaml.safe_load(capsys.readouterr().out)
+    jsonschema.validate(job, SCHEMA)
+    assert job["spec"]["entrypoint"].startswith("python -m megasync.launch.driver --num-ranks 14 --trainer-nodes 2 --replicas 1")
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    assert group["replicas"] == 2 and worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["slurm", CONFIGS[0], "--nodes", "2", "--gpus", "8", "--nproc", "8"])
+    assert refused.value.code == 2
+    assert "there is room for 0" in capsys.readouterr().err
+
+
+FEW = st.integers(0, 4)
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.integers(1, 16), FEW, FEW, st.integers(1, 4))
+def test_what_fits_has_a_place_for_each(gpus: list[int], ranks: int, spread: int, replicas: int, width: int) -> None:
+    nodes = {f"node{number}": {"CPU": 16.0, "GPU": float(count)} for number, count in enumerate(gpus)}
+    problem = placement_problem(nodes, Demand(ranks, spread, replicas, width))
+    if not any(gpus):
+        is_uneven = bool(spread) and (ranks % spread > 0 or spread > len(gpus))
+        assert bool(problem) == (is_uneven or ranks > 16 * len(gpus))
+        return
+    if ranks + replicas * width > sum(gpus):
+        assert problem
+    if not problem:
+        assert not spread or ranks % spread == 0
+        assert ranks <= sum(gpus)
+    if problem:
+        assert "no room" in problem and "node0" in problem

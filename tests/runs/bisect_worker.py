@@ -1,0 +1,56 @@
+"""A replica in whose modules tests put faults. Imported by its processes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge.replicas.pool import ReplicaPool
+from bridge.replicas.replica import Replica
+from bridge.receive.receiver import WorkerExtension
+
+
+class FaultyWorkerExtension(WorkerExtension):
+    """Methods that vLLM mixes into its worker class, called by name through `collective_rpc`."""
+
+    def tests_scale(self, name: str, factor: float, element: int | None = None) -> None:
+        """A parameter, or one element of it."""
+        data = dict(self.model_runner.get_model().named_parameters())[name].data
+        (data if element is None else data[element : element + 1]).mul_(factor)
+
+    def tests_set(self, module: str, attribute: str, value: Any) -> Any:
+        """The value that it had."""
+        found = self.model_runner.get_model().get_submodule(module)
+        former = getattr(found, attribute)
+        setattr(found, attribute, value)
+        return former
+
+    def tests_turn(self, theta: float) -> None:
+        """The rotary embedding of all layers by another theta."""
+        rotary = self.model_runner.get_model().model.layers[0].self_attn.rotary_emb
+        size = rotary.head_size
+        frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float) / size)
+        angles = torch.outer(torch.arange(len(rotary.cos_sin_cache)).float(), frequencies)
+        rotary.cos_sin_cache.copy_(torch.cat([angles.cos(), angles.sin()], -1))
+
+    def tests_forget_temperature(self, on: bool) -> None:
+        sampler = self.model_runner.sampler
+        if on:
+            sampler.apply_temperature = lambda logits, *_: logits
+        else:
+            del sampler.apply_temperature
+
+
+class FaultyReplica(Replica):
+    async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        (answer,) = await self._engine.collective_rpc(method, args=arguments)
+        return answer
+
+
+class FaultyPool(ReplicaPool):
+    replica_class = FaultyReplica
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        (answer,) = self._call(lambda actor: actor.call.remote(method, arguments), 60.0)
+        return answer

@@ -1,0 +1,157 @@
+"""Faults on either side are named at the module where they are, with real vLLM and megatron-core: one replica serves all.
+
+python -m pytest tests/runs/test_bisect.py
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.generation import GenerationRequest
+from megasync.bisect import for_one_replica
+from megasync.comparing.compare import Passes, trace_replica
+from megasync.comparing.response import Response
+from megasync.comparing.weights import choose
+from megasync.config.load import load_config, save_config
+from megasync.export import export
+from megasync.launch.ray_cluster import start_ray
+from megasync.run.weights import replica_config
+from tests.megasync.test_export_cli import adapter_run
+from tests.runs.bisect_worker import FaultyPool
+from tests.support.config_files import write_runnable
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(400)
+RESPONSE = Response(tuple(3 + 7 * n % 100 for n in range(40)), tuple(3 + 11 * n % 100 for n in range(20)), "given")
+BLOCK, NORM = 32, "model.layers.1.input_layernorm"
+LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
+EXPECTED: dict[str, tuple[str, str, str]] = {  # where it is, what it looks like, and what is said of it
+    "transposed head": ("model.layers.1.self_attn.q_proj", "one head", "head 2"),
+    "reordered head": ("model.layers.2.self_attn.q_proj", "rows moved", "head 1: its rows are in another order"),
+    "eps": ("model.layers.2.input_layernorm", "wrong eps", "1e-05 in place of 1e-06"),
+    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
+    "missing q-norm": ("model.layers.1.self_attn.q_norm", "left out", "it gives what it got"),
+    "stale layer": ("model.layers.3.input_layernorm", "stale layer", "those of step 5"),
+    "one element": ("model.layers.0.self_attn.o_proj", "one element", "[5, 7]"),
+    "bf16 softmax": ("model.layers.2.self_attn.attn", "precision", "bfloat16"),
+    "temperature": ("log_probs", "wrong temperature", "is forgotten, in place of 0.7"),
+    "window": ("model.layers.1.self_attn.attn", "wrong window", "16 tokens in place of all"),
+    "gate and up": ("model.layers.2.mlp.gate_proj", "swapped", "gate and up"),
+    "LoRA scale": ("model.layers.1.mlp.down_proj", "LoRA scale", "3 in place of 1.5"),
+}
+OF_REPLICA: dict[str, tuple[str, str, str]] = {
+    "stale KV": ("model.layers.0.self_attn.attn", "stale KV", "of the first 32 tokens"),
+    "eps": (NORM, "wrong eps", "1e-05 in place of 1e-06"),
+    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
+    "one element": (NORM, "one element", "[9]"),
+    "temperature": ("log_probs", "wrong temperature", "is forgotten"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with two checkpoints, of which the newer is the other run's adapter merged into its base model."""
+    root = tmp_path_factory.mktemp("bisect")
+    lora_run = adapter_run(root / "lora", "qwen3", "float32", target_modules=LINEARS)
+    named = ["run.name=rl", "model.dtype=float32", "rollout.temperature=0.7"]
+    export(lora_run, root / "merged", merge=True)
+    config = load_config(write_runnable(root), [*named, f"model.path={root / 'merged'}"])
+    run = config.run.folder
+    for step, folder in ((10, root / "merged"), (5, write_tiny_model(root / "former", "qwen3", seed=7))):
+        shutil.copytree(folder, run / "checkpoints" / f"step_{step:08d}" / "hf")
+    save_config(config, run / "config.yaml")
+    return run, lora_run
+
+
+@pytest.fixture(scope="module")
+def passes(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Passes]:
+    """Traces of a replica: sound, and with a fault each."""
+    scratch = tmp_path_factory.mktemp("traces")
+    arguments = {"worker_extension_cls": "tests.runs.bisect_worker.FaultyWorkerExtension", "block_size": BLOCK}
+    config = for_one_replica(choose(runs[0], scratch, None, ["rollout.max_model_len=128"]).served)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine_arguments": arguments})})
+    stop_ray = start_ray("local")
+    pool = FaultyPool.start(replica_config(config), 1)
+    try:
+        return all_passes(pool, scratch)
+    finally:
+        pool.close()
+        assert stop_ray is not None
+        stop_ray()
+
+
+def all_passes(pool: FaultyPool, scratch: Path) -> dict[str, Passes]:
+    def trace(name: str) -> None:
+        (scratch / name).mkdir()
+        found[name] = trace_replica(pool, RESPONSE, 0.7, scratch / name)
+        pool.forget_prefixes()
+
+    found: dict[str, Passes] = {}
+    trace("sound")
+    former = pool.call("tests_set", NORM, "variance_epsilon", 1e-5)
+    trace("eps")
+    pool.call("tests_set", NORM, "variance_epsilon", former)
+    pool.call("tests_scale", f"{NORM}.weight", 2.0, 9)
+    trace("one element")
+    pool.call("tests_scale", f"{NORM}.weight", 0.5, 9)
+    pool.call("tests_forget_temperature", True)
+    trace("temperature")
+    pool.call("tests_forget_temperature", False)
+    pool.call("tests_turn", 20000.0)
+    trace("rope theta")
+    pool.call("tests_turn", 10000.0)
+    keys = "model.layers.0.self_attn.k_norm.weight"
+    pool.call("tests_scale", keys, 2.0)  # the weights before an update, with which a prompt is read
+    pool.generate([GenerationRequest(RESPONSE.prompt_ids, max_new_tokens=1)]).result()
+    pool.call("tests_scale", keys, 0.5)
+    trace("stale KV")
+    trace("sound again")
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_trainer(runs: tuple[Path, Path], passes: dict[str, Passes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    arguments = {"run": runs[0], "lora_run": runs[1], "passes": passes["sound"], "response": RESPONSE}
+    (found,) = run_ranks(1, "tests.runs.bisect_cases:trainer_faults", {**arguments, "scratch": tmp_path_factory.mktemp("a")})
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def of_replica(runs: tuple[Path, Path], passes: dict[str, Passes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    arguments = {"run": runs[0], "passes": passes, "response": RESPONSE, "scratch": tmp_path_factory.mktemp("b")}
+    (found,) = run_ranks(1, "tests.runs.bisect_cases:replica_faults", arguments)
+    return dict(found)
+
+
+def check(found: dict[str, Any], expected: tuple[str, str, str], side: str) -> None:
+    assert (found["site"], found["kind"], found["side"]) == (*expected[:2], side), found
+    assert expected[2] in found["detail"], found
+
+
+def test_sound_sides_differ_by_rounding_alone(of_trainer: dict[str, Any], of_replica: dict[str, Any]) -> None:
+    sound = [of_trainer["none"], of_trainer["sound again"], of_trainer["adapter"], of_replica["sound"], of_replica["sound again"]]
+    assert all(not each["site"] and each["worst"] < 0.7 and each["gap"] < 1e-5 for each in sound), sound
+    told = "\n".join(of_trainer["told"]["lines"])
+    assert "nothing but rounding" in told
+    assert re.search(r"with mlp.act_fn \(4 modules\) in float64", told)
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_a_fault_of_the_trainer_is_named(of_trainer: dict[str, Any], fault: str) -> None:
+    check(of_trainer[fault], EXPECTED[fault], "trainer")
+
+
+@pytest.mark.parametrize("fault", OF_REPLICA)
+def test_a_fault_of_the_replica_is_named(of_replica: dict[str, Any], fault: str) -> None:
+    check(of_replica[fault], OF_REPLICA[fault], "replica")
+
+
+def test_computing_the_culprit_anew_closes_the_gap(of_trainer: dict[str, Any]) -> None:
+    found = of_trainer["missing q-norm"]
+    assert found["gap"] > 100 * found["swapped"]
