@@ -1,7 +1,7 @@
-"""Takes the documentation's screenshots of the report: `python docs/screenshots.py RUN OTHER` writes PNGs into docs/images/.
+"""Takes the documentation's screenshots of the report: `python docs/screenshots.py RUN OTHER [AGENTS]` writes PNGs to docs/images/.
 
 Needs Chromium on PATH (Debian: `apt-get install chromium`). RUN is shown alone, light, dark and on a telephone; both are compared.
-Pages are written to a temporary folder, and the runs' folders are left as they are.
+Of AGENTS, a run of episodes, samples are shown. Pages are written to a temporary folder; the runs' folders are left as they are.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ SHOTS = {  # name: (page, width, height, colours)
     "report_samples.png": ("part", 1280, 1420, LIGHT),
     "report_comparison.png": ("both", 1280, 1420, LIGHT),
 }
+TURNS = {"report_turns.png": ("turns", 1280, 760, LIGHT)}
+SAMPLES = ONLY.replace("#timeline):not(#samples", "#samples")
 
 
 def main() -> None:
-    run, other = map(Path, sys.argv[1:])
+    run, other, *agents = map(Path, sys.argv[1:])
     chromium = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
     if chromium is None:
         sys.exit("no chromium on PATH: apt-get install chromium")
@@ -39,7 +41,11 @@ def main() -> None:
         write_comparison([run, other], pages["both"])
         pages["part"].write_text(pages["one"].read_text(encoding="utf-8").replace("</head>", ONLY, 1), encoding="utf-8")
         pages["narrow"].write_text(NARROW, encoding="utf-8")  # headless Chromium begins with a window of 500 pixels
-        for name, (page, width, height, colours) in SHOTS.items():
+        if agents:
+            pages["turns"] = Path(folder) / "turns.html"
+            write_comparison(agents, pages["turns"])
+            pages["turns"].write_text(pages["turns"].read_text(encoding="utf-8").replace("</head>", SAMPLES, 1), encoding="utf-8")
+        for name, (page, width, height, colours) in (SHOTS | (TURNS if agents else {})).items():
             flags = [f"--window-size={width},{height}", colours, f"--user-data-dir={folder}/profile", "--headless=new", "--disable-gpu"]
             flags += ["--no-sandbox"] if os.geteuid() == 0 else []
             flags += ["--hide-scrollbars", "--virtual-time-budget=8000", f"--screenshot={IMAGES / name}"]

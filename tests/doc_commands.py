@@ -44,6 +44,8 @@ NEEDS = {
     r"runs/a runs/b": "needs two runs of the reader's own",
     r"^\./launch/test\.sh$": "it is the suite itself",
     r"-m tests\.": "takes an hour",
+    r"clients:by_agents": "needs pip install openai-agents",
+    r"agents_gym\.yaml": "needs pip install skyrl-gym",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
     r"^(sbatch|kubectl)": "needs a cluster",
     r"IMAGE": "needs an image",

@@ -199,6 +199,8 @@ class RolloutConfig(Section):
     """Episodes that one process plays at the same time; others wait."""
     episode_memory_bytes: Annotated[ByteSize, Field(ge=2**28)] | None = None
     """Address space of one process, such as 8GiB; an episode that wants more fails; null: no limit."""
+    episode_open_files: Annotated[int, Field(ge=64)] = 16384
+    """Files and sockets that one process may have open at the same time; an episode that wants more fails."""
     record: Literal["episodes", "all", "none"] = "episodes"
     """What of the trained samples is kept in the run's folder, with all that `megasync replay` needs to sample them again: none,
     episodes, or samples of one turn, too. A file a step, of a few bytes a token."""

@@ -137,11 +137,7 @@ class Model:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Prompt, bytes, list[Tool]]:
         """With the history's key and the tools that were offered."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise MessageError(f"messages are of type {type(messages).__name__}: write a list of messages")
-        if not messages:
-            raise MessageError("there are no messages: write at least one, of the user")
-        history, offered = [plain(message) for message in messages], plain_tools(tools)
+        history, offered = _plain_messages(messages), plain_tools(tools)
         keys = keys_of_histories(history, offered)
         answers, former = self._known(history, keys)
         return self.renderer.prompt(history, offered, answers, former), keys[-1], offered
@@ -180,7 +176,16 @@ def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) ->
     return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
 
 
-def token_ids_of(given: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
+def _plain_messages(given: Any) -> list[Message]:
+    """MessageError where it is no list of messages, or an empty one."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise MessageError(f"messages are of type {type(given).__name__}: write a list of messages")
+    if not given:
+        raise MessageError("there are no messages: write at least one, of the user")
+    return [plain(message) for message in given]
+
+
+def token_ids_of(given: Any) -> list[int]:
     """A list of what an episode has written as token ids.
 
     Raises:

@@ -39,6 +39,9 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
             talk.hear(observation)
     except EpisodeLimitError:
         metrics["cut_off"] = 1.0
+    else:
+        if callable(of_whole := getattr(environment, "get_metrics", None)):  # skyrl-gym's
+            metrics |= _numbers(await _call(of_whole))
     finally:
         if callable(close := getattr(environment, "close", None)):
             await _call(close)
@@ -146,8 +149,11 @@ def _parts(step: Any) -> tuple[Any, float, bool, dict[str, float]]:
     else:
         what = f"a {type(step).__name__} of {len(step)}" if isinstance(step, Sequence) else type(step).__name__
         raise TypeError(f"step gave {what}, expected are (observation, reward, terminated, truncated, info)")
-    numbers = {name: float(value) for name, value in (info or {}).items() if isinstance(value, int | float | bool)}
-    return observation, _number(reward), bool(is_over), numbers
+    return observation, _number(reward), bool(is_over), _numbers(info or {})
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in info.items() if isinstance(value, int | float | bool)}
 
 
 def _number(reward: Any) -> float:

@@ -110,7 +110,8 @@ class EpisodePool:
     def __init__(self, config: Config) -> None:
         self.config, self.rollout = config, config.rollout
         own = config.rollout
-        self.settings = Settings(config.model.path, config.data, own.episode_memory_bytes, own.episode_concurrency)
+        limits = own.episode_memory_bytes, own.episode_open_files
+        self.settings = Settings(config.model.path, config.data, *limits, own.episode_concurrency)
         self.waiting: deque[_Running] = deque()
         self.processes: dict[EpisodeProcess, _State] = {}
         self.most_processes, self.is_closed, self._number = config.rollout.episode_processes, False, 0

@@ -199,6 +199,8 @@ class Program:
         self.renderer = renderer_of(tokens, model_type, arguments) if has_template else PlainRenderer(tokens)
         if settings.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes,) * 2)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the system's for a process at its start is often 1024
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(settings.open_files, most),) * 2)
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.writer.write(pack(message))
@@ -267,7 +269,8 @@ def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]
     if value is None:
         return None, {}, {}
     result = value if isinstance(value, Result) else Result(value)
-    for given, expected in ((result.metrics, "metrics"), (result.info, "info")):
+    told: list[tuple[Any, str]] = [(result.metrics, "metrics"), (result.info, "info")]
+    for given, expected in told:
         if not isinstance(given, Mapping):
             of_what = "a mapping of names to numbers" if expected == "metrics" else "a mapping"
             raise BadValueError(f"returned {expected} of type {type(given).__name__}, {of_what} is expected")
@@ -279,8 +282,8 @@ def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]
         if not is_number or not math.isfinite(float(number)):
             what = f"the metric {name} = " if name else ""
             raise BadValueError(f"returned {what}{number!r:.80}, a finite number is expected")
-    told = json.dumps(dict(result.info), default=str) if result.info else "{}"
-    info = json.loads(told) if len(told) <= MOST_INFO_CHARACTERS else {"too_long": told[:MOST_INFO_CHARACTERS]}
+    text = json.dumps(dict(result.info), default=str) if result.info else "{}"
+    info = json.loads(text) if len(text) <= MOST_INFO_CHARACTERS else {"too_long": text[:MOST_INFO_CHARACTERS]}
     reward = None if result.reward is None else float(result.reward)
     return reward, {name: float(number) for name, number in numbers.items() if name}, info
 

@@ -20,6 +20,7 @@ class Settings(NamedTuple):
     model_path: str
     data: Any  # DataConfig
     memory_bytes: int | None
+    open_files: int
     concurrency: int
 
 

@@ -54,7 +54,7 @@ def test_what_was_sampled_is_what_is_trained(run: tuple[Path, str]) -> None:
     assert all(line["staleness/max"] <= 1 for line in lines) and any(line["staleness/max"] == 1 for line in lines)
     for line in lines:
         assert line["train/response_tokens"] == pytest.approx(NUM_EPISODES * line["episode/sampled_tokens"])
-        assert 0 < line["episode/given_tokens"] < 2 and 0.8 < line["episode/branches"] < 2
+        assert 0 < line["episode/given_tokens"] < 3 and 0.8 < line["episode/branches"] < 2
         assert line["episode/tool_seconds"] > 0 and 0 < line["episode/tool_share"] < 1 and line["episode/first"] >= 1
     assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
 

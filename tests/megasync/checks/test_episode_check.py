@@ -20,7 +20,7 @@ def runnable(tmp_path: Path) -> Path:
 
 def test_an_episode_can_run_with_its_keys(runnable: Path) -> None:
     keys = ["episode_max_turns=3", "episode_timeout_seconds=5", "episode_on_failure=drop", "episode_processes=3"]
-    own = [f"rollout.{key}" for key in (*keys, "episode_concurrency=7", "episode_memory_bytes=2GiB")]
+    own = [f"rollout.{key}" for key in (*keys, "episode_concurrency=7", "episode_memory_bytes=2GiB", "episode_open_files=99")]
     config = load_config(runnable, [EPISODE, *own])
     check_config(config, 1)
     assert config.rollout.max_sampled_tokens == 3 * config.rollout.max_new_tokens
@@ -47,7 +47,7 @@ def test_what_cannot_play_is_refused(runnable: Path, path: str, told: str) -> No
 
 @pytest.mark.parametrize(
     "key",
-    ["max_turns=3", "timeout_seconds=5", "on_failure=zero", "processes=3", "concurrency=7", "memory_bytes=2GiB"],
+    ["max_turns=3", "timeout_seconds=5", "on_failure=zero", "processes=3", "concurrency=7", "memory_bytes=2GiB", "open_files=99"],
 )
 def test_keys_of_episodes_need_one(runnable: Path, key: str) -> None:
     name = key.partition("=")[0]
@@ -65,6 +65,7 @@ def test_keys_of_episodes_need_one(runnable: Path, key: str) -> None:
         ("processes=0", "rollout.episode_processes"),
         ("concurrency=-1", "rollout.episode_concurrency"),
         ("memory_bytes=1MiB", "rollout.episode_memory_bytes"),
+        ("open_files=9", "rollout.episode_open_files"),
         ("max_turn=3", "rollout.episode_max_turns"),
     ],
 )

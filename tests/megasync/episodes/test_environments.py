@@ -12,7 +12,7 @@ import pytest
 from megasync.config.errors import ConfigError
 from megasync.episodes.environments import play
 from megasync.episodes.task import Task
-from megasync.examples import attempts, calculator, tasks
+from megasync.examples import attempts, calculator, gyms, tasks
 from tests.support.episodes import Guess
 from tests.support.samplers import Lines, model_of
 
@@ -42,6 +42,26 @@ def test_skyrl_gyms_environment_is_played_as_it_comes() -> None:
         told = model(answer)
         result = asyncio.run(play(environment, Task("7 + 5?", (1,), "12"), told))
         assert result.reward == reward and len(told.recorder.branches()) == 1
+
+
+def test_skyrl_gyms_turns_are_played_until_the_answer_is_right() -> None:
+    """A wrong answer in the right form is worth a fifteenth in each of three turns."""
+    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed: pip install skyrl-gym")
+    task, told = Task("7+5", (1,), "12"), model("11", "#### 11", "#### 12")
+    result = asyncio.run(play(gyms.Skyrl(task), task, told))
+    assert (result.reward, result.metrics) == (pytest.approx(1 + 0.2 / 3), {"steps": 3.0})
+    assert texts(told)[-1].count("<|im_start|>user") == 3
+
+
+def test_what_the_gyms_hold_out_is_nowhere_else() -> None:
+    try:
+        lines = gyms.lines(0)
+    except ConfigError as error:
+        pytest.skip(f"reasoning-gym cannot be fetched: {error}")
+    for name in ("skyrl", "reasoning", "warm_up"):
+        train, held_out = ({line["question"] for line in lines[f"{name}{end}"]} for end in ("", "_held_out"))
+        assert train and held_out and not train & held_out
+    assert {line["answer"].startswith("#### ") for line in lines["warm_up"]} == {True, False}
 
 
 def test_a_question_of_reasoning_gym_has_several_attempts() -> None:

@@ -85,8 +85,8 @@ def failure(told: Told, prompt: str) -> str:
 def side_by_side(folder: str) -> Told:
     """In one process, beside many good ones."""
     good = [f"good {0.2 + 0.01 * number}" for number in range(50)]
-    bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "endless", "nonsense", "nothing"]
-    return play(pool_of(folder, episode_memory_bytes=4 << 30), [*good, *bad])
+    bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "opens", "endless", "nonsense", "nothing"]
+    return play(pool_of(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad])
 
 
 def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Told) -> None:
@@ -107,6 +107,7 @@ def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
     assert failure(side_by_side, "nonsense") == "raised ValueError: a turn was refused: no such token"
     assert failure(side_by_side, "nothing").startswith("raised ValueError: there are no tokens")
     assert failure(side_by_side, "greedy").startswith("raised MemoryError")
+    assert failure(side_by_side, "opens").startswith("raised OSError: [Errno 24] Too many open files")
     assert side_by_side["none"][0].reward is None and side_by_side["none"][0].failure is None
     assert side_by_side["endless"][0].limit == "60 tokens", side_by_side["endless"][0]
 

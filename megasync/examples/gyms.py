@@ -1,0 +1,80 @@
+"""Environments of others as they come: skyrl-gym's multi-turn GSM8K, and questions of reasoning-gym with several attempts.
+
+Data for both and one small chat model that a warm-up makes half good at them: sums, answered as `#### 46` for skyrl-gym, and
+reasoning-gym's basic_arithmetic. attempts.py has the episode of the second. Needs skyrl-gym (pip install skyrl-gym) in episodes
+alone; reasoning-gym is fetched when the data is written (packages.py).
+
+    python -m megasync.examples.gyms --to FOLDER      # model, warm_up*.jsonl, skyrl*.jsonl, reasoning*.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasync.examples.chat_calculator import ASSISTANT, USER, VOCABULARY, build_tokenizer
+from megasync.examples.small_qwen3 import EOS, write_small_qwen3
+from megasync.examples.tasks import generate_task
+
+NUM_HELD_OUT, NUM_TRAIN, MOST = 60, 1000, 20
+OPTIONS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "operators": ["+", "-"], "format_style": "simple"}
+ENVIRONMENT, MOST_TURNS = "gsm8k_multi_turn", 3
+
+
+class Skyrl:
+    """skyrl-gym's environment, made for a task as its package says."""
+
+    def __init__(self, task: Any) -> None:
+        extras = {"reward_spec": {"ground_truth": task.answer}, "max_turns": MOST_TURNS}
+        self.environment = importlib.import_module("skyrl_gym").make(ENVIRONMENT, extras=extras)
+
+    def init(self, messages: list[Any]) -> Any:
+        return self.environment.init(messages)
+
+    def step(self, action: str) -> Any:
+        return self.environment.step(action)
+
+    def get_metrics(self) -> Any:
+        return self.environment.get_metrics()
+
+
+def lines(seed: int) -> dict[str, list[dict[str, str]]]:
+    """Of each file; what is held out is in no other one."""
+    sums = [(left, right) for left in range(MOST) for right in range(MOST)]
+    random.Random(seed).shuffle(sums)
+    skyrl_lines = [{"question": f"{left}+{right}", "answer": str(left + right)} for left, right in sums]
+    train, held_out = generate_task("basic_arithmetic", OPTIONS, NUM_TRAIN, NUM_HELD_OUT, seed)
+    found = {"skyrl": skyrl_lines[NUM_HELD_OUT:], "skyrl_held_out": skyrl_lines[:NUM_HELD_OUT]}
+    found |= {"reasoning": train, "reasoning_held_out": held_out}
+    for name in ("", "_held_out"):
+        own = [_supervised(line, "#### ") for line in found[f"skyrl{name}"]]
+        found[f"warm_up{name}"] = own + [_supervised(line, "") for line in found[f"reasoning{name}"]]
+    return found
+
+
+def _supervised(line: dict[str, str], before: str) -> dict[str, str]:
+    """What the chat template writes of the first turn."""
+    return {"question": f"{USER}{line['question']}{EOS}{ASSISTANT}", "answer": before + line["answer"]}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write model and data."""
+    parser = argparse.ArgumentParser(prog="python -m megasync.examples.gyms", description="A model and data for two gyms.")
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument("--seed", default=0, type=int)
+    given = parser.parse_args(arguments)
+    write_small_qwen3(given.to / "model", VOCABULARY, given.seed, "float32", max_position_embeddings=512)
+    build_tokenizer().save_pretrained(given.to / "model")
+    for name, rows in lines(given.seed).items():
+        (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
