@@ -40,7 +40,10 @@ class SyncConfig(BaseModel):
 
     transport: Transport = "auto"
     """shm: shared memory, on one host; nccl: process groups, over NCCL between GPUs and gloo between CPUs; ipc: memory of GPUs
-    that trainer and replicas share; auto: shm without CUDA, with it ipc where the placement is colocated, else nccl."""
+    that trainer and replicas share; auto: shm on one host without CUDA, ipc with CUDA and placement colocated, else nccl."""
+    lanes: bool = True
+    """With nccl, where trainer and replicas are on several hosts: all ranks that hold weights send a share of the buckets, to one
+    worker of each host, which passes them on inside; false: one rank a pipeline stage sends all to all workers."""
     bucket_bytes: Annotated[ByteSize, Field(ge=4096)] = 512 * 2**20
     """Size of the two buffers that weights are streamed through, such as 512MiB."""
     verify: Verify = "digest"

@@ -139,7 +139,7 @@ class BeginSync:
     `manifest_json` is None when the replica already holds the manifest of that digest. `stage_sizes` are numbers of
     tensors. `endpoints` has for each reader one a stage (transport/open.py); a replica gets those of its workers.
     `sync_index` counts the syncs of these endpoints. `first_reader` is the index of the replica's
-    first worker among all `num_readers` workers of all replicas.
+    first worker among all `num_readers` workers of all replicas. With `lanes_json` (layout/lanes.py) an endpoint is a lane's.
     """
 
     version: int
@@ -154,6 +154,7 @@ class BeginSync:
     replica: int
     verify: bool
     timeout_seconds: float  # from when it is taken in: clocks of two hosts are not compared
+    lanes_json: str | None = None
     adapter: dict[str, Any] | None = None  # AdapterSpec's fields, where the tensors are an adapter and no weights
 
     @staticmethod
@@ -190,6 +191,8 @@ class Replicas(Protocol):
 
     @property
     def reader_names(self) -> list[str]: ...
+
+    def reader_hosts(self) -> list[str]: ...
 
     def pause(self) -> None: ...
 

@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -24,6 +25,12 @@ SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums betw
 LONGEST_PATH = 107  # of a socket (man 7 unix)
 RAY_PATH, VLLM_PATH = 84, 68  # how much longer than their folder's the paths of Ray's and of vLLM's sockets get
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
+
+
+def host_identity() -> str:
+    """Name of this host, or container, and what tells it from others of the name: processes of one host can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def die_with(pid: int) -> None:
@@ -80,12 +87,6 @@ def cuda_memory(pids: Iterable[int]) -> set[str]:
     """
     patterns = (pattern for pid in pids for pattern in (f"cuda.shm.*.{pid:x}.*", f"torch_{pid}_*"))
     return {str(path) for pattern in patterns for path in MEMORY_FOLDER.glob(pattern)}
-
-
-def host_identity() -> str:
-    """Of this host and boot, and of the processes that are seen here: two containers of one machine differ."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def end_descendants(pid: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention import flash, fused
+from engine.attention import flash, fused, rope
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.model import lora
@@ -58,6 +58,8 @@ class Forward:
             if adapter:
                 factors.load_adapter(self.chunks, Path(adapter), engine.lora, self.mbridge, Path(model.path))
         self.temperature, self.use_fused = temperature, fused.is_enabled(engine.fusions)
+        scaled = rope.scaling(self.mbridge.hf_config)
+        self._rope_factor = scaled[1] if scaled is not None else 1.0
         self._runner = PipelineRunner(self.mbridge, ALL_LOGITS, use_fused=self.use_fused)
 
     @property
@@ -71,7 +73,7 @@ class Forward:
         micro = self._microbatch(prompt_ids, response_ids)
         first, length = len(prompt_ids) - 1, len(prompt_ids) + len(response_ids) - 1
         read = LogProbs(self.temperature, self.use_fused)
-        with _recording(self.model, replace) as found:
+        with _recording(self.model, replace, self._rope_factor) as found:
             (log_probs,) = self._runner.run([micro], self.chunks, read)
         tensors = {name: tensor[:length] for name, tensor in found.items()}
         tensors["lm_head"] = tensors["lm_head"][first:]
@@ -100,7 +102,7 @@ class _Recorder:
 
 
 @contextmanager
-def _recording(model: Any, replace: Replace | None) -> Iterator[Tensors]:
+def _recording(model: Any, replace: Replace | None, rope_factor: float) -> Iterator[Tensors]:
     recorder = _Recorder(replace)
     with ExitStack() as stack:
 
@@ -115,14 +117,16 @@ def _recording(model: Any, replace: Replace | None) -> Iterator[Tensors]:
 
         after(model.embedding, "model.embed_tokens")
         for layer in model.decoder.layers:
-            _record_layer(recorder, layer, f"model.layers.{layer.layer_number - 1}", before, after, stack)
+            name = f"model.layers.{layer.layer_number - 1}"
+            _record_layer(layer, name, before, after)
+            _record_rotated(recorder, layer.self_attention.core_attention, f"{name}.self_attn", rope_factor, stack)
         before(model.decoder.final_layernorm, "model.norm:in")
         after(model.decoder.final_layernorm, "model.norm")
         after(model.output_layer, "lm_head")
         yield recorder.found
 
 
-def _record_layer(recorder: _Recorder, layer: Any, name: str, before: Any, after: Any, stack: ExitStack) -> None:
+def _record_layer(layer: Any, name: str, before: Any, after: Any) -> None:
     attention, mlp = layer.self_attention, layer.mlp
     for norm, called in ((layer.input_layernorm, "input_layernorm"), (layer.pre_mlp_layernorm, "post_attention_layernorm")):
         before(norm, f"{name}.{called}:in")
@@ -133,7 +137,6 @@ def _record_layer(recorder: _Recorder, layer: Any, name: str, before: Any, after
     for norm, called in ((attention.q_layernorm, "q_norm"), (attention.k_layernorm, "k_norm")):
         if getattr(norm, "weight", None) is not None:
             after(norm, f"{of_attention}.{called}")
-    _record_rotated(recorder, attention.core_attention, of_attention, stack)
     heads = (layer.config.num_attention_heads, layer.config.kv_channels)
     after(attention.core_attention, f"{of_attention}.attn", Split.of_one(f"{of_attention}.attn", heads))
     after(attention.linear_proj, f"{of_attention}.o_proj")
@@ -142,14 +145,20 @@ def _record_layer(recorder: _Recorder, layer: Any, name: str, before: Any, after
     after(mlp.linear_fc2, f"{name}.mlp.down_proj")
 
 
-def _record_rotated(recorder: _Recorder, core: Any, name: str, stack: ExitStack) -> None:
-    """Queries and keys as attention gets them, turned by the rotary embedding: by it or before it."""
+def _record_rotated(recorder: _Recorder, core: Any, name: str, factor: float, stack: ExitStack) -> None:
+    """Queries and keys as attention gets them, turned by the rotary embedding: by it or before it.
+
+    `factor`: of cosine and sine, which the engine leaves to the scale of the scores (rope.py).
+    """
     packed = core._packed
 
+    def kept(called: str, tensor: torch.Tensor) -> torch.Tensor:
+        if factor == 1:
+            return recorder.keep(f"{name}.rotary_emb.{called}", tensor)
+        return recorder.keep(f"{name}.rotary_emb.{called}", tensor * factor) / factor
+
     def keep(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
-        query = recorder.keep(f"{name}.rotary_emb.q", query)
-        key = recorder.keep(f"{name}.rotary_emb.k", key)
-        return packed(query, key, value, *rest)  # type: ignore[no-any-return]
+        return packed(kept("q", query), kept("k", key), value, *rest)  # type: ignore[no-any-return]
 
     core._packed = keep
     stack.callback(delattr, core, "_packed")  # the class's own is there again

@@ -11,8 +11,8 @@ plan.py        what a run will take, before it starts
 doctor.py      whether this machine is fit for a run
 generate.py    responses to prompts
 evaluate.py    held-out results with confidence intervals
-replay.py      what a step was trained on, sampled again
 bisect.py      the first module that trainer and replica compute otherwise
+replay.py      what a step was trained on, sampled again
 
 Each room imports only from those above it, verbs from all:
 

@@ -35,9 +35,9 @@ VERBS = {
     "plan": Verb("megasync.plan", "memory and seconds that a run will take, before it starts"),
     "generate": Verb("megasync.generate", "responses of a run or a model to prompts"),
     "evaluate": Verb("megasync.evaluate", "avg@k and pass@k of a run or a model, with confidence intervals"),
-    "replay": Verb("megasync.replay", "sample what a step was trained on again, and say whether each token is the same"),
     "bisect": Verb("megasync.bisect", "the first module that trainer and replica of a run compute otherwise"),
     "render": Verb("megasync.launch.render", "a job file for Slurm or KubeRay, from a config"),
+    "replay": Verb("megasync.replay", "sample what a step was trained on again, and say whether each token is the same"),
     "doctor": Verb("megasync.doctor", "look for what would make a run fail on this machine, with remedies"),
     "bench": Verb("megasync.bench.cli", "measure weight sync, generation and training"),
 }

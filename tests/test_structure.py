@@ -23,7 +23,7 @@ FORBIDDEN = {
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
     *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
-    *("generate", "evaluate", "replay", "bisect"),
+    *("generate", "evaluate", "bisect", "replay", "nodes.command", "launch.render"),
 ]
 COMMANDS = [
     *("train", "plan", "submit", "quickstart", "doctor", "launch.num_ranks", "launch.driver", "checks.check"),
@@ -43,7 +43,7 @@ ROOMS = {
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
         *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "comparing"),
-        *("generate", "evaluate", "replay", "bisect", "doctor"),
+        *("generate", "evaluate", "bisect", "replay", "doctor"),
         *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],
 }

@@ -2,6 +2,7 @@
 
 manifest.py       the ordered list of tensors that a sync carries
 bucket.py         tensors lie in fixed-size buckets: the SyncPlan of both sides (pure functions)
+lanes.py          which rank sends which buckets to whom, where there are several hosts (pure functions)
 regions.py        strided regions of memory and copies between them (pure functions)
 plan.py           where a manifest's tensors go in a worker's parameters
 shards.py         full tensors rebuilt from what workers hold

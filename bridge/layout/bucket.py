@@ -9,7 +9,8 @@ Leaves out the transports (transport/) and where a bucket's bytes come from and 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from bridge.layout.manifest import Manifest
 
@@ -37,19 +38,27 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one pipeline stage sends; `manifest` is its part of the whole one, from tensor `first_tensor` on."""
+    """What one pipeline stage sends; `manifest` is its part of the whole one, from tensor `first_tensor` on.
+
+    `buckets`: all `num_buckets` of the stage, or those of one lane (lanes.py).
+    """
 
     index: int
     first_tensor: int
     manifest: Manifest
     buckets: tuple[Bucket, ...]
     buffer_bytes: int
+    num_buckets: int
+
+    def lane(self, indices: Iterable[int]) -> StagePlan:
+        """The buckets of these indices alone."""
+        return replace(self, buckets=tuple(self.buckets[index] for index in indices))
 
     def describe(self, bucket: Bucket) -> str:
         """For people: which bucket, and the tensors in it."""
         first, last = (self.manifest.tensors[bucket.pieces[end].tensor].name for end in (0, -1))
         tensors = first if first == last else f"{first} to {last}"
-        return f"bucket {bucket.index} of {len(self.buckets)} of stage {self.index} ({tensors})"
+        return f"bucket {bucket.index} of {self.num_buckets} of stage {self.index} ({tensors})"
 
 
 class SyncPlan:
@@ -60,8 +69,9 @@ class SyncPlan:
         self.manifest, self.stage_sizes, self.bucket_bytes = manifest, stage_sizes, bucket_bytes
         ends = itertools.accumulate(stage_sizes)
         stages = [(end - size, Manifest(manifest.tensors[end - size : end])) for size, end in zip(stage_sizes, ends, strict=True)]
+        buckets = [plan_buckets(part, bucket_bytes) for _, part in stages]
         self.stages = tuple(
-            StagePlan(index, first, part, plan_buckets(part, bucket_bytes), buffer_bytes(part, bucket_bytes))
+            StagePlan(index, first, part, buckets[index], buffer_bytes(part, bucket_bytes), len(buckets[index]))
             for index, (first, part) in enumerate(stages)
         )
         self.num_buckets = sum(len(stage.buckets) for stage in self.stages)

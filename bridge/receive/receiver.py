@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from bridge.layout.bucket import SyncPlan
+from bridge.layout.lanes import LanePlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors
 from bridge.layout.plan import LoadPlan
 from bridge.messages import BeginSync
@@ -95,7 +96,9 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if self._reader is None or self._reader.endpoints != message.endpoints[self.parallel_config.rank]:
             self._close_reader()
             rank = self.parallel_config.rank
-            self._reader = open_reader(message.endpoints[rank], message.first_reader + rank, message.num_readers, self.device)
+            lanes = LanePlan.from_json(message.lanes_json) if message.lanes_json is not None else None
+            own = message.endpoints[rank], message.first_reader + rank, message.num_readers
+            self._reader = open_reader(*own, self.device, lanes)
         load_plan = self._load_plan
         if message.adapter is None and (load_plan is None or load_plan.manifest is not manifest or not load_plan.is_current):
             with reload.config_scope(self.vllm_config):

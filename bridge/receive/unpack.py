@@ -5,6 +5,7 @@ Leaves out what happens to the tensors (receiver.py) and how buckets arrive (tra
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
@@ -28,22 +29,38 @@ class Unpacker:
 
     def __init__(self, plan: SyncPlan, load_plan: LoadPlan | None, device: torch.device) -> None:
         self.plan, self.load_plan = plan, load_plan
-        self.num_arrived = 0  # tensors in the last pass, scattered ones too; they come in the manifest's order
+        self.num_arrived = 0  # tensors in the last pass, scattered ones too; they come in the order of their stage
         self._device = device
         self._copies: dict[tuple[int, int], BucketCopies] = {}  # by stage and bucket
-        self._split = torch.empty(0)  # the tensor of which more pieces will come
+        self._split: dict[int, torch.Tensor] = {}  # of a stage the tensor of which more pieces will come
 
     def tensors(self, sync: BeginSync, reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
         """One pass over all stages, to be iterated to the end: scatters what is planned, gives the other tensors."""
         self.num_arrived, deadline = 0, time.monotonic() + sync.timeout_seconds
-        for stage in self.plan.stages:
+        for stage, bucket, data in self._stream(sync, reader, deadline):
+            if self.load_plan is not None:
+                self.scatter(stage, bucket, data, reader.digests(stage.index) if sync.verify else None)
+            if self.load_plan is None or not self.load_plan.is_whole:
+                yield from self._unplanned(stage, bucket, data, lends=reader.lends_memory)
+        if self.load_plan is not None and self.load_plan.is_whole:
+            self.num_arrived = len(self.plan.manifest.tensors)
+
+    def _stream(self, sync: BeginSync, reader: Reader, deadline: float) -> Iterator[tuple[StagePlan, Bucket, torch.Tensor]]:
+        """Stage after stage, or a bucket of each in turn; each bucket is good until the next of its stage is asked for."""
+
+        def read(stage: StagePlan) -> Iterator[tuple[StagePlan, Bucket, torch.Tensor]]:
             for bucket, data in reader.buckets(stage, sync.sync_index, deadline, verify=sync.verify):
-                if self.load_plan is not None:
-                    self.scatter(stage, bucket, data, reader.digests(stage.index) if sync.verify else None)
-                if self.load_plan is None or not self.load_plan.is_whole:
-                    yield from self._unplanned(stage, bucket, data, lends=reader.lends_memory)
-            if self.load_plan is not None and self.load_plan.is_whole:
-                self.num_arrived += len(stage.manifest.tensors)
+                yield stage, bucket, data
+
+        streams = [read(stage) for stage in self.plan.stages]
+        if not reader.interleaves:
+            yield from itertools.chain.from_iterable(streams)
+        while reader.interleaves and streams:
+            for stream in list(streams):
+                if (each := next(stream, None)) is None:
+                    streams.remove(stream)
+                else:
+                    yield each
 
     def scatter(self, stage: StagePlan, bucket: Bucket, data: torch.Tensor, digests: BucketDigests | None = None) -> None:
         """Copy a bucket's planned pieces into the parameters; where that reads all of it once, it adds to `digests`."""
@@ -74,11 +91,10 @@ class Unpacker:
                 yield spec.name, _lend(data, spec, piece, lent)
                 continue
             if piece.tensor_offset == 0:
-                self._split = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-            _copy_piece(self._split, data, piece)
+                self._split[stage.index] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+            _copy_piece(self._split[stage.index], data, piece)
             if is_complete:
-                tensor, self._split = self._split, torch.empty(0)
-                yield spec.name, tensor
+                yield spec.name, self._split.pop(stage.index)
         _take_back(lent)
 
 

@@ -98,6 +98,11 @@ class ReplicaPool(ReplicaActors):
         width = self.config.tensor_parallel
         return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
 
+    def reader_hosts(self) -> list[str]:
+        """processes.host_identity of each reader."""
+        hosts = self._call(lambda actor: actor.host.remote(), CONTROL_SECONDS, what="host")
+        return [host for host in hosts for _ in range(self.config.tensor_parallel)]
+
     def pause(self) -> None:
         """No new requests; running ones are waited for, held, or ended to begin anew (`ReplicaConfig.on_update`).
 

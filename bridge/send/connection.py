@@ -7,23 +7,31 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from bridge import processes
 from bridge.config import SyncConfig
 from bridge.export.source import WeightSource
 from bridge.layout.bucket import SyncPlan
+from bridge.layout.lanes import Holder, LanePlan, lane_bucket_bytes, plan_lanes
 from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
 from bridge.send.collectives import Ranks
 from bridge.send.sender import StageSender
-from bridge.transport.open import abort_endpoints, open_writer
+from bridge.transport.lanes import LaneWriter
+from bridge.transport.open import abort_endpoints, open_writer, own_device, resolve_transport
 from bridge.transport.protocol import Writer
+
+MIN_LANE_BUCKET_BYTES = {False: 2**20, True: 16 * 2**20}  # by whether there is CUDA: what a bucket takes besides its bytes
 
 
 class Connection:
-    """The plan, where each reader reads (an endpoint a stage), and this rank's sender."""
+    """The plan, where each reader reads (an endpoint a stage, or a lane where there are lanes), and this rank's sender."""
 
-    def __init__(self, plan: SyncPlan, routes: list[tuple[str, ...]], sender: StageSender) -> None:
-        self.plan, self.routes, self.sender = plan, tuple(routes), sender
+    def __init__(self, plan: SyncPlan, routes: list[tuple[str, ...]], sender: StageSender, lanes: LanePlan | None = None) -> None:
+        self.plan, self.routes, self.sender, self.lanes = plan, tuple(routes), sender, lanes
         self.manifest_json = plan.manifest.to_json()
+        self.lanes_json = lanes.to_json() if lanes is not None else None
         self.num_syncs = 0
         self.loader_fallback: dict[str, str] = {}  # see SyncReport
 
@@ -46,10 +54,18 @@ class RankRole(NamedTuple):
     stage: int
     is_sender: bool
     has_tensors: bool
+    host: str = ""
 
 
-def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks, readers: list[str] | None) -> Connection:
-    """Agree with all ranks, by object collectives. `readers`: the vLLM workers' names, on rank 0. `config.transport`: not auto.
+class Readers(NamedTuple):
+    """The vLLM workers of all replicas."""
+
+    names: list[str]
+    hosts: list[str]
+
+
+def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks, readers: Readers | None) -> Connection:
+    """Agree with all ranks, by object collectives. `readers`: on rank 0.
 
     Raises:
         SyncError: on every rank alike.
@@ -59,19 +75,25 @@ def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks
         manifest = source.manifest().to_json()
     except (ValueError, OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
-    role = RankRole(source.stage, source.is_sender, source.has_tensors)
+    role = RankRole(source.stage, source.is_sender, source.has_tensors, processes.host_identity())
     told = ranks.gather((readers, role, manifest if source.is_sender else None, problem))
-    names, roles = told[0][0], [role for _, role, _, _ in told]
+    (names, reader_hosts), roles = told[0][0], [role for _, role, _, _ in told]
     problems = [problem for *_, problem in told if problem] + _check_stages(roles, source.num_stages)
     if problems:
         raise SyncError(version, problems)
-    shared = assign_readers(roles, len(names), spread=config.transport == "ipc")
+    transport = resolve_transport(config.transport, num_hosts=len({*reader_hosts, *(role.host for role in roles)}))
+    shared = assign_readers(roles, len(names), spread=transport == "ipc")
+    lanes = assign_lanes(roles, names, reader_hosts) if transport == "nccl" and config.lanes else None
     manifests = [Manifest.from_json(text) for _, text in sorted((role.stage, text) for _, role, text, _ in told if text)]
     writer: Writer | None = None
     try:
-        plan = SyncPlan(Manifest.concatenate(manifests), tuple(len(each.tensors) for each in manifests), config.bucket_bytes)
-        if ranks.rank in shared:
-            writer = open_writer(config.transport, plan.stages[source.stage], names, shared[ranks.rank])
+        plan = _plan_buckets(manifests, config.bucket_bytes, lanes)
+        stage = plan.stages[source.stage]
+        if lanes is not None and (own := lanes.sent_by(ranks.rank)) is not None:
+            stage = stage.lane(own.buckets(stage.num_buckets))
+            writer = LaneWriter(stage, own, lanes, own_device())
+        elif lanes is None and ranks.rank in shared:
+            writer = open_writer(transport, stage, names, shared[ranks.rank])
     except (ValueError, OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
     entries = ranks.gather((writer.endpoint if writer is not None else "", problem))
@@ -80,11 +102,35 @@ def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks
         if writer is not None:
             writer.close()
         raise SyncError(version, problems)
-    routes = [
-        tuple(entries[rank][0] for _, rank in sorted((roles[rank].stage, rank) for rank in shared if reader in shared[rank]))
-        for reader in range(len(names))
-    ]
-    return Connection(plan, routes, StageSender(source, plan.stages[source.stage], writer))
+    endpoints = [endpoint for endpoint, _ in entries]
+    if lanes is not None:
+        routes = [tuple(endpoints[lane.sender] for lane in lanes.lanes)] * len(names)
+    else:
+        routes = [
+            tuple(endpoints[rank] for _, rank in sorted((roles[rank].stage, rank) for rank in shared if reader in shared[rank]))
+            for reader in range(len(names))
+        ]
+    return Connection(plan, routes, StageSender(source, stage, writer), lanes)
+
+
+def _plan_buckets(manifests: list[Manifest], bucket_bytes: int, lanes: LanePlan | None) -> SyncPlan:
+    """`manifests`: of each stage."""
+    manifest = Manifest.concatenate(manifests)
+    if lanes is not None:
+        least = MIN_LANE_BUCKET_BYTES[torch.cuda.is_available()]
+        bucket_bytes = lane_bucket_bytes(lanes, manifest.total_bytes, bucket_bytes, least)
+    return SyncPlan(manifest, tuple(len(each.tensors) for each in manifests), bucket_bytes)
+
+
+def assign_lanes(roles: list[RankRole], names: list[str], reader_hosts: list[str]) -> LanePlan | None:
+    """None where all ranks and readers are on one host: there one group a stage has nothing to gain from more senders.
+
+    A GPU is taken to have a link to the network of its own, all processes of a host without GPUs to share one.
+    """
+    if len({*reader_hosts, *(role.host for role in roles)}) == 1:
+        return None
+    holders = [Holder(rank, role.stage, role.host) for rank, role in enumerate(roles) if role.has_tensors]
+    return plan_lanes(holders, reader_hosts, names, links=None if torch.cuda.is_available() else 1)
 
 
 def assign_readers(roles: list[RankRole], num_readers: int, *, spread: bool) -> dict[int, list[int]]:

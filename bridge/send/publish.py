@@ -27,9 +27,8 @@ from bridge.layout.digest import digest_value
 from bridge.layout.manifest import TIED_HEAD
 from bridge.messages import BeginSync, Replicas, Spans, SyncError, SyncReport, name_replicas
 from bridge.send.collectives import Ranks
-from bridge.send.connection import Connection, connect
+from bridge.send.connection import Connection, Readers, connect
 from bridge.send.sender import PassResult
-from bridge.transport.open import resolve_transport
 
 POLL_SECONDS = 0.01
 MIN_SECONDS = 1.0  # of a call that comes late
@@ -62,7 +61,7 @@ class Publisher:
         adapter: AdapterSpec | None = None,
     ) -> None:
         self._source, self._pool = source, pool
-        self._config = config.model_copy(update={"transport": resolve_transport(config.transport)})
+        self._config = config
         self._adapter = dataclasses.asdict(adapter) if adapter is not None else None
         self._ranks = Ranks(group)
         if (pool is not None) != (self._ranks.rank == 0):
@@ -134,9 +133,14 @@ class Publisher:
     def _connect(self, version: int) -> Connection:
         """Agree on manifest and endpoints: object collectives, at the first sync and after a failed one."""
         if self._connection is None:
-            readers = self._pool.reader_names if self._pool is not None else None
-            self._connection = connect(version, self._source, self._config, self._ranks, readers)
+            self._readers: Readers | None = None
+            self._phase(version, self._find_readers)
+            self._connection = connect(version, self._source, self._config, self._ranks, self._readers)
         return self._connection
+
+    def _find_readers(self) -> None:
+        if self._pool is not None:
+            self._readers = Readers(self._pool.reader_names, self._pool.reader_hosts())
 
     def _pause(self) -> None:
         if self._pool is not None:
@@ -162,6 +166,7 @@ class Publisher:
             replica=0,
             verify=verify != "none",
             timeout_seconds=self._config.timeout_seconds,
+            lanes_json=connection.lanes_json,
             adapter=self._adapter,
         )
 

@@ -39,9 +39,11 @@ ABORT, JOINED = "abort", "joined"
 class Channel:
     """Broadcasts from rank 0. On CUDA everything is queued on `stream` and nothing blocks but `meet` and `wait`."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device, name: str = "") -> None:
+        """`name`: of one of several groups that find each other through one store."""
         self.rank, self.size, self.device = rank, size, device
-        self._store = store
+        self.owner = "the sender"  # of the store, for messages
+        self._store, self._name = store, name
         self._group: Any = None
         self._next_look = 0.0
         self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # gloo's broadcasts, of which the last may not be over
@@ -66,20 +68,40 @@ class Channel:
             raise TransportError(f"cannot reach the sender at {endpoint}: {_first_line(error)}") from None
         return Channel(store, rank, size, device)
 
+    def beside(self, name: str, rank: int, size: int) -> Channel:
+        """Another group, of other members, that shares the store, and so aborts."""
+        other = Channel(self._store, rank, size, self.device, name)
+        other.owner = self.owner
+        return other
+
     def meet(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all members are there and build the group; once."""
         if self._group is not None:
             return
-        self._store.add(JOINED, 1)
-        self.poll(lambda: self._store.add(JOINED, 0) >= self.size, deadline, "members of the group to join", check)
+        joined = f"{self._name}{JOINED}"
+        self._store.add(joined, 1)
+        self.poll(lambda: self._store.add(joined, 0) >= self.size, deadline, "members of the group to join", check)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = GROUP_TIMEOUT
             with torch.cuda.device(self.device):
-                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
+                store = dist.PrefixStore(f"{self._name}nccl", self._store)
+                self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, left)
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore(f"{self._name}gloo", self._store), self.rank, self.size, left)
+
+    def tell(self, key: str, value: bytes) -> None:
+        """For all that know the store, members of groups or not."""
+        self._store.set(key, value)
+
+    def forget(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def ask(self, key: str, deadline: float, what: str) -> bytes:
+        """What somebody told, once it is there. Raises TransportError as `poll` does."""
+        self.poll(lambda: self._store.check([key]), deadline, what, lambda: None)
+        return bytes(self._store.get(key))
 
     def broadcast(self, data: torch.Tensor, deadline: float, after: Any = None) -> Any:
         """Send or take `data` [n] uint8, on CUDA after the event `after`; what `arrived` and `wait` take."""
@@ -133,18 +155,22 @@ class Channel:
         """Until `ready`; raises TransportError on an abort and at the deadline, whatever `check` raises too."""
         while not ready():
             check()
-            if time.monotonic() > self._next_look:
-                self.raise_if_aborted()
-                self._next_look = time.monotonic() + STORE_SECONDS
+            self.look()
             if time.monotonic() > deadline:
                 raise TransportError(f"deadline passed: waits for {what}")
             time.sleep(POLL_SECONDS)
+
+    def look(self) -> None:
+        """As `raise_if_aborted`, but into the store only every STORE_SECONDS."""
+        if time.monotonic() > self._next_look:
+            self.raise_if_aborted()
+            self._next_look = time.monotonic() + STORE_SECONDS
 
     def raise_if_aborted(self) -> None:
         try:
             reason = self._store.get(ABORT).decode(errors="replace") if self._store.check([ABORT]) else None
         except RuntimeError as error:
-            raise TransportError(f"the sender is gone: {_first_line(error)}") from None
+            raise TransportError(f"{self.owner} is gone: {_first_line(error)}") from None
         if reason is not None:
             raise TransportError(f"aborted: {reason}")
 

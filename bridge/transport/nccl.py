@@ -30,6 +30,7 @@ class GroupWriter:
     def __init__(self, stage: StagePlan, num_readers: int, device: torch.device) -> None:
         self._stage = stage
         self._channel, self.endpoint = Channel.listen(1 + num_readers, device)
+        self._to = f"the workers to take {{}} buckets of stage {stage.index}"
         self.buffers = [torch.zeros(stage.buffer_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self.digests = self._digests = BucketDigests(len(stage.buckets), device)
         self._sent: list[Any] = [None] * NUM_BUFFERS
@@ -72,13 +73,13 @@ class GroupWriter:
         self._channel.close()
 
     def _waits(self, num_buckets: int) -> str:
-        return f"the workers to take {num_buckets} buckets of stage {self._stage.index}"
+        return self._to.format(num_buckets)
 
 
 class GroupReader:
     """One vLLM worker's side of all stages; `reader` is its index among the `num_readers` workers of all replicas."""
 
-    lends_memory = False
+    interleaves = lends_memory = False
 
     def __init__(self, endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> None:
         self.endpoints = endpoints

@@ -11,21 +11,28 @@ import torch
 
 from bridge.config import Transport
 from bridge.layout.bucket import StagePlan
+from bridge.layout.lanes import LanePlan
 from bridge.transport import channel, ipc, shm
 from bridge.transport.ipc import IpcReader, IpcWriter
+from bridge.transport.lanes import LaneReader
 from bridge.transport.nccl import GroupReader, GroupWriter
 from bridge.transport.protocol import Reader, Writer
 from bridge.transport.segment import abort_segment
 from bridge.transport.shm import ShmReader, ShmWriter
 
 
-def resolve_transport(name: Transport, *, shares_devices: bool = False) -> Transport:
-    """sync.transport with what `auto` means here: shm without CUDA; with CUDA ipc on shared GPUs, else nccl."""
+def resolve_transport(name: Transport, *, shares_devices: bool = False, num_hosts: int = 1) -> Transport:
+    """sync.transport with what `auto` means here: shm on one host without CUDA; with CUDA ipc on shared GPUs; else nccl."""
     if name != "auto":
         return name
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and num_hosts == 1:
         return "shm"
     return "ipc" if shares_devices else "nccl"
+
+
+def own_device() -> torch.device:
+    """Where this process computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def open_writer(transport: str, stage: StagePlan, readers: list[str], own: Sequence[int]) -> Writer:
@@ -42,14 +49,18 @@ def open_writer(transport: str, stage: StagePlan, readers: list[str], own: Seque
     """
     if transport == "shm":
         return ShmWriter(stage, readers, own)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     if transport == "ipc":
         return IpcWriter(stage, readers, own, device)
     return GroupWriter(stage, len(readers), device)
 
 
-def open_reader(endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> Reader:
+def open_reader(
+    endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device, lanes: LanePlan | None = None
+) -> Reader:
     """The side of worker `reader` of the `num_readers` workers of all replicas, which computes on `device`."""
+    if lanes is not None:
+        return LaneReader(endpoints, reader, lanes, device)
     if endpoints[0].startswith(channel.SCHEME):
         return GroupReader(endpoints, reader, num_readers, device)
     kind = IpcReader if endpoints[0].startswith(ipc.SCHEME) else ShmReader

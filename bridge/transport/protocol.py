@@ -45,6 +45,7 @@ class Reader(Protocol):
     """One vLLM worker's side of all stages, an endpoint a stage."""
 
     endpoints: tuple[str, ...]
+    interleaves: bool  # stages are read in turn, a bucket of each; else one after another
     lends_memory: bool  # buckets lie in host memory, where the worker computes: tensors may be views of them meanwhile
 
     def buckets(

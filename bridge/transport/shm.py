@@ -115,6 +115,7 @@ class ShmWriter:
 class ShmReader:
     """One vLLM worker's view of all stages' segments; `reader` is its index among all workers of all replicas."""
 
+    interleaves = False
     longest_pause = 1e-3
 
     def __init__(self, endpoints: tuple[str, ...], reader: int, device: torch.device) -> None:

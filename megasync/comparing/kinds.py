@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from megasync.comparing import reference as ref
 from megasync.comparing.cases import STALE_LAYER, WRONG_WEIGHTS, Case, Guess, Kind, Known, former_guesses, rms
-from megasync.comparing.judge import Local
+from megasync.comparing.judge import Local, slope
 from megasync.comparing.linear_kinds import linear_guesses
 from megasync.comparing.reference import Reference, Side
 
@@ -35,12 +35,21 @@ def explain(site: str, reference: Reference, side: Side, known: Known) -> Kind:
     guesses: Iterable[Guess] = GUESSES[next((ending for ending in GUESSES if site.endswith(ending)), "")](case)
     if site.endswith(("_proj", "lm_head")):
         guesses = linear_guesses(case)
-    best, kind = EXPLAINED * rms(out - expected), None
+    size = rms_apart if case.wrong.any() else drift  # of an error that is in no element more than rounding
+    best, kind = EXPLAINED * size(out, expected), None
     for guess in guesses:
-        left = rms(out - guess.value)
+        left = size(out, guess.value)
         if left < best:
             best, kind = left, Kind(guess.name, guess.detail)
     return kind or pattern(case)
+
+
+def rms_apart(out: torch.Tensor, value: torch.Tensor) -> float:
+    return rms(out - value)
+
+
+def drift(out: torch.Tensor, value: torch.Tensor) -> float:
+    return abs(float(slope(out, value)))
 
 
 def pattern(case: Case) -> Kind:
@@ -150,10 +159,9 @@ def _attention(case: Case) -> Iterator[Guess]:
         yield Guess("wrong window", f"none, in place of {told}", attended(0))
     for other in {first, first + 1, 2 * window, window // 2} - {window, 0}:
         yield Guess("wrong window", f"{other} tokens in place of {told}: off from position {first} on", attended(other))
-    weights = ref.attention_weights(query, key, positions, scale, window)
     for name in ("bfloat16", "float16"):
-        low = weights.float().to(getattr(torch, name)).double()
-        yield Guess("precision", f"the softmax is computed in {name}", ref.weigh(low, value)[0])
+        low, _ = ref.attend(query, key, value, positions, scale, window, getattr(torch, name))
+        yield Guess("precision", f"the softmax is rounded to {name}", low)
     everything = ref.attend(query, key, value, torch.full_like(positions, len(key) - 1), scale, 0)[0]
     yield Guess("wrong mask", "later tokens are attended to", everything)
     for told_scale, other_scale in (("1", 1.0), ("1 / head size", 1 / shape.head_size)):

@@ -21,7 +21,7 @@ from megasync.comparing.shape import Parameters, Shape
 
 RESULT_ROUNDINGS, SUM_ROUNDINGS = 4.0, 16.0
 UNIT_FLOAT32 = 2.0**-24
-NO_WINDOW = 0
+ROWS = 256  # of queries at a time
 
 
 class Expected(NamedTuple):
@@ -221,25 +221,35 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, 
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, scale: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+    rounded: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention with grouped queries, and the same of |value|; [T, heads, size] each. `window` 0: none."""
-    return weigh(attention_weights(query, key, positions, scale, window), value)
+    """Causal attention with grouped queries, and the same of |value|; [T, heads, size] each.
+
+    `window` 0: none. `rounded`: what the softmax's results are rounded to.
+    """
+    found = []
+    for start in range(0, len(query), ROWS):  # whose scores alone are in memory
+        rows = slice(start, start + ROWS)
+        weights = attention_weights(query[rows], key, positions[rows], scale, window)
+        weights = weights if rounded is None else weights.to(rounded).double()
+        found.append([torch.einsum("ghts,sgd->tghd", weights, each).flatten(1, 2) for each in (value, value.abs())])
+    out, weighed = zip(*found, strict=True)
+    return torch.cat(out), torch.cat(weighed)
 
 
 def attention_weights(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """[groups, heads of a group, T, keys]."""
-    groups = key.shape[1]
-    grouped = torch.unflatten(query, 1, (groups, -1))
+    grouped = torch.unflatten(query, 1, (key.shape[1], -1))
     scores = scale * torch.einsum("tghd,sgd->ghts", grouped, key)
     distance = positions[:, None] - torch.arange(len(key), device=key.device)
     hidden = (distance < 0) | (distance >= window) if window else distance < 0
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
-
-
-def weigh(weights: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, weighed = (torch.einsum("ghts,sgd->tghd", weights, each).flatten(1, 2) for each in (value, value.abs()))
-    return out, weighed
 
 
 def log_probs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from engine.config import LoraConfig
 from megasync.config.errors import ConfigError, refuse_if
-from megasync.config.files import VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.export import checkpoints_of, export_version
+from megasync.export import checkpoints_of
 from megasync.hf.folder import check_model_folder, read_json_object
 from megasync.reporting.log import CONFIG_FILE
-from megasync.serving.source import find_source, to_serve
+from megasync.serving.source import find_source, is_of_log, to_serve
 
 if TYPE_CHECKING:
     from megasync.comparing.cases import Adapter
@@ -55,8 +54,8 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
         raise ConfigError(f"{run}: is no run: it holds no {CONFIG_FILE}", remedy="name a run's folder, such as runs/rl")
     config = load_config(run / CONFIG_FILE, overrides)
     found = checkpoints_of(run)
-    if step and step not in found and (run / VERSIONS).is_dir():
-        return _of_log(run, config, scratch, step)
+    if step and is_of_log(run, step):
+        return _of_log(run, config, scratch, step, overrides)
     if step or (found and step is None):
         source = find_source(run, scratch, step, overrides)
         step = step if step is not None else max(found)
@@ -79,13 +78,13 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
     return chosen
 
 
-def _of_log(run: Path, config: Config, scratch: Path, step: int) -> Chosen:
+def _of_log(run: Path, config: Config, scratch: Path, step: int, overrides: list[str]) -> Chosen:
     """A version of the run's log of versions: whole weights, adapters merged."""
-    base = scratch / "version"
-    export_version(run, base, step)
+    served = find_source(run, scratch, step, overrides).config
+    base = Path(served.model.path)
     check_family(base)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"lora": LoraConfig()})})
-    return Chosen(config, to_serve(config, base), f"{run}, version {step}", step, base)
+    return Chosen(config, served, f"{run}, version {step}", step, base)
 
 
 def check_family(folder: Path) -> None:

@@ -22,8 +22,8 @@ VERSIONS = "versions"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-EPISODES = "episodes"  # the folder of records
 STOP_FILE = "stop"
+EPISODES = "episodes"  # the folder of records
 
 
 def lock(run_folder: Path) -> int | None:

@@ -170,12 +170,6 @@ class Model:
         self._by_message[key(made)] = answer
 
 
-def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> str:
-    """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
-    told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
-    return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
-
-
 def _plain_messages(given: Any) -> list[Message]:
     """MessageError where it is no list of messages, or an empty one."""
     if not isinstance(given, Sequence) or isinstance(given, str):
@@ -198,6 +192,12 @@ def token_ids_of(given: Any) -> list[int]:
     if wrong:
         raise ValueError(f"token ids have {wrong[0]!r:.80} among them: write whole numbers from 0 to the vocabulary's end")
     return ids
+
+
+def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> str:
+    """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
+    told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
+    return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
 
 
 def _message(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:

@@ -13,5 +13,6 @@ judge.py      what the figures of wire.py mean: pure
 ray_node.py   the node's part of the run's Ray
 head.py       the head's decisions: rounds, the check, the outcome
 member.py     what each node does in a round
-command.py    the command: flags, the node's part from the first word to the last
+part.py       this node's part, from its arrival to the last word
+command.py    the command: flags, and what is refused before anything starts
 """

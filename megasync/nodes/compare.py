@@ -22,7 +22,9 @@ def differences(nodes: Mapping[str, Facts]) -> dict[str, str]:
     is empty for equal nodes.
     """
     found: dict[str, list[str]] = {}
-    for told in (_codes(nodes), _pythons(nodes), _packages(nodes), _configs(nodes), _files(nodes), _problems(nodes)):
+    if not nodes:
+        return {}
+    for told in (_codes(nodes), _pythons(nodes), _packages(nodes), _configs(nodes), _files(nodes)):
         for host, problem in told.items():
             found.setdefault(host, []).append(problem)
     return {host: "\n".join(problems) for host, problems in found.items()}
@@ -76,10 +78,6 @@ def _files(nodes: Mapping[str, Facts]) -> dict[str, str]:
     told = _differing(nodes, "files", absent="absent")
     remedy = "let all nodes see the same folder, or copy it to each"
     return {host: explain(f"{host}: other files", here=text, remedy=remedy) for host, text in told.items()}
-
-
-def _problems(nodes: Mapping[str, Facts]) -> dict[str, str]:
-    return {host: f"{host}: {facts['problem']}" for host, facts in nodes.items() if facts["problem"]}
 
 
 def _differing(nodes: Mapping[str, Facts], fact: str, absent: str) -> dict[str, str]:

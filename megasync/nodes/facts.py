@@ -14,18 +14,18 @@ from typing import Any
 
 from megasync.checks.check import check_config
 from megasync.config.schema import Config
+from megasync.diagnosis.needs import Needs
 from megasync.diagnosis.packages import installed
-from megasync.diagnosis.storage import free_bytes
+from megasync.diagnosis.storage import check_shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bridge", "engine", "megasync")
 HEADER_BYTES = 2**16  # of each file that is compared: the headers of safetensors and Parquet files, the first lines of JSONL
 MAX_FILES = 2000  # of a folder
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
-def node_facts(config: Config, num_ranks: int) -> dict[str, Any]:
-    """JSON. `num_ranks`: of the trainer on all nodes."""
+def node_facts(config: Config) -> dict[str, Any]:
+    """JSON."""
     return {
         "code": code_digest(ROOT),
         "commit": commit(ROOT),
@@ -33,18 +33,20 @@ def node_facts(config: Config, num_ranks: int) -> dict[str, Any]:
         "packages": installed(),
         "config": flat(config.model_dump(mode="json")),
         "files": {key: described(Path(path)) for key, path in config.input_paths.items()},
-        "shared_memory": free_bytes(SHARED_MEMORY),
-        "problem": config_problem(config, num_ranks),
     }
 
 
-def config_problem(config: Config, num_ranks: int) -> str:
-    """Why the config cannot run here, as `megasync train --check` would say; empty where it can."""
+def problem_here(config: Config, num_ranks: int, free: int) -> str:
+    """Why the config cannot run on this node, as `megasync train --check` would say; empty where it can.
+
+    `num_ranks`: of the trainer on all nodes; `free`: bytes of shared memory.
+    """
     try:
         check_config(config, num_ranks)
     except ValueError as error:
         return str(error)
-    return ""
+    found = check_shared_memory(free, Needs())[0]
+    return f"{found.check}: {found.seen}; {found.remedy}" if found.level == "error" else ""
 
 
 def code_digest(root: Path) -> str:

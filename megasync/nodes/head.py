@@ -28,7 +28,8 @@ from megasync.run.heartbeat import LastSeen
 FRESH_SECONDS = 10.0  # a node that gives no sign of life for so long is not here, while nodes are waited for
 CHECK_SECONDS = 180.0
 CAUSE_SECONDS = 5.0  # after the first failure, for others: that of a node which is gone is the likelier cause
-FINAL = (REFUSED, STOPPED)  # exit codes after which no round follows
+CLEAN = (0, STOPPED)  # exit codes of ranks that have come to an end
+FINAL = (REFUSED, STOPPED)  # after which no round follows
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Round:
     store: Any = None
     seen: LastSeen | None = None
     failed_at: float | None = None
+    missed: list[int] = field(default_factory=list)  # members without ranks that are gone
+
+    @property
+    def trainers(self) -> list[Arrival]:
+        return [member for member in self.members if member.num_ranks]
 
 
 class Head:
@@ -63,7 +69,6 @@ class Head:
         self.arrivals: dict[int, Arrival] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self.gone: set[int] = set()
-        self.warnings: list[str] = []
         self._work: Callable[[], None] = self._gather
         self._begin_round(0)
 
@@ -136,18 +141,14 @@ class Head:
         """Nodes that are not fit for any round: before the first one the whole run ends, later they alone do."""
         hosts = {arrival.number: arrival.host for arrival in present}
         names = {number: host if list(hosts.values()).count(host) == 1 else f"{host} #{number}" for number, host in hosts.items()}
-        facts = {name: self.facts[number] for number, name in names.items()}
-        if len(present) < self.terms.num_nodes and self.round.number == 0:  # nobody to compare with, yet
-            facts = {name: told for name, told in facts.items() if told["problem"]}
-        told = differences(facts) if facts else {}
-        for number, name in names.items():
-            if told.get(name):
-                if self.round.number == 0:
-                    self.end(REFUSED, "\n".join(told.values()))
-                    return True
-                self.gone.add(number)
-                self.store.set(f"refused/{number}", told[name])
-        return False
+        is_early = len(present) < self.terms.num_nodes and self.round.number == 0  # nobody to compare with, yet
+        told = {} if is_early else differences({name: self.facts[number] for number, name in names.items()})
+        if told and self.round.number == 0:
+            self.end(REFUSED, "\n".join(told.values()))
+        for number in (number for number, name in names.items() if name in told and self.round.number):
+            self.gone.add(number)
+            self.store.set(f"refused/{number}", told[names[number]])
+        return bool(told)
 
     def _announce(self, members: list[Arrival]) -> None:
         problem = room_problem(members, self.terms.replicas, self.terms.tensor_parallel)
@@ -157,9 +158,10 @@ class Head:
         store = open_store(self.address)
         self.round.members, self.round.store = members, store
         backend = "nccl" if all(member.num_gpus for member in members) else "gloo"
-        numbers = [member.number for member in members]
-        told = {"round": self.round.number, "members": numbers, "store": [self.address, store.port], "backend": backend}
-        self.store.set("round", told)
+        numbers, trainers = [member.number for member in members], self.round.trainers
+        told = {"round": self.round.number, "members": numbers, "trainers": [member.number for member in trainers]}
+        told["num_ranks"] = sum(member.num_ranks for member in trainers)
+        self.store.set("round", told | {"store": [self.address, store.port], "backend": backend})
         self.round.seen = LastSeen(numbers, self.terms.limit_seconds, time.monotonic())
         self._begun = time.monotonic()
         self._work = self._check
@@ -173,10 +175,10 @@ class Head:
         is_late = time.monotonic() - self._begun > CHECK_SECONDS
         hosts = [member.host for member in members]
         problems = [f"{host}: {told['problem']}" for host, told in zip(hosts, ready, strict=True) if told and told["problem"]]
-        if lost := self._lost():
+        if lost := self._lost(members):
             self._follow(1, f"{lost} during the check")
         elif problems:
-            self.end(1, "\n".join(problems))
+            self.end(max(told["code"] for told in ready if told), "\n".join(problems))
         elif all(ready) or is_late:
             errors, warnings = self._judged(members)
             late = [host for host, told in zip(hosts, ready, strict=True) if not told]
@@ -195,14 +197,14 @@ class Head:
     # ------------------------------------------------------------------------------------------------ run
 
     def _run(self) -> None:
-        members, number = self.round.members, self.round.number
+        self._replace_helpers()
+        members, number = self.round.trainers, self.round.number
         ended = [self.store.get(f"ended/{number}/{seat}") for seat in range(len(members))]
-        codes = {told["code"] if told else None for told in ended}
-        if codes in ({0}, {STOPPED}):
-            self.end(codes.pop(), "")
+        if all(told and told["code"] in CLEAN for told in ended):
+            self.end(max(told["code"] for told in ended), "")
             return
-        lost = self._lost()
-        failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] != 0]
+        lost = self._lost(members)
+        failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] not in CLEAN]
         if not lost and not failed:
             return
         now = time.monotonic()
@@ -225,12 +227,27 @@ class Head:
         self.store.set(f"outcome/{self.round.number}", {"told": f"{told}\n{again}"})
         self._begin_round(self.round.number + 1)
 
-    def _lost(self) -> str:
-        """The members that have left, or give no sign of life; empty where all are here."""
+    def _replace_helpers(self) -> None:
+        """Nodes without ranks may go, since the replicas that are left go on; another one may come in the place of one."""
+        helpers = [member for member in self.round.members if not member.num_ranks]
+        for helper in helpers:
+            if helper.number not in self.round.missed and (lost := self._lost([helper])):
+                self.round.missed.append(helper.number)
+                print(f"{lost}; the run goes on without its replicas", flush=True)
+        for arrival in self._present() if self.round.missed else ():
+            if not arrival.num_ranks and arrival not in self.round.members:
+                self.round.members.append(arrival)
+                self.round.missed.pop()
+                self.store.set(f"admitted/{arrival.number}", {"round": self.round.number})
+                print(f"node {arrival.host} has come; replicas can start there", flush=True)
+                return
+
+    def _lost(self, members: Sequence[Arrival]) -> str:
+        """Those that have left, or give no sign of life; empty where all are here."""
         assert self.round.seen is not None
         counts = {number: count for number, count in self._beats().items() if number in self.round.seen.ranks}
-        silent = self.round.seen.look(counts, time.monotonic())
-        hosts = {member.number: member.host for member in self.round.members}
+        hosts = {member.number: member.host for member in members}
+        silent = [number for number in self.round.seen.look(counts, time.monotonic()) if number in hosts]
         left = [f"node {hosts[number]} is gone: its launcher ended" for number in hosts if number in self.gone]
         limit = f"{self.terms.limit_seconds:g} s (run.hung_rank_timeout_seconds)"
         quiet = [f"node {hosts[number]} is gone: no sign of life for {limit}" for number in silent if number not in self.gone]

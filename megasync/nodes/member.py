@@ -18,15 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasync.config.schema import Config
+from megasync.diagnosis.storage import free_bytes
 from megasync.launch.devices import devices_for_ray, visible_devices
 from megasync.launch.processes import REFUSED, end_with_parent
 from megasync.launch.scope import HOSTS, RAY_ADDRESS
 from megasync.launch.torchrun import ENDPOINT, NODE, TOLD, TRAINER
+from megasync.nodes.facts import problem_here
 from megasync.nodes.head import Head
 from megasync.nodes.ray_node import RayNode, authentication
 from megasync.nodes.roll_call import Arrival
 from megasync.nodes.store import NodeStore
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 LOOK_SECONDS = 0.3
 SAY_SECONDS = 10.0  # between two lines on who is missing
 END_SECONDS = 60.0  # for torchrun to end its ranks, and these their replicas
@@ -44,10 +48,10 @@ class Member:
     """This node, from its arrival to the end of the run."""
 
     def __init__(
-        self, store: NodeStore, arrival: Arrival, head: Head | None, run: Sequence[str], folder: str, *, starts_ray: bool
+        self, store: NodeStore, arrival: Arrival, head: Head | None, run: Sequence[str], config: Config, *, starts_ray: bool
     ) -> None:
-        """`run`: the arguments of the trainer; `folder`: run.dir; `starts_ray`: whether the run's Ray is ours to start."""
-        self.store, self.arrival, self.head, self.arguments, self.folder = store, arrival, head, list(run), folder
+        """`run`: the arguments of the trainer; `starts_ray`: whether the run's Ray is ours to start."""
+        self.store, self.arrival, self.head, self.arguments, self.config = store, arrival, head, list(run), config
         self.starts_ray = starts_ray
         self.ray: RayNode | None = None
         self.torchrun: subprocess.Popen[bytes] | None = None
@@ -61,7 +65,10 @@ class Member:
             while True:
                 told = self._until(lambda after=number: self._next_round(after))  # type: ignore[misc]
                 number = told["round"]
-                self._take_part(told, told["members"].index(self.arrival.number))
+                if self.arrival.number in told["members"]:
+                    self._take_part(told, told["members"].index(self.arrival.number))
+                else:
+                    self._help(number)
         except Over as over:
             return over.code, over.told
         except SystemExit:
@@ -80,31 +87,43 @@ class Member:
             self.store.set(f"left/{self.arrival.number}", {})
 
     def _next_round(self, after: int) -> dict[str, Any] | None:
-        """One with a seat for this node."""
+        """One with a seat for this node, or that lets it help."""
         told: dict[str, Any] | None = self.store.get("round")
-        if told is None or told["round"] <= after or self.arrival.number not in told["members"]:
+        if told is None or told["round"] <= after or self.store.get(f"outcome/{told['round']}") is not None:
             return None
-        return told if self.store.get(f"outcome/{told['round']}") is None else None
+        is_in = self.arrival.number in told["members"] or self.store.get(f"admitted/{self.arrival.number}") is not None
+        return told if is_in else None
+
+    def _help(self, number: int) -> None:
+        """Without ranks, in a round that has begun: replicas may start here."""
+        self._join_ray()
+        self.say(self._until(lambda: self.store.get(f"outcome/{number}"), says=False)["told"])
 
     def _take_part(self, told: Mapping[str, Any], seat: int) -> None:
         number, (host, port) = told["round"], told["store"]
-        problem = ""
+        code, problem = 1, ""
         try:
             probe = self._start_wire(told, seat)
-            self._join_ray()
+            if problem := problem_here(self.config, told["num_ranks"], free_bytes(SHARED_MEMORY)):
+                code = REFUSED
+            else:
+                self._join_ray()
             if probe is not None:
                 self._until(probe.poll, says=False)
         except RuntimeError as error:
             problem = str(error)
-        self.store.set(f"ready/{number}/{seat}", {"problem": problem})
+        self.store.set(f"ready/{number}/{seat}", {"problem": problem, "code": code})
         fit = self._until(lambda: self.store.get(f"fit/{number}") or self.store.get(f"outcome/{number}"), says=False)
         if "warnings" not in fit:  # a node was lost before
             self.say(fit["told"])
             return
         for warning in fit["warnings"] if seat == 0 else ():
             self.say(warning)
-        self.torchrun = self._start_ranks(f"{host}:{port}", seat, len(told["members"]))
-        outcome = self._until(lambda: self._outcome(number, seat), says=False)
+        trainers, place = told["trainers"], -1
+        if self.arrival.num_ranks:
+            place = trainers.index(self.arrival.number)
+            self.torchrun = self._start_ranks(f"{host}:{port}", place, len(trainers), len(told["members"]))
+        outcome = self._until(lambda: self._outcome(number, place), says=False)
         self.end_ranks()
         self.say(outcome["told"])
 
@@ -159,7 +178,7 @@ class Member:
         if len(told["members"]) == 1:
             return None
         host, port = told["store"]
-        arguments = [host, str(port), str(seat), str(len(told["members"])), told["backend"], self.folder]
+        arguments = [host, str(port), str(seat), str(len(told["members"])), told["backend"], self.config.run.dir]
         command = [sys.executable, "-m", "megasync.nodes.wire", *arguments]
         own = os.environ | {"MASTER_ADDR": host, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, env=own, preexec_fn=end_with_parent)  # noqa: PLW1509  (it calls the kernel alone)
@@ -182,13 +201,13 @@ class Member:
             self.ray.wait()
         os.environ[RAY_ADDRESS] = self.store.get("ray")["address"]
 
-    def _start_ranks(self, endpoint: str, seat: int, num_nodes: int) -> subprocess.Popen[bytes]:
+    def _start_ranks(self, endpoint: str, place: int, num_nodes: int, num_hosts: int) -> subprocess.Popen[bytes]:
         self.told_file.unlink(missing_ok=True)
-        nodes = ["--nnodes", str(num_nodes), ENDPOINT, endpoint, "--rdzv-conf", f"{NODE}={seat}"]
+        nodes = ["--nnodes", str(num_nodes), ENDPOINT, endpoint, "--rdzv-conf", f"{NODE}={place}"]
         ranks = ["--nproc-per-node", str(self.arrival.num_ranks), "-m", TRAINER, *self.arguments]
         return subprocess.Popen(
             [sys.executable, "-m", "megasync.launch.torchrun", *nodes, *ranks],
-            env=os.environ | {TOLD: str(self.told_file), HOSTS: str(num_nodes)},
+            env=os.environ | {TOLD: str(self.told_file), HOSTS: str(num_hosts)},
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509  (it calls the kernel alone)
         )

@@ -60,8 +60,8 @@ def roll_call(present: Sequence[Arrival], num_nodes: int, expected: Collection[s
 def absent(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]) -> str:
     """The names of `expected` that have not come; else the ranks that nobody has, or how many are missing."""
     missing = max(0, num_nodes - len(present))
-    hosts = {arrival.host for arrival in present}
-    names = [name for name in expected if not hosts & {name, name.partition(".")[0]}]
+    hosts = {arrival.host.partition(".")[0] for arrival in present}
+    names = [name for name in expected if name.partition(".")[0] not in hosts]
     if names and missing:
         known, unknown = ", ".join(names), missing - len(names)
         if unknown < 0:
@@ -74,10 +74,12 @@ def absent(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]
 
 
 def room_problem(nodes: Sequence[Arrival], replicas: int, tensor_parallel: int) -> str:
-    """Why the replicas have no room on the GPUs that the trainer's ranks leave; empty where they have.
+    """Why the head has no rank, or the replicas no room on the GPUs that the trainer's ranks leave; empty where they have.
 
     The workers of a replica are on one node. Without GPUs anywhere there is room.
     """
+    if nodes and not nodes[HEAD_SEAT].num_ranks:
+        return f"{nodes[HEAD_SEAT].host}: the head node has rank 0; write --nproc 1 or more there"
     if not any(node.num_gpus for node in nodes):
         return ""
     tight = [node for node in nodes if node.num_ranks > node.num_gpus]

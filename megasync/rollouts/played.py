@@ -86,8 +86,8 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
     return {f"episode/{name}": statistics.fmean(values) for name, values in columns.items()} | {
         "episode/failures": float(sum(one.num_failures for one in played)),
         "episode/dropped": float(sum(one.is_dropped for one in played)),
+        "episode/prefix_hits": sum(one.num_held for one in played) / max(sum(one.num_prompt for one in played), 1),
         "episode/resumed": float(sum(one.num_resumed > 0 for one in played)),
         "episode/anew": float(sum(one.is_anew for one in played)),
-        "episode/prefix_hits": sum(one.num_held for one in played) / max(sum(one.num_prompt for one in played), 1),
         "episode/tool_share": sum(one.tool_seconds for one in played) / max(sum(one.seconds for one in played), 1e-9),
     }

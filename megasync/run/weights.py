@@ -20,8 +20,10 @@ from bridge.export.exporter import Exporter
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_tensor
 from bridge.messages import SyncError, SyncReport
+from bridge.processes import host_identity
 from bridge.replicas import actors as bridge_actors
 from bridge.replicas.pool import ReplicaPool
+from bridge.send.collectives import Ranks
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
 from engine.checkpoint import hf_folder
@@ -63,9 +65,17 @@ class Weights:
         self.devices.give_to_replicas()
         on_rank_zero(self._start_pool)
         self.devices.pool = self.pool
+        if self._uses_lanes():
+            self.exporter = self._all_ranks_exporter
         source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
         self.publisher = build_publisher(source, self.pool, self.config)
         self._ends.callback(self.publisher.close)
+
+    def _uses_lanes(self) -> bool:
+        """Whether all ranks send, each a share: as bridge/send/connection.py does, where there are several hosts."""
+        hosts = on_rank_zero(lambda: self.pool.reader_hosts() if self.pool is not None else [])
+        everywhere = {*hosts, *Ranks(control_group()).gather(host_identity())}
+        return len(everywhere) > 1 and self.config.sync.lanes and transport(self.config) != "ipc"
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
@@ -232,7 +242,8 @@ def replica_config(config: Config) -> ReplicaConfig:
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
     """Of whole weights, with adapters merged, or of the adapters alone."""
-    sync = config.sync.model_copy(update={"transport": transport(config)})
+    is_shared = transport(config) == "ipc"
+    sync = config.sync.model_copy(update={"transport": "ipc"}) if is_shared else config.sync  # auto: by the hosts there are
     if isinstance(source, AdapterSource):
         return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
     return Publisher(source, pool, sync, control_group())

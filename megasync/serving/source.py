@@ -14,9 +14,10 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.files import VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.export import CHECKPOINT, export, find_weights
+from megasync.export import CHECKPOINT, checkpoints_of, export, export_version, find_weights
 from megasync.hf.folder import check_model_folder, read_json_object
 from megasync.reporting.log import CONFIG_FILE
 
@@ -45,8 +46,10 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
         run, step, folder = place
         config = load_config(run / CONFIG_FILE, overrides)
         weights = folder or _weights_of(run, step, scratch)
-        name = f"{_short(run)}, {'its final weights' if weights == run / HF else weights.parent.name}"
-        return Source(to_serve(config, weights), name if weights.parent != scratch else f"{_short(run)}, adapter merged", True)
+        name = "its final weights" if weights == run / HF else weights.parent.name
+        if weights.parent == scratch:
+            name = f"version {step}" if is_of_log(run, step) else "adapter merged"
+        return Source(to_serve(config, weights), f"{_short(run)}, {name}", True)
     if step is not None:
         raise ConfigError(f"--step {step}: {target} is no run", remedy="leave --step out, or name a run's folder")
     if not target.is_dir():
@@ -89,13 +92,24 @@ def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Pat
 
 
 def _weights_of(run: Path, step: int | None, scratch: Path) -> Path:
-    """A checkpoint of an adapter becomes one of the whole model, as the replicas of a run have it (megasync export --merge)."""
+    """A checkpoint of an adapter becomes one of the whole model, as the replicas of a run have it (megasync export --merge).
+
+    A step without a checkpoint is made of the run's log of versions, where it has one.
+    """
+    if is_of_log(run, step):
+        export_version(run, scratch / "version", step or 0)
+        return scratch / "version"
     weights = find_weights(run, step)
     if weights.is_dir() or not weights.with_name(ADAPTER).is_dir():
         return weights
     merged = scratch / "merged"
     export(run, merged, step, merge=True)
     return merged
+
+
+def is_of_log(run: Path, step: int | None) -> bool:
+    """Whether the weights of a step come out of the run's log of versions: it has no checkpoint of it."""
+    return step is not None and step not in checkpoints_of(run) and (run / VERSIONS).is_dir()
 
 
 def _config_for(folder: Path, scratch: Path, overrides: list[str]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from engine.trace import Forward
 from megasync.bisect import references
 from megasync.comparing.compare import Found, Passes, compare
 from megasync.comparing.response import Response
-from megasync.comparing.text import lines
+from megasync.comparing.text import as_json, lines
 from megasync.comparing.weights import Chosen, choose
 
 Undo = Callable[[], None]
@@ -48,7 +49,11 @@ def trainer_faults(run: Path, lora_run: Path, passes: Passes, response: Response
         for name, fault in FAULTS.items():
             undo = fault(forward, chosen)
             swap = "model.layers.1.self_attn.q_norm" if name == "missing q-norm" else ""
-            found[name] = outcome(compare(forward, passes, response, refs, swap))
+            seen = compare(forward, passes, response, refs, swap)
+            found[name] = outcome(seen)
+            if swap:
+                found[name]["lines"] = list(lines(chosen.name, response, seen, swap))
+                found[name]["json"] = json.dumps(as_json(chosen.name, response, seen))
             undo()
         found["sound again"] = outcome(compare(forward, passes, response, refs))
     with forwards(lora_run, scratch, "engine.lora.rank=8", "engine.lora.alpha=12", "rollout.temperature=0.7") as (

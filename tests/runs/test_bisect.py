@@ -5,6 +5,7 @@ python -m pytest tests/runs/test_bisect.py
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -155,3 +156,14 @@ def test_a_fault_of_the_replica_is_named(of_replica: dict[str, Any], fault: str)
 def test_computing_the_culprit_anew_closes_the_gap(of_trainer: dict[str, Any]) -> None:
     found = of_trainer["missing q-norm"]
     assert found["gap"] > 100 * found["swapped"]
+
+
+def test_what_is_said_of_a_fault(of_trainer: dict[str, Any]) -> None:
+    found, where = of_trainer["missing q-norm"], "model.layers.1.self_attn.q_norm"
+    told = "\n".join(found["lines"])
+    assert f"the first that is wrong: {where} of the trainer (RMSNorm)\n  looks like:  left out: it gives what it got\n" in told
+    assert re.search(rf"with {where} \(1 modules\) in float64 in the trainer: .* a share of (99|100)%", told)
+    as_object = json.loads(found["json"])
+    assert as_object["culprit"]["site"] == where and as_object["culprit"]["kind"] == "left out"
+    growth = {each["site"]: each["relative"] for each in as_object["growth"]}
+    assert growth["model.layers.0.mlp.down_proj"] < 1e-5 and growth["lm_head"] > 1e-2 and len(growth) == 4 * 17 + 5

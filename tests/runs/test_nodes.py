@@ -6,23 +6,30 @@ Skipped without root, or where namespaces are not allowed.
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from megasync.nodes.facts import flat
 from tests.runs.train_cases import exact, launch, write_config
 from tests.support.nodes import Node, nodes, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(ROOT / "launch" / "torchrun_nodes.sh")
 SECONDS = 400
+RAY_PORT = 6390
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -65,20 +72,77 @@ def together(
         for process in running:
             process.kill()
     for node in pair:
-        deadline = time.monotonic() + 30
-        while node.processes() and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_for_end(node)
         assert node.processes() == []
         assert list(node.temporary.glob("*")) == []
     return [(code, text) for text, code in ended]
 
 
-def test_two_nodes_give_the_metrics_of_one(pair: Sequence[Node], config: Path) -> None:
-    (code, said), (other, _) = together(pair, config, "run.name=many")
-    assert (code, other) == (0, 0), said
+@pytest.fixture(scope="module")
+def of_one(config: Path) -> list[dict[str, Any]]:
+    """The metrics of one node."""
     done = launch(config, "run.name=one")
     assert done.returncode == 0, done.stderr
-    assert exact(config.parent / "runs" / "many") == exact(config.parent / "runs" / "one")
+    return exact(config.parent / "runs" / "one")
+
+
+def test_two_nodes_give_the_metrics_of_one(pair: Sequence[Node], config: Path, of_one: list[dict[str, Any]]) -> None:
+    (code, said), (other, _) = together(pair, config, "run.name=many")
+    assert (code, other) == (0, 0), said
+    assert exact(config.parent / "runs" / "many") == of_one
+
+
+def wait_for_end(node: Node) -> None:
+    deadline = time.monotonic() + 30
+    while node.processes() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+@contextmanager
+def ray_of(pair: Sequence[Node], token: str) -> Iterator[dict[str, str]]:
+    """Somebody's Ray over both nodes, its job server on the first; what lets others in. Ended by process id."""
+    own = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"  # a job is started by `python`
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), own.get("PYTHONPATH")]))
+    head = [f"--port={RAY_PORT}", "--head", f"--dashboard-host={pair[0].address}", "--dashboard-port=8265"]
+    places = [head, [f"--address={pair[0].address}:{RAY_PORT}"]]
+    running = []
+    try:
+        for node, place in zip(pair, places, strict=True):
+            flags = ["--block", "--disable-usage-stats", "--num-cpus=4", f"--node-ip-address={node.address}"]
+            flags += [f"--temp-dir={node.temporary}/ray", f"--object-store-memory={200 * 2**20}"]
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, *flags]
+            running.append(node.start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            lines = iter(running[-1].stdout or ())
+            said = "".join(itertools.takewhile(lambda line: "Ray runtime started" not in line, lines))
+            assert running[-1].poll() is None, said
+        yield own
+    finally:
+        for node, process in zip(pair, running, strict=False):
+            for line in node.processes():
+                if "ray.scripts.scripts start" in line:
+                    subprocess.run(["nsenter", "-t", str(node.init), "-p", "-m", "kill", line.split()[0]], check=False)
+            process.communicate(timeout=60)
+            wait_for_end(node)
+            shutil.rmtree(node.temporary / "ray", ignore_errors=True)
+
+
+def test_submit_to_two_nodes_gives_the_metrics_of_one(pair: Sequence[Node], config: Path, of_one: list[dict[str, Any]]) -> None:
+    """A rank on each node; what has no room is refused with the numbers."""
+    values = flat(yaml.safe_load(config.read_text()) | {"run": {"name": "job", "dir": str(config.parent / "runs"), "steps": 2}})
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    submit = [sys.executable, "-m", "megasync.submit", "tests/data/submit.yaml", *overrides, "run.trainer_nodes=2"]
+    with ray_of(pair, secrets.token_hex(16)) as own:
+        address = f"http://{pair[0].address}:8265"
+        for ranks, codes in ((12, [2]), (2, [0])):
+            command = [*submit, "--address", address, "--num-ranks", str(ranks)]
+            job = pair[0].start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            said, _ = job.communicate(timeout=SECONDS)
+            assert job.returncode in codes, said
+            assert ranks == 2 or (
+                "12 trainer ranks of one CPU each, as many on each of 2 nodes" in said and "0 GPUs, 4 CPUs" in said
+            )
+    assert exact(config.parent / "runs" / "job") == of_one
 
 
 def test_a_node_that_does_not_come_is_named(pair: Sequence[Node], config: Path) -> None:
@@ -105,16 +169,20 @@ def test_what_differs_is_refused_by_name(pair: Sequence[Node], config: Path, wha
     if what == "clock":
         (tmp_path / "sitecustomize.py").write_text(SKEWED)
         more["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    second = {"config": ["run.seed=1"], "model": [f"model.path={tmp_path}/none"]}.get(what, [])
+    second = ["run.seed=1"] if what == "config" else []
+    model = str(config.parent / "assets" / "model")
+    if what == "model":
+        pair[1].start(["mount", "-t", "tmpfs", "tmpfs", model], os.environ).wait()
     if what == "commit":
         clone = tmp_path / "clone"
         shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs", "__pycache__"))
         (clone / "engine" / "sample.py").write_text((ROOT / "engine" / "sample.py").read_text() + "\n")
-        command = [str(clone / "launch" / "torchrun_nodes.sh"), str(config), "--nodes", "2", "--head", pair[0].address]
+        command = [str(clone / "launch" / "torchrun_nodes.sh"), str(config), "run.name=refused", "--nodes", "2"]
+        command += ["--head", pair[0].address]
         own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
         running = [
-            start(pair[0], config, head=pair[0].address),
-            pair[1].start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
+            start(pair[0], config, "run.name=refused", head=pair[0].address),
+            pair[1].start(command, own, clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
         ]
         ended = [(process.communicate(timeout=SECONDS)[0], process.returncode) for process in running]
         found = [(code, text) for text, code in ended]
@@ -122,10 +190,12 @@ def test_what_differs_is_refused_by_name(pair: Sequence[Node], config: Path, wha
         found = together(pair, config, "run.name=refused", second=second, **more)
     told = {
         "config": f"{pair[1].name}: another config\n  here:   run.seed 1 (elsewhere 0)",
-        "model": f"{pair[1].name}: model.path",
+        "model": f"{pair[1].name}: other files\n  here:   model.path 0 files, 0 bytes",
         "clock": f"{pair[1].name}: its clock is -60",
         "commit": f"{pair[1].name}: other code than the other nodes",
     }[what]
+    if what == "model":
+        pair[1].start(["umount", model], os.environ).wait()
     for code, said in found:
         assert code == 2, said
         assert told in said, said

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from megasync import evaluate, generate
+from bridge.versions.reader import VersionReader
+from megasync import evaluate, export, generate
 from megasync.config.load import load_config
 from megasync.diagnosis.needs import count_parameters, needs_of
 from megasync.diagnosis.storage import bytes_below
@@ -122,6 +125,24 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert summary["num_syncs"] == 7
     for name in ("memory/host_bytes", "step/seconds", "train", "rollout/seconds", "sync/seconds"):
         assert summary[f"predicted/actual {name}"] > 0, name
+
+
+def test_every_version_is_in_the_runs_log(first_run: Path, tmp_path: Path) -> None:
+    log = VersionReader(first_run / "versions")
+    assert log.versions == list(range(7))
+    assert [len(log.chain(version, 0)) for version in log.versions] == [1, 2, 3, 4, 1, 2, 3]
+    for step in (3, 6):
+        assert same_weights(dict(log.tensors(step)), load_file(first_run / f"checkpoints/step_{step:08d}/hf/model.safetensors"))
+    assert export.main([str(first_run), "--to", str(tmp_path / "model"), "--version", "5"]) == 0
+    assert same_weights(dict(log.tensors(5)), load_file(tmp_path / "model" / "model.safetensors"))
+    assert load_config(first_run / "config.yaml").sync.log == "deltas" and (tmp_path / "model" / "config.json").is_file()
+    lines = metrics(first_run)
+    assert all(line["sync/log_bytes"] > 0 and line["sync/log_seconds"] > 0 for line in lines)
+    assert [0 < line.get("sync/changed_fraction", -1) <= 1 for line in lines] == [True, True, True, False, True, True]
+
+
+def same_weights(own: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)
 
 
 def test_the_phases_of_a_run_add_up_to_its_wall_time(first_run: Path) -> None:
@@ -250,6 +271,9 @@ def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_ru
     assert (newest[:19], again[:15]) == ("newest checkpoint: ", "go on from it: ")
     assert exact(copy)[:6] == exact(first_run)
     assert [line["step"] for line in read_evaluations(copy)][:2] == [3, 6]
+    log, former = VersionReader(copy / "versions"), VersionReader(first_run / "versions")
+    assert all(log.digests(version) == former.digests(version) for version in range(7))
+    assert [len(log.chain(version, 0)) for version in range(7)] == [1, 2, 3, 1, 2, 3, 4], "the checkpoint's is whole"
 
     def places(folder: Path) -> list[tuple[int, str, str]]:
         lines = [line for line in read_samples(folder) if line["step"] <= 6]  # the steps of the first run

@@ -71,8 +71,10 @@ class Node:
         children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children").read_text().split()
         self.init = int(children[0])
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
-        enter = ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wd={Path.cwd()}"]
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        enter = ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wd={folder or Path.cwd()}"]
         own = {**environment, "TMPDIR": str(self.temporary)}
         return subprocess.Popen([*enter, *command], env=own, text=True, **options)
 

@@ -23,6 +23,7 @@ from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import ITEM_BYTES, Manifest
 from bridge.messages import SyncError
+from bridge.processes import host_identity
 from bridge.replicas.generator import Generator
 from bridge.send.publish import Publisher
 from bridge.send.sender import StageSender
@@ -169,6 +170,9 @@ class LostPool:
     """Replicas of which neither a sync nor the way out of it hears."""
 
     reader_names = ("replica 0 worker 0",)
+
+    def reader_hosts(self) -> list[str]:
+        return [host_identity()]
 
     def pause(self) -> None:
         raise RuntimeError("the replicas do not answer")

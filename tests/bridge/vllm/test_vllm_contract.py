@@ -68,6 +68,23 @@ def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> Non
     assert [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(Worker, name)] == []
 
 
+def test_a_sampler_and_the_modules_of_layers_are_as_a_trace_takes_them() -> None:
+    """vllm/serving/trace.py: what a sampler's `sample` gives is what is sampled; modules have these names."""
+    from vllm.model_executor.models import llama, qwen2, qwen3
+    from vllm.v1.sample.sampler import Sampler
+
+    assert arguments(Sampler.sample)[:3] == ["self", "logits", "sampling_metadata"]
+    assert "sampled, processed_logprobs = self.sample(logits, sampling_metadata)" in inspect.getsource(Sampler.forward)
+    for attention in (llama.LlamaAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention):
+        source = inspect.getsource(attention.forward)
+        for call in ("self.qkv_proj(", "self.rotary_emb(positions, q, k)", "self.attn(q, k, v)", "self.o_proj("):
+            assert call in source, call
+        made = set(re.findall(r"self\.(\w+) =", inspect.getsource(attention.__init__)))
+        assert made >= {"num_heads", "num_kv_heads", "head_dim"}
+    for mlp in (llama.LlamaMLP, qwen2.Qwen2MLP):
+        assert all(f"self.{name}(" in inspect.getsource(mlp.forward) for name in ("gate_up_proj", "down_proj"))
+
+
 def test_the_engine_has_the_calls_of_a_sync() -> None:
     from vllm.v1.engine import core
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -91,7 +91,7 @@ def test_a_replica_is_not_cut_in_two() -> None:
 
 FACTS: dict[str, Any] = {
     "code": "aa", "commit": "abc", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "config": {"run.seed": "0"},
-    "files": {"model.path": "2 files"}, "problem": "",
+    "files": {"model.path": "2 files"},
 }  # fmt: skip
 
 
@@ -104,7 +104,6 @@ FACTS: dict[str, Any] = {
         ({"packages": {}}, ["torch not installed (elsewhere 2.13.0)"]),
         ({"config": {"run.seed": "1"}}, ["run.seed 1 (elsewhere 0)", "the same key=value"]),
         ({"files": {"model.path": "not there"}}, ["model.path not there (elsewhere 2 files)"]),
-        ({"problem": "model.path = x: no such folder"}, ["model.path = x: no such folder"]),
     ],
 )
 def test_the_node_that_differs_is_named_with_both_values(wrong: dict[str, Any], told: list[str]) -> None:

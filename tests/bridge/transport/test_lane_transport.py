@@ -1,0 +1,47 @@
+"""Buckets on two lanes, over gloo between processes on the loopback: from host to host, on inside of one, damaged, cut off.
+
+python -m pytest tests/bridge/transport/test_lane_transport.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.bridge.transport.lane_cases import Lanes, expected
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    made = Lanes()
+    yield made
+    made.close()
+
+
+def test_all_readers_get_all_of_it_time_after_time_and_find_damage_on_every_way(lanes: Lanes) -> None:
+    """Each reader is the first one of a lane, behind another host, or behind another reader of its own host."""
+    for index in range(3):
+        lanes.sync(10 + index, index)
+        assert lanes.results() == [expected(10 + index)] * 3
+        assert [pipe.recv() for pipe in lanes.senders] == [None, None]
+    lanes.sync(20, 3, damaged=(-1, 2))
+    told = lanes.results()
+    assert all("bucket 5 of" in text and "arrived damaged" in text for text in told), told
+
+
+def test_a_sender_that_is_killed_is_named(lanes: Lanes) -> None:
+    lanes.sync(10, 0, seconds=0.3)
+    lanes.kill(1)
+    told = lanes.results()
+    assert all("lane 1 of 2 of stage 0, from trainer rank 1" in text for text in told), told
+
+
+def test_a_reader_that_is_killed_is_named_by_who_sends_to_it_and_who_waits_behind_it(lanes: Lanes) -> None:
+    """Reader 0 has lane 0 first, on its host and before the other host."""
+    lanes.sync(10, 0, seconds=0.3)
+    lanes.kill(2)
+    told = lanes.results([1, 2])
+    assert any("replica 0 worker 0" in text for text in told), told
+    assert all("replica 0 worker 0" in text or "lane 0 of 2 of stage 0, from trainer rank 0" in text for text in told), told
+    assert "replica 0 worker 0" in str(lanes.senders[0].recv())

@@ -1,0 +1,161 @@
+"""What modules should give is what they give, in every family; which response and weights are taken; what is said.
+
+With faults and replicas: tests/runs/test_bisect.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from bridge.versions.writer import VersionWriter
+from megasync import bisect
+from megasync.comparing import reference as ref
+from megasync.comparing.compare import fits
+from megasync.comparing.response import recorded
+from megasync.comparing.weights import choose
+from megasync.config.errors import ConfigError
+from megasync.config.load import load_config, save_config
+from megasync.data.prompts import Prompts
+from megasync.serving.source import find_source
+from tests.support.config_files import write_runnable
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import LLAMA3, YARN, write_tiny_model
+
+FAMILIES = {
+    "qwen3": ("qwen3", "float32", {}),
+    "qwen3 bf16": ("qwen3", "bfloat16", {}),
+    "qwen2 biases": ("qwen2", "float32", {}),
+    "llama scaled": ("llama", "float32", {"rope_parameters": LLAMA3, "tied": True}),
+    "llama yarn": ("llama", "float32", {"rope_parameters": YARN}),
+    "mistral window": ("mistral", "bfloat16", {"sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize("fusions", ["none", "all"])
+def test_every_module_is_within_rounding_of_its_reference(tmp_path: Path, fusions: str) -> None:
+    folders = {}
+    for name, (family, dtype, fields) in FAMILIES.items():
+        folders[name] = write_tiny_model(tmp_path / name, family, dtype=getattr(torch, dtype), **fields), dtype
+    (found,) = run_ranks(1, "tests.megasync.comparing.family_cases:judged", {"folders": folders, "fusions": fusions})
+    assert all(each["traced"] and each["ratio"] < 0.9 for each in found.values()), found
+    assert found["qwen3"]["modules"] == 4 * 17 + 5 and found["qwen2 biases"]["modules"] == 4 * 15 + 5
+
+
+def test_a_fault_that_is_less_than_rounding_everywhere_is_seen_over_all(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    ((site, kind, detail),) = run_ranks(1, "tests.megasync.comparing.family_cases:small_fault", {"folder": folder})
+    assert (site, kind) == ("model.layers.0.input_layernorm", "wrong eps")
+    assert float(detail.split()[0]) == pytest.approx(1e-5, rel=0.3)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.integers(0, 6), st.integers(0, 2**32 - 1))
+def test_rows_after_a_cached_prefix_are_those_of_the_whole(num_tokens: int, window: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(num_tokens, heads, 8, generator=generator, dtype=torch.double) for heads in (4, 2, 2))
+    positions = torch.arange(num_tokens)
+    whole, _ = ref.attend(query, key, value, positions, 0.3, window)
+    first = seed % num_tokens
+    part, _ = ref.attend(query[first:], key, value, positions[first:], 0.3, window)
+    torch.testing.assert_close(part, whole[first:])
+    turned = ref.rotate(query, positions, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.double))
+    torch.testing.assert_close(turned.norm(dim=-1), query.norm(dim=-1))
+    torch.testing.assert_close(turned[0], query[0])
+
+
+@pytest.mark.parametrize(
+    ("swap", "expected"),
+    [
+        ("mlp.act_fn", True),
+        ("model.layers.3", True),
+        ("model.layers.3.mlp.act_fn", True),
+        ("act", False),
+        ("model.layers.1", False),
+    ],
+)
+def test_what_a_swap_fits(swap: str, expected: bool) -> None:
+    assert fits("model.layers.3.mlp.act_fn", swap) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- which weights and response
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = load_config(write_runnable(tmp_path), ["run.name=rl", "rollout.max_new_tokens=8"])
+    save_config(config, config.run.folder / "config.yaml")
+    return config.run.folder
+
+
+def test_a_recorded_response_is_that_of_the_step_with_its_own_tokens(run: Path, tmp_path: Path) -> None:
+    prompts = Prompts(str(tmp_path / "model"), load_config(run / "config.yaml").data)
+    assert recorded(run, prompts, 3, None) is None
+    text = "12+3"
+    ids = prompts.tokenizer.encode(text, add_special_tokens=False)
+    line = {"set": "train", "line": 7, "prompt": "1+1=", "response": text, "tokens": len(ids)}
+    known = {
+        "token_texts": prompts.token_texts(ids),
+        "rollout_log_probs": [-0.5] * len(ids),
+        "trainer_log_probs": [-0.4] * len(ids),
+    }
+    lines = [{"step": step, "versions": [step - 1] * 2, **line, **known} for step in (3, 4, 4)]
+    lines[2]["token_texts"] = ["other"]
+    (run / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = recorded(run, prompts, 3, None)
+    assert found is not None and found.token_ids == tuple(ids) and found.rollout == [-0.5] * len(ids)
+    assert prompts.tokenizer.decode(list(found.prompt_ids)) == "1+1=" and "line 7 of step 4" in found.told
+    newest = recorded(run, prompts, 9, None)
+    assert newest is not None and newest.rollout is None, "of other weights"
+    with pytest.raises(ConfigError, match=r"--prompt 5: .*\n.*0 to 1"):
+        recorded(run, prompts, 3, 5)
+
+
+def test_without_a_checkpoint_the_model_is_that_of_the_start(run: Path, tmp_path: Path) -> None:
+    chosen = choose(run, tmp_path, None, [])
+    assert chosen.base == tmp_path / "model" and chosen.step == 0 and "starts from" in chosen.name
+    write_tiny_model(run / "checkpoints/step_00000004/hf", "qwen3")
+    write_tiny_model(run / "checkpoints/step_00000002/hf", "qwen3", seed=1)
+    newest = choose(run, tmp_path, None, [])
+    assert newest.base == run / "checkpoints/step_00000004/hf" == Path(newest.served.model.path)
+    assert newest.formers == {"step 2": run / "checkpoints/step_00000002/hf"}
+    assert choose(run, tmp_path, 0, []).base == tmp_path / "model"
+
+
+def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: Path) -> None:
+    folders = [write_tiny_model(tmp_path / f"v{seed}", "qwen3", seed=seed) for seed in range(3)]
+    versions = [load_file(folder / "model.safetensors") for folder in folders]
+    writer = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=9)
+    for number, tensors in enumerate(versions):
+        writer.write(number, iter(tensors.items()))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "c").mkdir()
+    chosen, source = choose(run, tmp_path / "a", 2, []), find_source(run, tmp_path / "b", 1, [])
+    assert chosen.step == 2 and Path(chosen.served.model.path) == chosen.base and "version 2" in chosen.name
+    assert source.name.endswith("version 1")
+    for folder, expected in ((chosen.base, versions[2]), (Path(source.config.model.path), versions[1])):
+        own = load_file(folder / "model.safetensors")
+        assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+    with pytest.raises(ConfigError, match=r"has no version 7; the last there are: 0, 1, 2"):
+        choose(run, tmp_path / "c", 7, [])
+
+
+def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_model(tmp_path / "experts", "qwen3_moe")
+    for arguments, told in (
+        ([str(tmp_path)], "is no run"),
+        ([str(run), "--step", "7"], "has no checkpoint of step 7"),
+        ([str(run), f"model.path={tmp_path / 'experts'}"], "its modules are not followed one by one"),
+        ([str(run), "--prompt", "3"], "has no such response"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            bisect.main(arguments)
+        assert caught.value.code == 2
+        assert told in capsys.readouterr().err

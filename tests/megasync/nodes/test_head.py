@@ -1,0 +1,190 @@
+"""The head's decisions, tick by tick, over a real store: who takes part, when it gives up, what follows from a failure."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from megasync.launch.processes import REFUSED, STOPPED
+from megasync.launch.ray_cluster import free_port
+from megasync.nodes import head as head_module
+from megasync.nodes.head import Head, Terms
+from megasync.nodes.roll_call import Arrival
+from megasync.nodes.store import NodeStore
+
+LOOPBACK = "127.0.0.1"
+TERMS = Terms(num_nodes=2, expected=(), wait_seconds=60, max_restarts=1, limit_seconds=60, replicas=0, tensor_parallel=1)
+FACTS: dict[str, Any] = {"code": "a", "commit": "c", "python": "3", "packages": {}, "config": {}, "files": {}}
+FINE = {"unreachable": [], "unseen": [], "ahead": 0.0, "is_right": True}
+
+
+class Stage:
+    """A head, and what nodes would write."""
+
+    def __init__(self, store: NodeStore) -> None:
+        self.store, self.silent = store, set[int]()
+        self.head = Head(store, LOOPBACK, TERMS)
+        self.count = 0
+
+    def terms(self, **changes: Any) -> None:
+        self.head.terms = replace(TERMS, **changes)
+
+    def arrive(self, host: str, *, num_ranks: int = 1, facts: dict[str, Any] | None = None) -> int:
+        self.count = number = self.store.add("arrivals")
+        arrival = Arrival(number, host, f"10.0.0.{number}", None, num_ranks, 0, is_head=number == 1)
+        self.store.set(f"arrival/{number}", {"arrival": asdict(arrival), "facts": facts or FACTS})
+        return number
+
+    def tick(self, until: Callable[[], Any] = lambda: None, times: int = 4) -> Any:
+        """Signs of life of all that are not silent, and a tick; the first thing that is found."""
+        for _ in range(times):
+            for number in range(1, self.count + 1):
+                if number not in self.silent:
+                    self.store.add(f"beat/{number}")
+            self.head.tick()
+            if (found := until()) is not None:
+                return found
+        return None
+
+    def get(self, key: str) -> Callable[[], Any]:
+        return lambda: self.store.get(key)
+
+    def run(self, number: int, *members: int) -> None:
+        """A round of these nodes from its announcement to its start."""
+        told = self.tick(lambda: self._round(number))
+        assert told["members"] == list(members)
+        for seat in range(len(members)):
+            self.head.round.store.set(f"wire/{seat}", json.dumps(FINE))
+            self.store.set(f"ready/{number}/{seat}", {"problem": "", "code": 1})
+        assert self.tick(self.get(f"fit/{number}")) == {"warnings": []}
+
+    def _round(self, number: int) -> Any:
+        told = self.store.get("round")
+        return told if told and told["round"] == number else None
+
+
+@pytest.fixture
+def stage() -> Stage:
+    store = NodeStore.listen(LOOPBACK, free_port())
+    assert store is not None
+    return Stage(store)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_module, "CAUSE_SECONDS", 0.0)
+
+
+def end(stage: Stage, number: int, seat: int, code: int, told: str = "") -> None:
+    stage.store.set(f"ended/{number}/{seat}", {"code": code, "told": told})
+
+
+def test_it_waits_for_all_and_says_who_is_missing(stage: Stage) -> None:
+    stage.terms(expected=("a", "b"))
+    stage.arrive("a")
+    assert stage.tick(stage.get("waiting")) == "1 of 2 nodes are here: a (10.0.0.1); not here: b"
+    stage.arrive("b")
+    stage.run(0, 1, 2)
+
+
+def test_it_gives_up_at_the_limit(stage: Stage) -> None:
+    stage.terms(expected=("a", "b"))
+    stage.arrive("a")
+    assert stage.tick(stage.get("over")) is None
+    stage.terms(wait_seconds=0.0, expected=("a", "b"))
+    over = stage.tick(stage.get("over"))
+    assert over == {"code": 1, "told": "gave up after 0 s: 1 of 2 nodes are here: a (10.0.0.1); not here: b"}
+
+
+def test_a_node_that_differs_is_refused(stage: Stage) -> None:
+    stage.arrive("a")
+    stage.arrive("b", facts=FACTS | {"code": "x"})
+    over = stage.tick(stage.get("over"))
+    assert over["code"] == REFUSED and over["told"].startswith("b: other code")
+
+
+def test_all_done_is_the_end_and_so_is_a_stop(stage: Stage) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    end(stage, 0, 0, STOPPED)
+    assert stage.tick(stage.get("over")) is None
+    end(stage, 0, 1, STOPPED)
+    assert stage.tick(stage.get("over")) == {"code": STOPPED, "told": ""}
+
+
+def test_a_failure_is_followed_by_a_round_while_restarts_are_left(stage: Stage) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    end(stage, 0, 1, 1, "rank 1 was ended by SIGKILL")
+    assert "b: rank 1 was ended by SIGKILL" in stage.tick(stage.get("outcome/0"))["told"]
+    stage.run(1, 1, 2)
+    end(stage, 1, 0, 1, "rank 0 failed")
+    over = stage.tick(stage.get("over"))
+    assert over == {"code": 1, "told": "a: rank 0 failed"}
+
+
+def test_no_round_follows_on_a_config_that_is_refused(stage: Stage) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    end(stage, 0, 0, REFUSED)
+    assert stage.tick(stage.get("over"))["code"] == REFUSED
+
+
+def test_a_spare_takes_the_seat_of_a_node_that_is_gone(stage: Stage) -> None:
+    for name in ("a", "b", "spare"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    stage.store.set("left/2", {})
+    assert "node b is gone: its launcher ended" in stage.tick(stage.get("outcome/0"))["told"]
+    stage.run(1, 1, 3)
+
+
+def test_a_silent_node_is_missed_and_waited_for(stage: Stage) -> None:
+    stage.terms(limit_seconds=0.2)
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    stage.silent.add(2)
+    outcome, deadline = None, time.monotonic() + 10
+    while outcome is None and time.monotonic() < deadline:
+        outcome = stage.tick(stage.get("outcome/0"), times=1)
+        time.sleep(0.02)
+    assert outcome is not None and "node b is gone: no sign of life for 0.2 s" in outcome["told"]
+    stage.store.set("waiting", None)
+    assert "not here: b" in stage.tick(stage.get("waiting"))
+    stage.arrive("b")
+    stage.run(1, 1, 3)
+
+
+def test_a_node_of_replicas_alone_may_go_and_come(stage: Stage) -> None:
+    stage.arrive("a")
+    stage.arrive("b", num_ranks=0)
+    stage.run(0, 1, 2)
+    assert stage.store.get("round")["trainers"] == [1]
+    stage.store.set("left/2", {})
+    assert stage.tick(stage.get("outcome/0")) is None
+    stage.arrive("b", num_ranks=0)
+    assert stage.tick(stage.get("admitted/3")) == {"round": 0}
+    end(stage, 0, 0, 0)
+    assert stage.tick(stage.get("over")) == {"code": 0, "told": ""}
+
+
+def test_later_a_node_that_differs_is_refused_alone(stage: Stage) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    stage.store.set("left/2", {})
+    stage.tick(stage.get("outcome/0"))
+    stage.arrive("b", facts=FACTS | {"code": "x"})
+    assert "other code" in stage.tick(stage.get("refused/3"))
+    assert stage.store.get("over") is None
+    stage.arrive("c")
+    stage.run(1, 1, 4)
