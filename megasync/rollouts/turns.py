@@ -167,7 +167,7 @@ class Episodes:
                 task.cancel()
 
     async def _member(self, group: Group, member: int) -> None:
-        played, attempt = None, _begun(group, member)
+        played, attempt = None, begun(group, member)
         failures = attempt.number
         while played is None:
             assert group.task is not None
@@ -189,7 +189,7 @@ class Episodes:
     def playing(self, group: Group) -> dict[int, Played]:
         """Its members that go on and have turns that ended, as far as they are, for a checkpoint."""
         attempts = {member: self._attempts.get((group.key, member)) for member in group.missing}
-        return {member: _unfinished(attempt) for member, attempt in attempts.items() if attempt and attempt.history.turns}
+        return {member: unfinished(attempt) for member, attempt in attempts.items() if attempt and attempt.history.turns}
 
     def _after_failure(self, attempt: _Attempt, ended: Ended, failures: int) -> Played | None:
         """What takes the episode's place; None: another attempt.
@@ -273,7 +273,7 @@ def turn_seed(seed: int, member: int, attempt: int, turn: int) -> int:
     return int.from_bytes(digest) % 2**31
 
 
-def _begun(group: Group, member: int) -> _Attempt:
+def begun(group: Group, member: int) -> _Attempt:
     """The first attempt of this process, which goes on where a checkpoint has it."""
     saved = group.playing.get(member)
     if saved is None:
@@ -284,7 +284,7 @@ def _begun(group: Group, member: int) -> _Attempt:
     return _Attempt(group, member, saved.num_failures, history, asked)
 
 
-def _unfinished(attempt: _Attempt) -> Played:
+def unfinished(attempt: _Attempt) -> Played:
     """With the turns that have ended. Answers in places behind one that has none yet are left out."""
     history = attempt.history
     branches, turns = recorded((attempt.asked[number], *turn) for number, turn in history.turns.items())

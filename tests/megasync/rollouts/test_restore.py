@@ -14,12 +14,14 @@ import pytest
 from bridge.generation import Completion, GenerationRequest
 from megasync.config.schema import RolloutConfig
 from megasync.data.data import Example
-from megasync.episodes.segments import Branch
+from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
+from megasync.episodes.segments import Branch, Turn
 from megasync.episodes.task import Played
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
 from megasync.rollouts.restore import Restored, restore_groups
+from megasync.rollouts.turns import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
 STEP = 5
@@ -168,3 +170,34 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
             for name in ("token_ids", "is_sampled", "log_probs", "weight_versions", "routed_experts"):
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
                 assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name
+
+
+def test_an_episode_that_goes_on_is_kept_with_its_turns(tmp_path: Path) -> None:
+    """Beside a member that has ended and one that has not begun."""
+    request = replace(REQUEST, num_samples=3)
+    turn = Turn([7, 8], [-0.5, -0.25], [3, 4])
+    branches, turns = recorded([(Asked(0, 11, 8, ("x",)), (1, 2, 3), turn), (Asked(2, 13, 4, ()), (1, 2), turn)])
+    answers = (EnvironmentAnswer(0, "reset", 4, "ä"), EnvironmentAnswer(1, "step", "78", ["no", 0.5, False, {}]))
+    midst = Played(branches, turns=turns, answers=answers, num_failures=1, info={STATE: {"left": 2}})
+    over = Played((), 0.0, is_dropped=True, num_failures=1)
+    saved_group = SavedGroup(3, (SavedSample(0, over, 0.0), SavedSample(2, midst, math.nan, is_over=False)), 5, 6)
+    save_progress(tmp_path, Progress(7, 9, None, (saved_group,)))
+    progress = load_progress(tmp_path)
+    assert progress is not None
+    own = StreamSettings(2, 1, 20, None, 1.0, 1.0)
+    (group,) = restore_groups(progress, STEP, own, lambda key: Group(key, request, 5, 6)).groups
+    assert (group.oldest, group.missing, group.rewards) == (3, (1, 2), [0.0, None, None])
+    attempt = begun(group, 2)
+    assert (attempt.number, attempt.history.state, attempt.asked[2]) == (1, {"left": 2}, Asked(2, 13, 4, ()))
+    assert attempt.history.answers == dict(enumerate(answers)) and list(attempt.history.turns) == [0, 2]
+    prompt, back = attempt.history.turns[2]
+    assert (prompt.tolist(), back.token_ids.tolist(), back.weight_versions.tolist()) == ([1, 2], [7, 8], [3, 4])
+    assert not begun(group, 1).history.turns
+    again = group.saved({2: unfinished(attempt)}).samples[1]
+    assert isinstance(again.completion, Played) and (again.is_over, again.index) == (False, 2)
+    for name in ("turns", "answers", "num_failures", "info"):
+        assert getattr(again.completion, name) == getattr(midst, name), name
+    late = restore_groups(progress, STEP + 1, own, lambda key: Group(key, request, 5, 6))
+    assert (late.groups, late.anew) == ([], [3]), "no step can train it in time"
+    other = restore_groups(progress, STEP, own, lambda key: Group(key, request, 4, 6))
+    assert (other.groups, other.anew) == ([], [3]), "it is asked otherwise now"
