@@ -36,6 +36,7 @@ PLACEHOLDERS = {
 # Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
     r"^docs/bench/gpus\.sh": "needs a GPU",
+    r"^docs/bench/nodes\.sh": "takes an hour, as root",
     r"-m gpu\b": "needs GPUs",
     r"^megasync train configs/smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
     r"runs/smollm2|--compare runs/grpo-gpu": "needs the run on a GPU before it",

@@ -13,7 +13,7 @@ import argparse
 import heapq
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,10 +256,10 @@ def show_measured(path: Path) -> None:
     print_table("namespaces", ("senders, nodes x replicas", "s, measured", "s, simulated", "times measured"), rows)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m megasync.bench.nodes.simulate", description=__doc__.splitlines()[0])
     parser.add_argument("--measured", type=Path, metavar="FILE", help="what docs/bench/nodes.sh wrote")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     show_clusters()
     if given.measured is not None:
         show_measured(given.measured)
