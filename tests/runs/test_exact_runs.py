@@ -79,14 +79,5 @@ def test_two_runs_of_one_seed_write_the_same_numbers(first: Path, tmp_path: Path
     assert code == 0, said
     for one, other in zip(*(metrics(folder / "runs" / "run") for folder in (first, tmp_path)), strict=True):
         assert one.keys() == other.keys()
-        assert not [key for key in one if metric(key).unit not in UNITS and one[key] != other[key]]
-
-
-def test_no_token_differs_where_samples_go_on_over_syncs(tmp_path: Path) -> None:
-    options = {"max_staleness": 2, "on_update": "continue", "cache_on_update": "recompute", "replicas": 1}
-    code, said = train(exact_config(tmp_path, "llama", **options), "run.steps=6")
-    assert code == 0, said
-    tokens, differing = compared(tmp_path, 6)
-    print(tokens)
-    assert tokens > 0 and differing == 0
-    assert max(line["staleness/max"] for line in metrics(tmp_path / "runs" / "run")) > 0
+        named = [key for key in one if (found := metric(key)) and found.unit not in UNITS]
+        assert len(named) > 20 and not [key for key in named if one[key] != other[key]]
