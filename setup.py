@@ -22,6 +22,7 @@ LANES = {
     "gpu": ["torch>=2.11,<2.12", "triton>=3.6,<4", "vllm>=0.26,<0.27"],
 }
 LOGGERS = {"wandb": ["wandb>=0.31,<1"], "trackio": ["trackio>=0.43,<1"]}  # those that run.loggers may name
+CLIENTS = {"agents": ["anthropic>=2.11,<3", "openai>=3.52,<4"]}  # of programs that play episodes (megasync/examples/clients.py)
 TESTS = [
     *("datasets>=5,<6", "hypothesis>=6.100,<7", "mypy>=2.4,<3", "ruff>=0.17,<0.18"),
     *("pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4"),
@@ -36,7 +37,7 @@ setup(
     packages=find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]),
     package_data={"megasync.planning": ["measured.json"]},
     install_requires=LIGHT,
-    extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, "test": TESTS},
+    extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, **CLIENTS, "test": TESTS},
     entry_points={
         "console_scripts": ["megasync = megasync.cli:entry"],
         "vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"],

@@ -101,18 +101,21 @@ def test_every_range_holds_what_its_lock_pins(lane: str) -> None:
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), requirement
 
 
+OURS = {"exact", "engine", "bridge", "megasync"}
+
+
 def test_every_package_that_is_imported_is_declared() -> None:
     given = declared()
     names = {canonicalize_name(Requirement(line).name) for lane in given["extras_require"].values() for line in lane}
     names |= {canonicalize_name(Requirement(line).name) for line in given["install_requires"]}
     modules: set[str] = set()
-    for package in ("engine", "bridge", "megasync"):
+    for package in OURS:
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 modules |= {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
                 modules |= {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
     sources = importlib.metadata.packages_distributions()
-    third = {module for module in modules - sys.stdlib_module_names if module in sources} - {"engine", "bridge", "megasync"}
+    third = {module for module in modules - sys.stdlib_module_names if module in sources} - OURS
     assert len(third) > 15
     assert not {module for module in third if not {canonicalize_name(name) for name in sources[module]} & names}
 
