@@ -5,5 +5,6 @@ replicas.py  a Ray and replicas for them
 answers.py   what they are asked, and what the answers are worth
 interval.py  a mean over prompts with its confidence interval
 compare.py   what a step was trained on, to be sampled again, and where that differs
+send.py      weights of other folders for replicas that run
 rerun.py     the environments of recorded episodes, run again
 """
