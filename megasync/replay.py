@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +27,19 @@ from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
-from megasync.export import checkpoints_of
 from megasync.reporting.log import CONFIG_FILE
 from megasync.rollouts.played import episode_identity
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
 from megasync.serving import compare
-from megasync.serving.replicas import serving
+from megasync.serving.replicas import served
 from megasync.serving.rerun import Change, rerun
-from megasync.serving.source import source_of_version
+from megasync.serving.send import sender
+from megasync.serving.source import source_of_version, versions_there
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
 
-Start = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 ALL, MOST_SHOWN = "all", 5
 
 
@@ -52,7 +53,7 @@ class Replayed:
     tokens: int = 0  # that were sampled then
     compared_tokens: int = 0
     later_tokens: int = 0  # of turns that an update found in their midst, after it
-    without_checkpoint: dict[int, int] = field(default_factory=dict)  # tokens by version
+    without_weights: dict[int, int] = field(default_factory=dict)  # tokens by version
     largest_gap: float = 0.0  # of log-probs, over equal tokens
     differences: list[compare.Difference] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -69,8 +70,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(arguments))
 
 
-def main(arguments: Sequence[str], serve: Callable[[Config], AbstractContextManager[Start]] = serving) -> int:
-    """The exit code. `serve`: what starts replicas that have a config's weights."""
+def main(arguments: Sequence[str], serve: Serve = served) -> int:
+    """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="megasync-") as scratch:
         with main_errors():
@@ -81,14 +82,13 @@ def main(arguments: Sequence[str], serve: Callable[[Config], AbstractContextMana
             return _rerun(given, config, records, steps)
         with main_errors():
             pieces = {step: compare.pieces_of(members) for step, members in steps.items()}
-            sources = sources_of(given.run, Path(scratch), pieces, given.overrides)
+            versions = versions_for(given.run, pieces)
             prompts = Prompts(config.model.path, config.data)
-        done = [_counted(step, steps[step], of_step, sources) for step, of_step in pieces.items()]
+        done = [_counted(step, steps[step], of_step, versions) for step, of_step in pieces.items()]
         try:
-            with serve(config) as start:
-                for version, source in sources.items():
-                    with start(source) as pool:
-                        _compare(pool, version, pieces, done)
+            if versions:
+                weights = partial(source_of_version, given.run, Path(scratch), overrides=given.overrides)
+                _sample_again(serve, versions, lambda version: weights(version).config, pieces, done)
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
@@ -127,41 +127,55 @@ def chosen_paths(run: Path, steps: str) -> list[Path]:
     return [there[step] for step in wanted]
 
 
-def sources_of(
-    run: Path, scratch: Path, pieces: Mapping[int, Sequence[compare.Piece]], overrides: list[str]
-) -> dict[int, Config]:
-    """The configs that serve the versions which sampled these pieces, as far as there are checkpoints.
+def versions_for(run: Path, pieces: Mapping[int, Sequence[compare.Piece]]) -> list[int]:
+    """The versions that sampled these pieces, as far as their weights are there.
 
     Raises:
-        ConfigError: there is none of any of them.
+        ConfigError: those of none are.
     """
     needed = sorted({piece.version for of_step in pieces.values() for piece in of_step})
-    there = [0, *checkpoints_of(run)]
+    there = sorted(versions_there(run))
     found = [version for version in needed if version in there]
     if needed and not found:
         able = [version + 1 for version in there if version + 1 in paths_of(run)]
         raise ConfigError(
-            f"{run}: what is to be sampled again was sampled with versions that there are no checkpoints of",
+            f"{run}: what is to be sampled again was sampled with versions whose weights are not there",
             needed=", ".join(map(str, needed)),
             there=", ".join(map(str, there)) + " (0: the model folder)",
-            steps_with_a_checkpoint=", ".join(map(str, able)) or "none",
-            remedy="train with checkpoint.every_steps=1 and checkpoint.keep=N, or take a step after a checkpoint",
+            steps_with_weights=", ".join(map(str, able)) or "none",
+            remedy="train with sync.log=deltas, or with checkpoint.every_steps=1 and checkpoint.keep=N, or take such a step",
         )
-    return {version: source_of_version(run, scratch / str(version), version, overrides).config for version in found}
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- the comparison
 
 
 def _counted(
-    step: int, members: Mapping[Any, Any], pieces: Sequence[compare.Piece], sources: Mapping[int, Config]
+    step: int, members: Mapping[Any, Any], pieces: Sequence[compare.Piece], versions: Sequence[int]
 ) -> Replayed:
     lacking = Counter[int]()
     for piece in pieces:
-        lacking[piece.version] += len(piece.token_ids) if piece.version not in sources else 0
+        lacking[piece.version] += len(piece.token_ids) if piece.version not in versions else 0
     tokens = sum(len(piece.token_ids) + piece.num_later for piece in pieces)
     later, without = sum(piece.num_later for piece in pieces), {version: num for version, num in lacking.items() if num}
-    return Replayed(step, len(members), len(pieces), tokens, later_tokens=later, without_checkpoint=without)
+    return Replayed(step, len(members), len(pieces), tokens, later_tokens=later, without_weights=without)
+
+
+def _sample_again(
+    serve: Serve,
+    versions: Sequence[int],
+    weights: Callable[[int], Config],
+    pieces: Mapping[int, Sequence[compare.Piece]],
+    done: list[Replayed],
+) -> None:
+    """Replicas start with the weights of the first version; those of the others are sent to them."""
+    first = weights(versions[0])
+    with serve(first) as pool, sender(first, pool) as send:
+        for version in versions:
+            if version != versions[0]:
+                send(version, Path(weights(version).model.path))
+            _compare(pool, version, pieces, done)
 
 
 def _compare(pool: ReplicaPool, version: int, pieces: Mapping[int, Sequence[compare.Piece]], done: list[Replayed]) -> None:
@@ -220,8 +234,8 @@ def lines(each: Replayed, prompts: Prompts) -> list[str]:
 
 def _left_out(each: Replayed) -> list[str]:
     told = [f"{each.later_tokens} tokens that a turn sampled after an update in its midst"] if each.later_tokens else []
-    lacking = each.without_checkpoint.items()
-    told += [f"{number} tokens of version {version}, of which there is no checkpoint" for version, number in lacking]
+    lacking = each.without_weights.items()
+    told += [f"{number} tokens of version {version}, whose weights are not there" for version, number in lacking]
     return [f"  not compared: {'; '.join(told)}"] if told else []
 
 

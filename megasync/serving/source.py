@@ -6,6 +6,7 @@ source.config.model.path      # the folder that vLLM loads
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,31 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
 
 
 def source_of_version(run: Path, scratch: Path, version: int, overrides: list[str]) -> Source:
-    """The weights that `version` steps made: those of that checkpoint, before the first step the model folder's."""
-    if version:
-        scratch.mkdir()
-        return find_source(run, scratch, version, overrides)
+    """The weights that `version` steps made: before the first step the model folder's, else those of that checkpoint, or of the
+    run's log of versions. Of what is made in `scratch` the first, with which replicas have started, stays, and the last.
+    """
+    for path in sorted(scratch.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)[1:]:
+        shutil.rmtree(path)
+    made = scratch / f"version_{version}"
+    made.mkdir()
+    if version in checkpoints_of(run):
+        return find_source(run, made, version, overrides)
     config = load_config(run / CONFIG_FILE, overrides)
-    return Source(to_serve(config, Path(config.model.path)), config.model.path, True)
+    weights = made / HF if version else Path(config.model.path)
+    if version:
+        export_version(run, weights, version)
+    return Source(to_serve(config, weights), f"{_short(run)}, version {version}", True)
+
+
+def versions_there(run: Path) -> set[int]:
+    """The versions that `source_of_version` has the weights of."""
+    log = run / VERSIONS
+    found = {0, *checkpoints_of(run)}
+    if load_config(run / CONFIG_FILE).sync.log == "deltas" and log.is_dir():
+        from bridge.versions.reader import VersionReader
+
+        found |= set(VersionReader(log).versions)
+    return found
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:

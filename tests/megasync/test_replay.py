@@ -178,8 +178,8 @@ def squeezed(text: str) -> str:
 
 def test_the_remedy_names_steps_and_keys(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = squeezed(said(capsys, run, "--step", "1")[1])
-    assert "there: 0, 5 (0: the model folder)" in text and "steps with a checkpoint: 1" in text
-    assert "checkpoint.every_steps=1 and checkpoint.keep=N" in text
+    assert "there: 0, 5 (0: the model folder)" in text and "steps with weights: 1" in text
+    assert "sync.log=deltas" in text and "checkpoint.every_steps=1 and checkpoint.keep=N" in text
 
 
 def test_a_run_without_records_or_environments_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,5 +143,5 @@ def test_what_was_trained_is_sampled_again(resumed: Path) -> None:
     told = json.loads(done.stdout)
     first, *_, last = told["steps"]
     assert told["same"] and first["compared_tokens"] == first["tokens"] > 0 and first["largest_gap"] < 1e-5
-    assert not first["without_checkpoint"] and set(last["without_checkpoint"]) <= {"2"}
-    assert last["compared_tokens"] + last["later_tokens"] + last["without_checkpoint"].get("2", 0) == last["tokens"]
+    assert not first["without_weights"] and set(last["without_weights"]) <= {"2"}
+    assert last["compared_tokens"] + last["later_tokens"] + last["without_weights"].get("2", 0) == last["tokens"]
