@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from engine.attention import context, core, flash, fused
+from engine.model import lora
+from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
 from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl, parallel_state
@@ -62,6 +64,20 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _norms = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Grouped(torch.autograd.Function):
+    """torch's grouped products: they keep their inputs. On meta tensors torch has them in bfloat16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return inputs.new_empty(len(inputs), len(weight) // len(ends))
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return (*(torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in wanted), None)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -135,6 +151,7 @@ def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
             (flash, "attend_prefixes", _attend),
             (flash, "_alone", _attend),
             (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
+            *((module, "grouped_linear", _Grouped.apply) for module in (experts, lora)),
             (TokenDispatcher, "preprocess", _equal_shares),
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
             (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),

@@ -138,3 +138,13 @@ def test_a_large_model_on_128_gpus(tmp_path: Path) -> None:
     assert plan["parameters"] == pytest.approx(235.09e9, rel=0.002) and len(plan["trainer"]) == 4
     state = sum(stage["parts"][kind] for stage in plan["trainer"] for kind in ("weights", "gradients", "optimizer"))
     assert state * 32 == pytest.approx(18 * 235.09e9, rel=0.01), "a stage's 32 ranks share its 18 bytes a parameter"
+
+
+def test_experts_in_float32_are_traced_as_those_in_bfloat16(tmp_path: Path) -> None:
+    """torch has grouped products of meta tensors in bfloat16 alone."""
+    folder, engine = write_model(tmp_path / "model", SHAPES["tiny-moe"].hf_config(64)), EngineConfig(wrap="ddp", fusions="none")
+    held = {}
+    for dtype in ("bfloat16", "float32"):
+        with world(1, 0, engine.parallel):
+            held[dtype] = trace(build_rank(ModelConfig(path=str(folder), dtype=dtype), engine), engine, (32, 32)).held
+    assert held["bfloat16"] < held["float32"] < 2.05 * held["bfloat16"]
