@@ -140,7 +140,7 @@ def run(config: Config, data: RunData | None) -> int:
         get_error_handler().record_exception(error)  # for the launcher, which says it last
         if not isinstance(error, NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError):
             raise
-        at, last = (f"step {session.step + 1}: ", session.last_checkpoint) if session is not None else ("", None)
+        at, last = (f"step {session.step + 1}: ", session.checkpoints.last) if session is not None else ("", None)
         if rank == 0:
             hint = "\n`megasync doctor CONFIG` looks at this machine" if "did not start" in str(error) else ""
             print(f"{at}{error}{hint}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 loop.py        the order of things, on a page
 session.py     engine, weights, rollouts and log, put together
+checkpoints.py the one that it goes on from, and those that it writes
 weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
 versions.py    the log of every version
 canary.py      scores that tell damaged weights

@@ -14,15 +14,13 @@ from typing import Any
 
 import psutil
 
-from bridge.layout.digest import digest_tensor
-from engine import checkpoint
 from engine.batch.batch import SampleTable
 from engine.engine import Engine, MiniBatch
 from engine.runtime import memory, parallel
 from engine.runtime.deterministic import use_deterministic
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
-from megasync.config.files import CHECKPOINTS, forget_stop, is_asked_to_stop, set_aside
+from megasync.config.files import forget_stop, is_asked_to_stop, set_aside
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
@@ -31,10 +29,11 @@ from megasync.reporting.log import RunLog
 from megasync.reporting.page import advice_lines, write_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
-from megasync.rollouts.progress import Progress, load_progress, save_progress
+from megasync.rollouts.progress import Progress, save_progress
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.rollouts.token_lines import rows_of_first_members, with_trainer_log_probs
 from megasync.run.canary import build_canary
+from megasync.run.checkpoints import Checkpoints
 from megasync.run.clock import StepClock
 from megasync.run.distribute import TokenScatter
 from megasync.run.ending import closing_lines, summary, write_unfinished_report
@@ -44,7 +43,6 @@ from megasync.run.sameness import compare
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
-GIVE_UP_SECONDS = 60.0  # a checkpoint that is being written when the run fails
 
 
 class Session:
@@ -59,14 +57,9 @@ class Session:
             use_deterministic()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
-        self.checkpoints = config.run.folder / CHECKPOINTS
-        resume = config.checkpoint.resume == "auto"
-        self.last_checkpoint = on_rank_zero(lambda: checkpoint.newest(self.checkpoints) if resume else None)
-        self.first_step = checkpoint.step_of(self.last_checkpoint) if self.last_checkpoint else 0
-        self.step = self.first_step
-        self.progress = Progress(num_trained=self.first_step * config.data.batch_size)
-        if self.last_checkpoint:
-            self.progress = load_progress(self.last_checkpoint) or self.progress
+        self.checkpoints = Checkpoints(config)
+        self.step = self.first_step = self.checkpoints.first_step
+        self.progress = self.checkpoints.progress(config.data.batch_size)
         former = on_rank_zero(self._begin_folder)
         self.engine = Engine(
             config.model,
@@ -76,16 +69,15 @@ class Session:
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_sampled_tokens,
             seed=config.run.seed,
-            **(checkpoint.engine_arguments(self.last_checkpoint) if self.last_checkpoint else {}),
+            **self.checkpoints.engine_arguments(),
         )
-        resumed = checkpoint.restore(self.last_checkpoint, self.engine) if self.last_checkpoint else None
+        resumed = self.checkpoints.restore(self.engine)
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
         self._data_of_rank = data
         if former:
             self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
         if resumed:
             self.log.note(resumed)
-        self.saving: checkpoint.Save | None = None
         for note in (*unused_keys(config), *(data.notes if data is not None else ())):
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log)
@@ -102,7 +94,7 @@ class Session:
     def _begin_folder(self) -> Path | None:
         """Where the results of a former run are now, from which this one does not go on. On rank 0."""
         forget_stop(self.config.run.folder)
-        return None if self.last_checkpoint else set_aside(self.config.run.folder)
+        return None if self.checkpoints.last else set_aside(self.config.run.folder)
 
     def _write_plan(self) -> str | None:
         """plan.json, on rank 0; a note where there can be none."""
@@ -238,41 +230,23 @@ class Session:
 
     def checkpoint_if_due(self, step: int) -> None:
         """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` writes one after the last step."""
-        every = self.config.checkpoint.every_steps
-        if every and step % every == 0:
+        if self.checkpoints.is_due(step):
             self._checkpoint(step)
-
-    def _is_unsaved(self, step: int) -> bool:
-        """Whether this process has done steps, `step` in all, of which there is no checkpoint. Waits for one that is written."""
-        self.finish_checkpoint()
-        saved = self.first_step if self.last_checkpoint is None else checkpoint.step_of(self.last_checkpoint)
-        return step > max(saved, self.first_step)
 
     def _checkpoint_before_stop(self, step: int) -> None:
         """After `step` whole steps, where there is none yet of a step that this process has done. The replicas end."""
-        if self._is_unsaved(step):
+        if self.checkpoints.is_unsaved(step):
             self.weights.end_replicas()
-            self._checkpoint(step)
-            self.finish_checkpoint()
+            self._checkpoint(step, waits=True)
 
-    def _checkpoint(self, step: int) -> None:
+    def _checkpoint(self, step: int, *, waits: bool = False) -> None:
+        """`waits`: until it is written."""
         self.heartbeat.phase = f"checkpoint after {step} steps"
-        config, model = self.config.checkpoint, Path(self.config.model.path)
         span = self.log.timeline.span("checkpoint", "trainer", step=step)
         with self.clock.phase("checkpoint"), span, self.weights.devices.training():
-            self.finish_checkpoint()
-            self.saving = checkpoint.save(
-                self.checkpoints, step, self.engine, self.weights.whole_tensors(), model, config.keep, self._save_progress,
-                digest=digest_tensor, asynchronous=config.asynchronous,
-            )  # fmt: skip
-            if not config.asynchronous:
-                self.finish_checkpoint()
-
-    def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        if self.saving is not None:
-            saving, self.saving = self.saving, None
-            self.last_checkpoint = saving.wait()
+            self.checkpoints.write(step, self.engine, self.weights.whole_tensors(), self._save_progress)
+        if waits:
+            self.checkpoints.finish()
 
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
@@ -329,9 +303,8 @@ class Session:
         if self.is_stopped:
             return self._stop(done)
         on_rank_zero(lambda: forget_stop(self.config.run.folder))
-        if self._is_unsaved(done) and self.config.checkpoint.every_steps:
-            self._checkpoint(done)
-            self.finish_checkpoint()
+        if self.checkpoints.is_unsaved(done) and self.config.checkpoint.every_steps:
+            self._checkpoint(done, waits=True)
         if done not in self.evaluated:
             self.evaluate(done)
         if self.config.run.export_hf:
@@ -350,14 +323,13 @@ class Session:
 
     def _stop(self, done: int) -> str:
         """Where the run was asked to: a checkpoint, and no more, since who asks has little time."""
-        if self._is_unsaved(done):
-            self._checkpoint(done)
-            self.finish_checkpoint()
+        if self.checkpoints.is_unsaved(done):
+            self._checkpoint(done, waits=True)
         if self.layout.rank != 0:
             return ""
         self.log.timeline.write()
         write_unfinished_report(self.config.run.folder)
-        return f"stopped after step {done}, as asked; checkpoint: {self.last_checkpoint}; the same command goes on from it"
+        return f"stopped after step {done}, as asked; checkpoint: {self.checkpoints.last}; the same command goes on from it"
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
@@ -367,8 +339,7 @@ class Session:
         if not is_done:
             self.heartbeat.close()
             self.log.samples(self.step + 1, self.unlogged)  # of the step that failed
-        if self.saving is not None:
-            self.saving.give_up(GIVE_UP_SECONDS)
+        self.checkpoints.give_up()
         if self.rollouts is not None:
             self.rollouts.close()
         self.weights.close()

@@ -234,7 +234,7 @@ def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
             session.publish(version=1, trained={"reward/mean": 0.5})
         except TooFewReplicasError as error:
             lines = (config.run.folder / METRICS_FILE).read_text().splitlines()
-            return str(error), str(session.last_checkpoint), lines
+            return str(error), str(session.checkpoints.last), lines
         return "", "", []
     finally:
         session.close()

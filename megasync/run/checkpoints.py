@@ -1,0 +1,78 @@
+"""A run's checkpoints: the one that it goes on from, and those that it writes. Leaves out what is in one (engine/checkpoint)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.layout.digest import digest_tensor
+from engine import checkpoint
+from megasync.config.files import CHECKPOINTS
+from megasync.rollouts.progress import Progress, load_progress
+from megasync.run.rank_zero import on_rank_zero
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from megasync.config.schema import Config
+
+GIVE_UP_SECONDS = 60.0  # for one that is being written when the run fails
+
+
+class Checkpoints:
+    """Methods are collective unless they say otherwise."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.model = config.checkpoint, Path(config.model.path)
+        self.folder = config.run.folder / CHECKPOINTS
+        resumes = self.config.resume == "auto"
+        self.last: Path | None = on_rank_zero(lambda: checkpoint.newest(self.folder) if resumes else None)
+        self.first_step = checkpoint.step_of(self.last) if self.last else 0
+        self._saving: checkpoint.Save | None = None
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What the engine is to be built with, to go on from the last one. Not collective."""
+        return checkpoint.engine_arguments(self.last) if self.last else {}
+
+    def restore(self, engine: Engine) -> str | None:
+        """The engine goes on from the last one, if there is one; what to say of it."""
+        return checkpoint.restore(self.last, engine) if self.last else None
+
+    def progress(self, batch_size: int) -> Progress:
+        """Of the rollouts, at the last one. Not collective."""
+        begun = Progress(num_trained=self.first_step * batch_size)
+        return (load_progress(self.last) if self.last else None) or begun
+
+    def is_due(self, step: int) -> bool:
+        """After every `checkpoint.every_steps` steps. Not collective."""
+        return bool(self.config.every_steps) and step % self.config.every_steps == 0
+
+    def is_unsaved(self, step: int) -> bool:
+        """Whether this process has done steps, `step` in all, of which there is none. Waits for one that is written."""
+        self.finish()
+        saved = self.first_step if self.last is None else checkpoint.step_of(self.last)
+        return step > max(saved, self.first_step)
+
+    def write(self, step: int, engine: Engine, tensors: Any, save_progress: Callable[[Path], None]) -> None:
+        """One of the engine after `step` steps; where `checkpoint.asynchronous`, it goes on being written.
+
+        `tensors`: the weights in Hugging Face layout; `save_progress` is called on rank 0.
+        """
+        self.finish()
+        self._saving = checkpoint.save(
+            self.folder, step, engine, tensors, self.model, self.config.keep, save_progress,
+            digest=digest_tensor, asynchronous=self.config.asynchronous,
+        )  # fmt: skip
+        if not self.config.asynchronous:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the one that is being written."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            self.last = saving.wait()
+
+    def give_up(self) -> None:
+        """Of a run that failed. Not collective."""
+        if self._saving is not None:
+            self._saving.give_up(GIVE_UP_SECONDS)
