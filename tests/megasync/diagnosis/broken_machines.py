@@ -136,7 +136,7 @@ def memory_in_use_by_others(_: Path) -> list[Finding]:
     return gpus.check_memory(there, {"GPU-1a": ["77 (python, 29000 MiB)"]}, SEPARATE)
 
 
-@case("error", "vLLM refuses bfloat16", "model.dtype=float32")
+@case("error", "vLLM refuses bfloat16", "model.dtype=float16")
 def gpu_without_bfloat16(_: Path) -> list[Finding]:
     return gpus.check_capability(parse_gpus(broken.smi(capability="7.5")), SEPARATE)
 

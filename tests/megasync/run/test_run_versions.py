@@ -1,6 +1,6 @@
 """The log of versions as ranks write it: in stages, from shards, after a resume; and what is said where one cannot write.
 
-python -m pytest tests/megasync/run/test_versions.py
+python -m pytest tests/megasync/run/test_run_versions.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights on lanes between namespaces: two sender nodes, two replicas on a third; counted by the kernel. And the simulation.
 
-python -m pytest tests/megasync/bench/test_nodes.py
+python -m pytest tests/megasync/bench/test_bench_nodes.py
 """
 
 from __future__ import annotations
