@@ -40,7 +40,8 @@ def test_exact_layers_learn_as_the_ordinary_ones(tmp_path: Path) -> None:
     for more in ({}, {"lora": LORA}):
         ways: tuple[dict[str, Any], ...] = ({}, {"wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 16})
         cases = [more, *({"exact": True, **more, **each} for each in ways)]
-        plain, *found = run_ranks(2, f"{CASES}:histories", {"path": path, "cases": cases, "num_steps": 4})[0]
+        arguments = {"path": path, "cases": cases, "num_steps": 4}
+        plain, *found = run_ranks(2, f"{CASES}:histories", arguments, alone=True)[0]
         for history in found:
             for one, other in zip(history, plain, strict=True):
                 assert one == pytest.approx(other, rel=2e-4, abs=1e-6)
