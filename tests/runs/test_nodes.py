@@ -134,7 +134,8 @@ def ray_of(pair: Sequence[Node], token: str) -> Iterator[dict[str, str]]:
                     subprocess.run(["nsenter", "-t", str(node.init), "-p", "-m", "kill", line.split()[0]], check=False)
             process.communicate(timeout=60)
             wait_for_end(node)
-            shutil.rmtree(node.temporary / "ray", ignore_errors=True)
+            for path in (node.temporary / "ray", *node.temporary.glob("pymp-*")):  # of its processes, some of which it kills
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def test_submit_to_two_nodes_gives_the_metrics_of_one(pair: Sequence[Node], config: Path, of_one: list[dict[str, Any]]) -> None:
