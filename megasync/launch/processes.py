@@ -29,6 +29,16 @@ def end_with_parent(kind: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, kind)
 
 
+def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask a process that leads a session of its own to end; after so many seconds all that are in it are killed."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def end_after_launcher() -> None:
     """A rank of torchrun ends when torchrun does, in any way: by SIGTERM, and by SIGALRM where that does not end it in time.
 

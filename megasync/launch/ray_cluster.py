@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.processes import RAY_PATH, socket_folder
-from megasync.launch.processes import end_with_parent
+from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 
 START_SECONDS = 120.0
@@ -68,7 +68,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
         _wait_for_port(process, port, log)
         yield f"http://{LOOPBACK}:{port}"
     finally:
-        end_ray(process)
+        end_group(process, STOP_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -202,12 +202,3 @@ def _wait_for_port(process: subprocess.Popen[bytes], port: int, log: Path) -> No
             said = log.read_text(errors="replace")[-3000:]
             raise RuntimeError(f"the local Ray cluster did not start (exit code {process.poll()}):\n{said}")
         time.sleep(0.2)
-
-
-def end_ray(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -9,7 +9,6 @@ Leaves out who decides (head.py).
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 from megasync.config.schema import Config
 from megasync.diagnosis.storage import free_bytes
 from megasync.launch.devices import devices_for_ray, visible_devices
-from megasync.launch.processes import REFUSED, end_with_parent
+from megasync.launch.processes import REFUSED, end_group, end_with_parent
 from megasync.launch.scope import HOSTS, RAY_ADDRESS
 from megasync.launch.torchrun import ENDPOINT, NODE, TOLD, TRAINER
 from megasync.nodes.facts import problem_here
@@ -217,9 +216,4 @@ class Member:
         process, self.torchrun = self.torchrun, None
         if process is None or process.poll() is not None:
             return
-        process.terminate()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        end_group(process, END_SECONDS)

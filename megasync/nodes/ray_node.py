@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bridge.processes import RAY_PATH, socket_folder
-from megasync.launch.processes import end_with_parent
-from megasync.launch.ray_cluster import NO_DRAINING, NO_IDLE_WORKERS, START_SECONDS, end_ray, free_port
+from megasync.launch.processes import end_group, end_with_parent
+from megasync.launch.ray_cluster import NO_DRAINING, NO_IDLE_WORKERS, START_SECONDS, STOP_SECONDS, free_port
 
 STARTED = "Ray runtime started"  # ray 2.60.0 scripts/scripts.py
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -81,7 +81,7 @@ class RayNode:
             time.sleep(0.1)
 
     def close(self) -> None:
-        end_ray(self.process)
+        end_group(self.process, STOP_SECONDS)
 
     def _said(self) -> str:
         return self.log.read_text(errors="replace")

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.rewards.functions import RewardInput, reasoning_gym
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +80,35 @@ def main() -> None:
     config = load_config(ROOT / "configs/smollm2.yaml")
     rollout, prompts = config.rollout, given.prompts or config.data.batch_size
     clock = Clock(given.to, given.save_every)
-    arguments = GRPOConfig(
+    arguments = settings(given, config, prompts)
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], entry: list[str], answer: list[str], **_: Any) -> list[float]:
+        clock.tokens += sum(map(len, completion_ids))
+        texts = [completion[0]["content"] for completion in completions]
+        return [
+            reasoning_gym(RewardInput("", text, right, len(ids), rollout.max_new_tokens, {"entry": one}))
+            for text, ids, one, right in zip(texts, completion_ids, entry, answer, strict=True)
+        ]
+
+    trainer = GRPOTrainer(
+        model=str(given.assets / "model"),
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_list(examples(given.assets / "train.jsonl", config.data.system_prompt)),
+        processing_class=AutoTokenizer.from_pretrained(given.assets / "model"),
+        callbacks=[clock],
+    )
+    clock.trainer = trainer
+    if not given.no_vllm:
+        trainer.vllm_generation.sync_weights = clock.timed("sync", trainer.vllm_generation.sync_weights)
+        trainer.vllm_generation.generate = clock.timed("generate and sync", trainer.vllm_generation.generate)
+    trainer.train()
+
+
+def settings(given: argparse.Namespace, config: Config, prompts: int) -> GRPOConfig:
+    """What the config says, in TRL's words; the rest as its documentation recommends."""
+    rollout = config.rollout
+    return GRPOConfig(
         output_dir=str(given.to / "trl"),
         seed=given.seed,
         max_steps=given.steps,
@@ -108,28 +137,6 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
     )
-
-    def reward(completions: list[Any], completion_ids: list[list[int]], entry: list[str], answer: list[str], **_: Any) -> list[float]:
-        clock.tokens += sum(map(len, completion_ids))
-        texts = [completion[0]["content"] for completion in completions]
-        return [
-            reasoning_gym(RewardInput("", text, right, len(ids), rollout.max_new_tokens, {"entry": one}))
-            for text, ids, one, right in zip(texts, completion_ids, entry, answer, strict=True)
-        ]
-
-    trainer = GRPOTrainer(
-        model=str(given.assets / "model"),
-        reward_funcs=reward,
-        args=arguments,
-        train_dataset=Dataset.from_list(examples(given.assets / "train.jsonl", config.data.system_prompt)),
-        processing_class=AutoTokenizer.from_pretrained(given.assets / "model"),
-        callbacks=[clock],
-    )
-    clock.trainer = trainer
-    if not given.no_vllm:
-        trainer.vllm_generation.sync_weights = clock.timed("sync", trainer.vllm_generation.sync_weights)
-        trainer.vllm_generation.generate = clock.timed("generate and sync", trainer.vllm_generation.generate)
-    trainer.train()
 
 
 def examples(path: Path, system_prompt: str) -> list[dict[str, Any]]:
