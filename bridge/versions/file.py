@@ -130,6 +130,8 @@ def read_header(path: Path) -> Header:
         if len(trailer) < TRAILER.size or not trailer.endswith(MARK):
             raise VersionLogError(f"{path}: is torn: it ends in the middle, after {size} bytes")
         length, digest, _ = TRAILER.unpack(trailer)
+        if length > size - TRAILER.size:
+            raise VersionLogError(f"{path}: is damaged: its last bytes tell of more than it has")
         file.seek(max(0, size - TRAILER.size - length))
         text = file.read(length)
     if hashlib.sha256(text).digest() != digest:

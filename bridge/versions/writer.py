@@ -61,12 +61,12 @@ class VersionWriter:
             OSError: the file cannot be written.
         """
         begin, rest = time.monotonic(), iter(tensors)
-        self.folder.mkdir(parents=True, exist_ok=True)
         parent = self._former_header
         is_delta = self.keeps_weights and parent is not None and self._since_full + 1 < self.full_every
         kind = DIGESTS if not self.keeps_weights else DELTA if is_delta else FULL
         pass_ = _Pass(kind, self._former)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with growing(path_of(self.folder, version, self.stage)) as file:
                 for name, tensor in rest:
                     pass_.add(file, name, tensor)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bridge.layout.digest import digest_tensor
 from bridge.versions import delta
-from bridge.versions.file import PARTIAL, VersionLogError, path_of, there
+from bridge.versions.file import MARK, PARTIAL, VersionLogError, path_of, there
 from bridge.versions.reader import VersionReader
 from bridge.versions.writer import VersionWriter, cut
 
@@ -136,6 +136,7 @@ def test_a_torn_file_is_refused_wherever_it_ends(folder: Path) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, 255))
+@example(-33 - len(MARK), 255)  # the highest byte of the header's length, which is more than there is memory for then
 def test_a_changed_byte_is_refused(place: int, change: int) -> None:
     import tempfile
 
@@ -206,3 +207,13 @@ def test_what_a_resumed_run_cuts(folder: Path) -> None:
     log = VersionReader(folder)
     assert log.versions == list(range(8)) and len(log.chain(7, 0)) == 2
     assert all(equal(dict(log.tensors(version)), weights(version)) for version in range(8))
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_tensor_untaken(tmp_path: Path) -> None:
+    """Others of the stage may wait for each."""
+    (tmp_path / "file").touch()
+    writer = VersionWriter(tmp_path / "file" / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=5)
+    tensors = iter([(str(number), torch.zeros(2)) for number in range(3)])
+    with pytest.raises(OSError, match="Not a directory"):
+        writer.write(1, tensors)
+    assert list(tensors) == []
