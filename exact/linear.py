@@ -2,7 +2,7 @@
 
 How a matrix product sums depends on its shape: one row alone gets other bits than in a batch. Here rows are always multiplied
 sixteen at a time, zeros filling up the last tile. Many rows go faster in larger tiles, where those give the same bits, which is
-tried for each shape of a weight once.
+tried for each shape of a weight once. On GPUs products are cuBLASLt's (cuda.py).
 
     linear(x, weight)        # [T, in], [out, in] -> [T, out]
 """
@@ -13,6 +13,8 @@ from functools import cache
 
 import torch
 
+from exact import cuda
+
 TILE = 16
 LARGE_TILE = 256
 BLOCK_ELEMENTS = 2**18  # of fp32 in flight, whatever the weight's size; they stay in a core's cache
@@ -21,6 +23,8 @@ BLOCK_ELEMENTS = 2**18  # of fp32 in flight, whatever the weight's size; they st
 @torch.no_grad()
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., in] times weight [out, in], without a bias."""
+    if x.is_cuda:
+        return cuda.linear(x, weight)
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
     missing = -num_rows % TILE
@@ -62,6 +66,11 @@ def merge_into(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torc
         a: [rank, columns].
         b: [rows, rank].
     """
+    if weight.is_cuda:
+        from exact.merge_kernel import merge_on_cuda
+
+        merge_on_cuda(out, weight, a, b, scale)
+        return out
     a, b = a.float(), b.float()
     step = max(1, BLOCK_ELEMENTS // weight.shape[1])
     for start in range(0, weight.shape[0], step):

@@ -1,6 +1,7 @@
 """Whether this machine's kernels are as the exact functions need them: that a row's or an element's place does not show.
 
-Leaves out that machines differ: trainer and replicas are to run on CPUs of one kind. Try it: tests/exact/test_functions.py.
+GPUs are asked in cuda_machine.py. Leaves out that machines differ: trainer and replicas are to run on CPUs or GPUs of one kind.
+Try it: tests/exact/test_functions.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from exact import cuda_machine
 from exact.attention import BLOCK, ROWS
 from exact.linear import TILE
 
@@ -37,12 +39,18 @@ def problem(shapes: Iterable[tuple[int, int]], head_size: int, vocabulary_size: 
     return ""
 
 
-def check(shapes: Iterable[tuple[int, int]], head_size: int, vocabulary_size: int) -> None:
-    """
+def check(
+    shapes: Iterable[tuple[int, int]], heads: tuple[int, int], head_size: int, vocabulary_size: int, dtype: torch.dtype
+) -> None:
+    """`heads`: of queries, and of keys and values; the others as in `problem`.
+
     Raises:
         ValueError: the machine cannot compute a model of these sizes exactly.
     """
-    if found := problem(shapes, head_size, vocabulary_size):
+    if torch.cuda.is_available():
+        if found := cuda_machine.problem(shapes, heads, head_size, dtype):
+            raise ValueError(f"model.exact = true: on this GPU {found}. Remedy: write model.exact=false")
+    elif found := problem(shapes, head_size, vocabulary_size):
         message = f"model.exact = true: on this machine {found} depends on the place of a row"
         raise ValueError(f"{message}. Remedy: write model.exact=false, or another number of threads (OMP_NUM_THREADS)")
 

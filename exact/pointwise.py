@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from exact import cuda
+
 
 def row_sums(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [..., 1]: the halves are added, then the halves of that; zeros fill up to a power of two."""
@@ -20,22 +22,28 @@ def row_sums(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., n] -> [..., 1]."""
-    return 1.0 / torch.sqrt(row_sums(x * x) / x.shape[-1] + eps)
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., n] by its root mean square, times weight [n]."""
-    return x * inverse_rms(x, eps) * weight
+    if x.is_cuda:
+        from exact import kernels
+
+        return kernels.rms_norm(x, weight, eps)
+    return x * (1.0 / torch.sqrt(row_sums(x * x) / x.shape[-1] + eps)) * weight
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)); torch's own treats the end of its input otherwise."""
-    return x / (1.0 + torch.exp(-x))
+    """x / (1 + exp(-x)); torch's own treats the end of its input otherwise on CPUs."""
+    return F.silu(x) if x.is_cuda else x / (1.0 + torch.exp(-x))
+
+
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Natural log-probs of `labels` int64 [T], float32 [T]."""
+    if logits.is_cuda:
+        return cuda.token_log_probs(logits, labels, temperature)
+    return log_softmax(logits, temperature).gather(1, labels[:, None]).squeeze(1)
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of logits / temperature, as vLLM's sampler (v1/sample/sampler.py:apply_temperature, ops/topk_topp_sampler.py)."""
+    """Of logits / temperature, as vLLM's sampler on CPUs (v1/sample/sampler.py:apply_temperature, ops/topk_topp_sampler.py)."""
     divisor = torch.full((len(logits), 1), temperature, dtype=torch.float32)
     return torch.log_softmax(logits / divisor, -1, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Rotary embedding (arXiv:2104.09864, halves as in GPT-NeoX): frequencies of a config.json, tables of angles, and the rotation.
 
-Tables are made in blocks of one size, so that an angle's sine does not depend on how long the table is.
+Tables are made on the CPU in blocks of one size, so that an angle's sine does not depend on how long the table is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def frequencies(hf_config: Any, head_size: int) -> torch.Tensor:
     if kind not in ROPE_TYPES:
         raise ValueError(f"model.exact = true: rope_type = {kind!r} is not among {', '.join(ROPE_TYPES)}")
     if kind == "default":
-        exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
         return 1.0 / torch.pow(float(parameters["rope_theta"]), exponents)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -33,15 +33,19 @@ def frequencies(hf_config: Any, head_size: int) -> torch.Tensor:
 
 
 def table(of: torch.Tensor, length: int) -> torch.Tensor:
-    """Cosines, then sines, of the angles of `length` positions or a few more, float32 [length, 2 * frequencies]."""
+    """Cosines, then sines, of the angles of `length` positions or a few more, float32 [length, 2 * frequencies], on the CPU."""
     blocks = []
     for first in range(0, length, BLOCK):
-        angles = torch.arange(first, first + BLOCK, dtype=torch.float32)[:, None] * of
+        angles = torch.arange(first, first + BLOCK, dtype=torch.float32, device="cpu")[:, None] * of
         blocks.append(torch.cat([angles.cos(), angles.sin()], -1))
     return torch.cat(blocks)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, size] by the cosines and sines of its positions' angles, each [T, 1, size / 2]."""
+    if x.is_cuda:
+        from exact import kernels
+
+        return kernels.rotate(x, cos, sin)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

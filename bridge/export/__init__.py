@@ -5,6 +5,5 @@ exporter.py       parameters become Hugging Face tensors, in layer order
 gather.py         plans of passes: shards gathered, adapters merged, into memory to copy out of
 trace.py          a conversion as copies, recorded once
 merge.py          adapters merged into their weights (pure functions)
-merge_kernel.py   the same on CUDA
 adapter.py        the adapters alone as a source
 """

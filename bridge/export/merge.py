@@ -1,7 +1,7 @@
 """Adapters merged into their weights, out of place and per shard: W + scale B A in fp32, rounded once.
 
-On CUDA a kernel does it (merge_kernel.py). Column-parallel shards take B's shard and the whole A, row-parallel ones the whole B
-and A's shard; so no adapter is gathered. The base weight is never written to. Leaves out which tensors belong together
+On CUDA a kernel does it (exact/merge_kernel.py). Column-parallel shards take B's shard and the whole A, row-parallel ones the
+whole B and A's shard; so no adapter is gathered. The base weight is never written to. Leaves out which tensors belong together
 (gather.py).
 """
 
@@ -18,7 +18,7 @@ SAMPLED_ROWS = 64  # of each weight, for the merge error
 def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """merge_into, then squared_error's sums, as [parts, 2]. On CUDA one kernel does both, with the sums over all rows."""
     if weight.is_cuda:
-        from bridge.export.merge_kernel import merge_on_cuda
+        from exact.merge_kernel import merge_on_cuda
 
         return merge_on_cuda(out, weight, a, b, scale)
     return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)[None]

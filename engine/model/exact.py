@@ -1,6 +1,6 @@
 """The model under `model.exact`: megatron-core's layers with the functions of exact/ as their forward pass, as vLLM has them too.
 
-The backward pass is any deterministic one of the same functions: ordinary products, attention by scaled_dot_product_attention.
+The backward pass is another one of the same functions: ordinary products, torch's RMSNorm, attention as core.py has it.
 Leaves out what is refused (rules.py) and vLLM's side (bridge/vllm/exact/).
 """
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.packed import PackedSequences
 from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear
-from exact import attention, linear, machine, pointwise, rotary
+from exact import attention, cuda, linear, machine, pointwise, rotary
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        if order is None:
+        if order is None or x.is_cuda:  # there a row of the weight may be anywhere (exact/cuda_machine.py)
             return linear.linear(x, weight)
         out = linear.linear(x, weight[order])
         return torch.empty_like(out).index_copy_(-1, order, out)
@@ -86,11 +87,10 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        scale = pointwise.inverse_rms(x, ctx.eps)
-        normed, gradient = x * scale, gradients[0] * weight
-        of_x = scale * (gradient - normed * (gradient * normed).mean(-1, keepdim=True))
-        return of_x, (gradients[0] * normed).flatten(0, -2).sum(0), None
+        x, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = F.rms_norm(x, weight.shape, weight, ctx.eps)
+        return (*torch.autograd.grad(out, [x, weight], gradients[0]), None)
 
 
 class ExactNorm(RMSNorm):
@@ -107,8 +107,7 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        share = torch.sigmoid(x)
-        of_x: torch.Tensor = gradients[0] * share * (1 + x * (1 - share))
+        of_x: torch.Tensor = torch.ops.aten.silu_backward(gradients[0], x)
         return of_x
 
 
@@ -129,9 +128,20 @@ class ExactAttention(CoreAttention):
         packed = options["packed_seq_params"]
         assert isinstance(packed, PackedSequences)
         assert packed.rotary is not None
-        cos, sin = packed.rotary
-        query, key = rotary.rotate(query, cos, sin), rotary.rotate(key, cos, sin)
+        query, key = (_Rotate.apply(x, *packed.rotary) for x in (query, key))  # type: ignore[no-untyped-call]
         return _Attend.apply(query, key, value, packed, self).flatten(1)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotary.rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return rotary.rotate(gradients[0], cos, -sin), None, None
 
 
 class _Attend(torch.autograd.Function):
@@ -141,21 +151,23 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.packed, ctx.core = packed, core
+        scale = core.scale or query.shape[-1] ** -0.5
+        if query.is_cuda:
+            return cuda.attend(query, key, value, packed.cu_seqlens_q, max(packed.lengths), scale)
         begins = packed.cu_seqlens_q.long()
 
         def fetch(sequences: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rows = begins[sequences][:, None] + positions
             return key[rows], value[rows]
 
-        scale = core.scale or query.shape[-1] ** -0.5
         return attention.attend(query, begins.tolist(), packed.lengths, fetch, key.shape[1], scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = ctx.core._grouped(*inputs, ctx.packed)
-        return (*torch.autograd.grad(out, inputs, gradients[0].view(out.shape)), None, None)
+            out = ctx.core._packed(*inputs, ctx.packed)
+        return (*torch.autograd.grad(out, inputs, gradients[0].reshape(out.shape)), None, None)
 
 
 class _Merge(torch.autograd.Function):
@@ -169,7 +181,7 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b = ctx.saved_tensors
         gradient = gradients[0] * ctx.scale
-        return None, b.t() @ gradient, gradient @ a.t(), None
+        return None, b.t() @ gradient.to(b.dtype), gradient.to(a.dtype) @ a.t(), None
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -202,26 +214,42 @@ class Rotation:
         length = int(position_ids.max()) + 1
         if length > len(self._table):
             self._table = rotary.table(self._frequencies, 2 * length)
+        self._table = self._table.to(position_ids.device)
         cos, sin = self._table[position_ids[0], None].chunk(2, -1)
         return cos, sin
 
 
 def prepare_machine(chunks: list[torch.nn.Module], hf_config: Any) -> None:
-    """One thread, as replicas on CPUs have, and a look at what it gives.
+    """As replicas have it: one thread on CPUs, sums that are not split on GPUs; and a look at what that gives.
 
     Raises:
-        ValueError: this machine's kernels are not as exactness needs them, or there is a GPU, which has none.
+        ValueError: this machine's kernels are not as exactness needs them.
     """
-    if torch.cuda.is_available():
-        message = "model.exact = true: runs on CPUs, and there is a GPU"
-        raise ValueError(f"{message}. Remedy: write model.exact=false, or start with CUDA_VISIBLE_DEVICES=")
-    torch.set_num_threads(1)
     weights = [p for chunk in chunks for p in chunk.parameters() if p.dim() == 2]
-    machine.check([(w.shape[1], w.shape[0]) for w in weights], hf_config.head_dim, hf_config.vocab_size)
+    if weights[0].is_cuda:
+        cuda.prepare()
+    else:
+        torch.set_num_threads(1)
+    heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    shapes = [(w.shape[1], w.shape[0]) for w in weights]
+    machine.check(shapes, heads, hf_config.head_dim, hf_config.vocab_size, weights[0].dtype)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+        ctx.save_for_backward(logits, labels)
+        ctx.temperature = temperature
+        return pointwise.token_log_probs(logits, labels, temperature)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, labels = ctx.saved_tensors
+        gradient = gradients[0][:, None] / ctx.temperature
+        of_logits = torch.softmax(logits / ctx.temperature, -1, dtype=torch.float32).mul_(-gradient)
+        return of_logits.scatter_add_(1, labels[:, None], gradient).to(logits.dtype), None, None
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
     """Natural log-prob of each label, float32 [T], of logits [1, T, vocabulary] and labels int64 [1, T]."""
-    return pointwise.log_softmax(logits[0], temperature).gather(1, labels[0, :, None]).squeeze(1)
-
-
+    return _LogProbs.apply(logits[0], labels[0], temperature)  # type: ignore[no-any-return, no-untyped-call]

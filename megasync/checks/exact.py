@@ -20,7 +20,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")  # those of exact/rotary.py
 # key, its only value
 WANTED: tuple[tuple[str, Any], ...] = (
-    ("model.dtype", "float32"),
     ("engine.parallel.tensor", 1),
     ("engine.parallel.context", 1),
     ("engine.lora.dropout", 0.0),
@@ -29,6 +28,8 @@ WANTED: tuple[tuple[str, Any], ...] = (
     ("rollout.top_k", 0),
     ("rollout.min_p", 0.0),
 )
+CPUS: tuple[tuple[str, Any], ...] = (("model.dtype", "float32"),)
+GPUS: tuple[tuple[str, Any], ...] = (("model.dtype", "bfloat16"), ("engine.head_dtype", "model"))
 # fields of vLLM's EngineArgs that choose what it computes with
 OTHER_LAYERS = (
     *("attention_backend", "attention_config", "compilation_config", "kernel_config", "kv_cache_dtype", "linear_backend"),
@@ -65,9 +66,8 @@ def check_exact(config: Config, shape: ModelShape) -> None:
     if not config.model.exact:
         return
     begin = "model.exact = true"
-    lines = {"remedy": "write model.exact=false"}
-    refuse_if(bool(visible_devices()), f"{begin}: runs on CPUs, and there is a GPU", **lines)
-    for key, value in WANTED:
+    on_gpus = bool(visible_devices())
+    for key, value in (*WANTED, *(GPUS if on_gpus else CPUS)):
         given, told = value_of(config, key), str(value)
         remedy = f"write {key}={told}, or model.exact=false"
         refuse_if(given != value, f"{begin}: {key} = {given}: is not exact", choices=told, remedy=remedy)

@@ -24,7 +24,7 @@ class ExactRMSNorm(layernorm.RMSNorm):  # type: ignore[misc] # mypy does not fol
         normed = pointwise.rms_norm(whole, self.weight.data, self.variance_epsilon)
         return normed if residual is None else (normed, whole)
 
-    forward_cpu = forward_native
+    forward_cpu = forward_cuda = forward_native
 
 
 class ExactSiluAndMul(activation.SiluAndMul):  # type: ignore[misc]
@@ -32,10 +32,10 @@ class ExactSiluAndMul(activation.SiluAndMul):  # type: ignore[misc]
         gate, up = x.chunk(2, -1)
         return pointwise.silu(gate) * up
 
-    forward_cpu = forward_native
+    forward_cpu = forward_cuda = forward_native
 
 
-class _Rotary:
+class _Rotary(torch.nn.Module):
     """Mixed in before a rotary embedding of vLLM's: its table and its rotation."""
 
     rotary_dim: int
@@ -43,10 +43,14 @@ class _Rotary:
     max_position_embeddings: int
     cos_sin_cache: torch.Tensor
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache(), persistent=False)  # theirs was rounded
+
     def _compute_cos_sin_cache(self) -> torch.Tensor:
         assert self.rotary_dim == self.head_size
         found = rotary.frequencies(get_current_vllm_config().model_config.hf_text_config, self.head_size)
-        return rotary.table(found, self.max_position_embeddings)
+        return rotary.table(found, self.max_position_embeddings).to(torch.get_default_device())
 
     def forward_native(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -56,7 +60,7 @@ class _Rotary:
         query, key = turned
         return query, key
 
-    forward_cpu = forward_native
+    forward_cpu = forward_cuda = forward_native
 
 
 class ExactRotaryEmbedding(_Rotary, rotary_embedding.RotaryEmbedding):  # type: ignore[misc]
@@ -107,7 +111,7 @@ class ExactConfig(QuantizationConfig):  # type: ignore[misc]
         return "megasync_exact"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32]
+        return [torch.float32, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -1,5 +1,5 @@
-"""Makes the exact layers known to vLLM: out-of-tree classes of its layers, a quantization config that quantises nothing, an
-attention backend. Called by the plug-in in every vLLM process of an exact replica.
+"""Makes the exact layers known to vLLM: out-of-tree classes of its layers, a quantization config that quantises nothing and, on
+CPUs, an attention backend; GPUs have vLLM's batch-invariant mode. Called by the plug-in in each vLLM process of an exact replica.
 
     os.environ[VARIABLE] = "1"      # before vLLM loads its plug-ins
 """
@@ -12,6 +12,12 @@ VARIABLE = "MEGASYNC_EXACT"  # set in a replica's actor, inherited by its engine
 METHOD = "megasync_exact"  # value of EngineArgs.quantization
 
 
+# model of layers as they are, one CUDA graph a batch size: compiled ones round at other places
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL"}
+# on GPUs: kernels of fixed order, and the model runner whose sampler the trainer calls (exact/cuda.py)
+GPU_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
 def is_exact() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
@@ -20,6 +26,7 @@ def register() -> None:
     """Safe to repeat."""
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from bridge.vllm.exact import layers
@@ -28,4 +35,5 @@ def register() -> None:
         if name not in op_registry_oot:
             CustomOp.register_oot(layer, name=name)
     register_quantization_config(METHOD)(layers.ExactConfig)
-    register_backend(AttentionBackendEnum.CPU_ATTN, "bridge.vllm.exact.attention.ExactBackend")
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, "bridge.vllm.exact.attention.ExactBackend")

@@ -103,6 +103,7 @@ def build_engine(config: ReplicaConfig) -> Any:
 
     if config.is_exact:
         os.environ[exact.VARIABLE] = "1"
+        os.environ |= exact.GPU_ENVIRONMENT if torch.cuda.is_available() else {}
     if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
@@ -142,6 +143,8 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
     }
     if config.is_exact:
         arguments["quantization"] = exact.METHOD
+        if not arguments["enforce_eager"]:
+            arguments["compilation_config"] = exact.UNCOMPILED
     if config.head_dtype:
         arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
     if config.returns_experts:

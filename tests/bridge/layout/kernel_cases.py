@@ -16,7 +16,7 @@ from bridge.layout.digest import CHUNK_WORDS, LENGTH_FACTOR, MASK, digest_bytes,
 from bridge.layout.digest_kernel import add_digest
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.export.merge import merge_into
-from bridge.export.merge_kernel import merge_on_cuda
+from exact.merge_kernel import merge_on_cuda
 from bridge.layout.regions import Copy, Region
 
 

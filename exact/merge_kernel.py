@@ -1,6 +1,6 @@
-"""merge.py's work as one Triton kernel a weight: it is read once, written once, and the rounding's error summed on the way.
+"""Adapters merged into a weight by one Triton kernel: it is read once, written once, and the rounding's error summed on the way.
 
-Leaves out what belongs together (gather.py). Imported on CUDA alone.
+Leaves out which tensors belong together (bridge/export/gather.py). Imported on CUDA alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _merge_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
 
 
 def merge_on_cuda(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """merge.merge_into, and merge.squared_error over all rows as float32 [tiles, 2].
+    """linear.merge_into, and the squared errors of bridge/export/merge.py over all rows as float32 [tiles, 2].
 
     Args:
         out: like `weight`, other memory; contiguous, as all are.
