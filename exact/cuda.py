@@ -3,7 +3,7 @@ its batch-invariant mode and its second model runner, and Triton kernels (kernel
 
 Where cuBLASLt does not split a sum, its terms are added in one order whatever the number of rows, which is how vLLM's mode has
 products on these GPUs (0.26, model_executor/layers/batch_invariant.py:915). Attention of whole sequences here and of single
-queries over a paged cache there have blocks of keys of one size. Both are tried when an engine starts (machine.py).
+queries over a cache there go through blocks of keys of one size. Both are tried when an engine starts (machine.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch.nn.functional as F
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 HOPPER = 9  # first number of the compute capability
 FLASH_ATTENTION = 3
+# Where no sequence has more queries than 64 by heads that share a key, the kernel takes blocks of keys of another size (seen in
+# heads of 64); so it is told that one may have more.
+MOST_QUERIES = 65
 
 
 def prepare() -> None:
@@ -64,7 +67,7 @@ def attend(
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     found: torch.Tensor = flash_attn_varlen_func(
-        *(query, key, value, longest, ends, longest, ends),
+        *(query, key, value, max(longest, MOST_QUERIES), ends, longest, ends),
         softmax_scale=scale,
         causal=True,
         num_splits=1,
@@ -95,7 +98,7 @@ def attend_cached(
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     found: torch.Tensor = flash_attn_varlen_func(
-        *(query, *cache, longest[0], ends, longest[1]),
+        *(query, *cache, max(longest[0], MOST_QUERIES), ends, longest[1]),
         seqused_k=lengths,
         block_table=blocks,
         softmax_scale=scale,

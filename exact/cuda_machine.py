@@ -16,8 +16,8 @@ from exact import cuda
 ROWS = 2048
 COUNTS = (1, 2, 3, 7, 8, 16, 33, 64, 128, 200, 256, 512, 1000)  # rows of a product
 LENGTHS = (300, 77, 129, 16, 640)  # of sequences
+PAGE = 16  # vLLM's blocks (v1/attention/backends/flash_attn.py:get_supported_kernel_block_sizes)
 LAST = (1, 2, 9, 64, 130)  # queries over a cache, at most a sequence's length
-PAGE = 16  # vLLM's blocks (FlashAttentionBackend.get_supported_kernel_block_sizes)
 
 
 def problem(shapes: Iterable[tuple[int, int]], heads: tuple[int, int], head_size: int, dtype: torch.dtype) -> str:

@@ -2,5 +2,6 @@
 
 register.py   makes them known, in each process
 layers.py     norms, activation, rotary embedding, linears
-attention.py  attention over the paged cache
+attention.py  attention over the paged cache, on CPUs
+flash.py      on GPUs
 """

@@ -1,5 +1,5 @@
-"""Makes the exact layers known to vLLM: out-of-tree classes of its layers, a quantization config that quantises nothing and, on
-CPUs, an attention backend; GPUs have vLLM's batch-invariant mode. Called by the plug-in in each vLLM process of an exact replica.
+"""Makes the exact layers known to vLLM: out-of-tree classes of its layers, a quantization config that quantises nothing, an
+attention backend. Called by the plug-in in every vLLM process of an exact replica.
 
     os.environ[VARIABLE] = "1"      # before vLLM loads its plug-ins
 """
@@ -14,7 +14,7 @@ METHOD = "megasync_exact"  # value of EngineArgs.quantization
 
 # model of layers as they are, one CUDA graph a batch size: compiled ones round at other places
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL"}
-# on GPUs: kernels of fixed order, and the model runner whose sampler the trainer calls (exact/cuda.py)
+# on GPUs: kernels that add in one order, and the model runner whose sampler the trainer calls (exact/cuda.py)
 GPU_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
@@ -37,3 +37,5 @@ def register() -> None:
     register_quantization_config(METHOD)(layers.ExactConfig)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, "bridge.vllm.exact.attention.ExactBackend")
+    else:
+        register_backend(AttentionBackendEnum.FLASH_ATTN, "bridge.vllm.exact.flash.ExactFlashBackend")
