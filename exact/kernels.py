@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
-    x, cos, sin, out, of_token, of_head, of_table, num_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr  # noqa: N803
+    x, cos, sin, out, of_token, of_head, of_cos, of_sin, num_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -49,22 +49,21 @@ def _rotate(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
     read = x + token * of_token + heads * of_head + columns
     first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(read + half, mask=inside, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + token * of_table + columns, mask=columns < half, other=0.0)
-    sine = tl.load(sin + token * of_table + columns, mask=columns < half, other=0.0)
+    cosine = tl.load(cos + token * of_cos + columns, mask=columns < half, other=0.0)
+    sine = tl.load(sin + token * of_sin + columns, mask=columns < half, other=0.0)
     written = out + (token * num_heads + heads) * 2 * half + columns
     tl.store(written, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
     tl.store(written + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """rotary.rotate in float32, rounded once. x [T, heads, size]; cos, sin float32 [T, 1, size / 2], rows of one table."""
+    """rotary.rotate in float32, rounded once. x [T, heads, size]; cos, sin float32 [T, 1, size / 2], last stride 1."""
     x = x if x.stride(2) == 1 else x.contiguous()
     num_tokens, num_heads, size = x.shape
-    assert cos.stride(0) == sin.stride(0)
     assert cos.stride(2) == sin.stride(2) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (num_tokens, triton.cdiv(num_heads, HEADS))
-    sizes = x.stride(0), x.stride(1), cos.stride(0), num_heads, size // 2
+    sizes = x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), num_heads, size // 2
     if num_tokens:
         _rotate[grid](x, cos, sin, out, *sizes, HEADS=HEADS, HALF=triton.next_power_of_2(size // 2), num_warps=4)
     return out

@@ -51,6 +51,8 @@ def test_rotation_is_right_and_knows_no_neighbours(heads: int, size: int) -> Non
     reference = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     torch.testing.assert_close(found.double(), reference, rtol=2**-7, atol=1e-2)
     assert torch.equal(rotary.rotate(x[7:8].contiguous(), cos[7:8], sin[7:8]), found[7:8])
+    back = rotary.rotate(found, cos, -sin)  # which lies otherwise in memory
+    torch.testing.assert_close(back.double(), x.double(), rtol=2**-6, atol=4e-2)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

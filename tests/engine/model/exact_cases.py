@@ -12,7 +12,7 @@ from engine.sample import Sample
 from tests.engine.engine_cases import engine, hf_log_probs, log_probs, random_samples
 
 
-def packings(path: str, wrap: str, lora: dict[str, Any]) -> dict[str, Any]:
+def packings(path: str, wrap: str, lora: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Log-probs alone, packed in any order, and as transformers has them; what a step with chunks of logits gives."""
     lengths = (1, 2, 40, 63, 64, 65, 200, 500)
     generator = torch.Generator().manual_seed(3)
@@ -20,7 +20,7 @@ def packings(path: str, wrap: str, lora: dict[str, Any]) -> dict[str, Any]:
     for prompt in lengths:
         ids = tuple(torch.randint(3, 120, (prompt + 30,), generator=generator).tolist())
         samples.append(Sample(ids[:prompt], ids[prompt:], tuple([-4.8] * 30), reward=float(prompt % 3), group=prompt % 2))
-    with engine(path, wrap, exact=True, name="grpo", tokens=4000, lora=lora) as built:
+    with engine(path, wrap, exact=True, name="grpo", tokens=4000, lora=lora, dtype=dtype) as built:
         alone = [log_probs(built, [sample])[0] for sample in samples]
         differing = 0
         for seed in range(4):

@@ -35,6 +35,22 @@ def test_packing_does_not_show_in_a_bit(family: str, tied: bool, wrap: str, lora
     assert found["reference"] < 1e-4 and found["moved"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "tied", "wrap", "lora", "head_dim"),
+    [("qwen3", True, "ddp", {}, 128), ("llama", False, "megatron_fsdp", {}, 64), ("qwen2", True, "ddp", LORA, 64)],
+)
+def test_packing_does_not_show_in_a_bit_on_a_gpu(
+    family: str, tied: bool, wrap: str, lora: dict[str, Any], head_dim: int, tmp_path: Path
+) -> None:
+    more = {"max_position_embeddings": 1024, "hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
+    path = str(write_tiny_model(tmp_path, family, tied, **more))
+    (found,) = run_ranks(1, f"{CASES}:packings", {"path": path, "wrap": wrap, "lora": lora, "dtype": "bfloat16"})
+    print(found)
+    assert found["differing"] == 0 and found["ratio"] == 1.0
+    assert found["reference"] < 0.1 and found["moved"] > 0
+
+
 def test_exact_layers_learn_as_the_ordinary_ones(tmp_path: Path) -> None:
     path = str(write_tiny_model(tmp_path, "qwen3", num_hidden_layers=2))
     for more in ({}, {"lora": LORA}):

@@ -61,6 +61,13 @@ def test_what_is_not_exact_is_refused(config: Path, overrides: list[str], words:
     assert words in refused(config, *overrides)
 
 
+def test_on_gpus_it_is_bfloat16(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    check_config(load_config(config, [*RUNS, "model.dtype=bfloat16"]), 1)
+    assert "write model.dtype=bfloat16, or model.exact=false" in refused(config)
+    assert "engine.head_dtype = float32: is not exact" in refused(config, "model.dtype=bfloat16", "engine.head_dtype=float32")
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
