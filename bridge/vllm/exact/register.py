@@ -13,7 +13,7 @@ METHOD = "megasync_exact"  # value of EngineArgs.quantization
 
 
 # model of layers as they are, one CUDA graph a batch size: compiled ones round at other places
-UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL"}
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # on GPUs: kernels that add in one order, and the model runner whose sampler the trainer calls (exact/cuda.py)
 GPU_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 

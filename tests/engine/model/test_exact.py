@@ -48,7 +48,7 @@ def test_packing_does_not_show_in_a_bit_on_a_gpu(
     (found,) = run_ranks(1, f"{CASES}:packings", {"path": path, "wrap": wrap, "lora": lora, "dtype": "bfloat16"})
     print(found)
     assert found["differing"] == 0 and found["ratio"] == 1.0
-    assert found["reference"] < 0.1 and found["moved"] > 0
+    assert found["reference"] < 0.5 and found["moved"] > 0
 
 
 def test_exact_layers_learn_as_the_ordinary_ones(tmp_path: Path) -> None:
