@@ -17,6 +17,7 @@ from typing import Any
 from megasync.bench.common.results import Results, describe, print_table, write_results
 from megasync.bench.config import BenchRoot, Rung
 from megasync.config.load import load_config, save_config
+from megasync.launch.devices import visible_devices
 from megasync.launch.processes import INTERRUPTED, run_to_end
 from megasync.launch.scope import listen_on_loopback
 
@@ -26,8 +27,14 @@ OVERRIDES: dict[Rung, tuple[str, ...]] = {
     "float16": ("model.dtype=float16",),
     "float16 head": ("model.dtype=float16", "engine.head_dtype=float32"),
     "float32": ("model.dtype=float32",),
-    "exact": ("model.dtype=float32", "model.exact=true"),
+    "exact": ("model.exact=true",),
 }
+
+
+def overrides_of(rung: Rung) -> tuple[str, ...]:
+    """With the dtype that is exact on this machine."""
+    of_exact = (f"model.dtype={'bfloat16' if visible_devices() else 'float32'}",) if rung == "exact" else ()
+    return (*of_exact, *OVERRIDES[rung])
 
 
 def run(path: str, overrides: Sequence[str], config: BenchRoot, json_path: Path | None) -> int:
@@ -37,12 +44,12 @@ def run(path: str, overrides: Sequence[str], config: BenchRoot, json_path: Path 
     folder, failed = config.run.folder, False
     found: dict[str, dict[str, Any]] = {}
     for rung in config.bench.rungs:
-        own = load_config(path, [*overrides, *OVERRIDES[rung]], BenchRoot)
+        own = load_config(path, [*overrides, *overrides_of(rung)], BenchRoot)
         name = rung.replace(" ", "_")
         config_path, results_path = folder / f"{name}.yaml", folder / f"{name}.json"
         save_config(own, config_path)
         results_path.unlink(missing_ok=True)
-        print(f"{rung}: {' '.join(OVERRIDES[rung])}", flush=True)
+        print(f"{rung}: {' '.join(overrides_of(rung))}", flush=True)
         code = run_to_end([sys.executable, "-m", "megasync.bench.gap.rank", str(config_path), str(results_path)])
         if code == INTERRUPTED:
             return code
