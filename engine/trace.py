@@ -3,6 +3,7 @@
     forward = Forward(config.model, config.engine, temperature=1.0)
     tensors = forward.trace(prompt_ids, response_ids)
     tensors["model.layers.0.self_attn.q_proj"]     # [tokens, heads, head size], wherever fused linears have it
+    forward.score(samples, 4096)                   # log-probs alone, packed as in training
 
 A model of one rank, neither wrapped nor trained: its parameters alone are in memory. Tokens are those of the sequence but its
 last; `lm_head` and `log_probs` are of the response's. `NAME:in` is what comes in where no other module gives just that: the
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention import flash, fused, rope
-from engine.batch.batch import MicroBatch, SampleTable, pack
+from engine.batch.batch import MicroBatch, SampleTable, pack, plan_microbatches
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.engine import with_head
 from engine.model import lora
@@ -81,6 +83,22 @@ class Forward:
         tensors = {name: tensor[:length] for name, tensor in found.items()}
         tensors["lm_head"] = tensors["lm_head"][first:]
         return {**tensors, "log_probs": log_probs[first:length]}
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample], tokens_per_microbatch: int) -> list[npt.NDArray[np.float32]]:
+        """Natural log-probs of all tokens of each response, at the temperature."""
+        table = SampleTable.from_samples(samples)
+        read = LogProbs(self.temperature, self.use_fused, is_exact=self.mbridge.is_exact)
+        found = [np.empty(0, np.float32)] * len(samples)
+        (bins,) = plan_microbatches(table.lengths, 1, tokens_per_microbatch) if len(samples) else ([],)
+        for indices in filter(None, bins):
+            micro = pack(table, indices, 1, device.compute_device())
+            (values,) = self._runner.run([micro], self.chunks, read)
+            flat = values.float().cpu().numpy()
+            for index, start in zip(micro.samples, micro.starts, strict=True):
+                prompt, answer = int(table.prompt_lengths[index]), int(table.response_lengths[index])
+                found[index] = flat[start + prompt - 1 : start + prompt + answer - 1].copy()
+        return found
 
     def _microbatch(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> MicroBatch:
         sample = Sample(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))

@@ -3,10 +3,12 @@
     megasync replay runs/agents/calculator --step 12             # or: --step 1-20, --step all
     megasync replay runs/agents/calculator --step 12 --episode 352/1
     megasync replay runs/agents/calculator --step 12 --rerun-environments
+    megasync replay runs/rl --step all --trainer
 
 Each turn is asked for with its recorded prompt, sampling and seed, so that no tool and no environment is called. With
 --rerun-environments it is the other way round: these are run again, turns are answered from the record, and no replica is
-started. Exit codes: 0 all is the same; 1 something differs, or failed while it was going on; 2 nothing was started.
+started. With --trainer nothing is sampled: the trainer's model scores each token by the weights that sampled it. Exit codes: 0
+all is the same (or was scored, of a run that is not exact); 1 something differs, or failed on the way; 2 nothing was started.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from megasync.data.prompts import Prompts
 from megasync.reporting.log import CONFIG_FILE
 from megasync.rollouts.played import episode_identity
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
-from megasync.serving import compare
+from megasync.serving import compare, scored
 from megasync.serving.replicas import served
 from megasync.serving.rerun import Change, rerun
 from megasync.serving.send import sender
@@ -65,7 +67,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config, such as rollout.replicas=2")
     parser.add_argument("--step", required=True, metavar="S", help="a step from 1 on, several as 1-20, or all")
     parser.add_argument("--episode", action="append", default=[], metavar="GROUP[/MEMBER]", help="only these; several times")
-    parser.add_argument("--rerun-environments", action="store_true", help="run environments and tools again, and no replica")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--rerun-environments", action="store_true", help="run environments and tools again, and no replica")
+    instead.add_argument("--trainer", action="store_true", help="compare log-probs with the trainer's, no sampling")
     parser.add_argument("--json", action="store_true", help="print one object")
     return parser.parse_intermixed_args(list(arguments))
 
@@ -80,9 +84,11 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             steps = {record.step: compare.chosen_members(record, given.episode) for record in records}
         if given.rerun_environments:
             return _rerun(given, config, records, steps)
+        if given.trainer:
+            return _score(given, config, steps, Path(scratch))
         with main_errors():
             pieces = {step: compare.pieces_of(members) for step, members in steps.items()}
-            versions = versions_for(given.run, pieces)
+            versions = versions_for(given.run, {piece.version for of_step in pieces.values() for piece in of_step})
             prompts = Prompts(config.model.path, config.data)
         done = [_counted(step, steps[step], of_step, versions) for step, of_step in pieces.items()]
         try:
@@ -127,19 +133,19 @@ def chosen_paths(run: Path, steps: str) -> list[Path]:
     return [there[step] for step in wanted]
 
 
-def versions_for(run: Path, pieces: Mapping[int, Sequence[compare.Piece]]) -> list[int]:
-    """The versions that sampled these pieces, as far as their weights are there.
+def versions_for(run: Path, versions: set[int]) -> list[int]:
+    """Of the versions that sampled something those whose weights are there.
 
     Raises:
         ConfigError: those of none are.
     """
-    needed = sorted({piece.version for of_step in pieces.values() for piece in of_step})
+    needed = sorted(versions)
     there = sorted(versions_there(run))
     found = [version for version in needed if version in there]
     if needed and not found:
         able = [version + 1 for version in there if version + 1 in paths_of(run)]
         raise ConfigError(
-            f"{run}: what is to be sampled again was sampled with versions whose weights are not there",
+            f"{run}: what is to be looked at was sampled with versions whose weights are not there",
             needed=", ".join(map(str, needed)),
             there=", ".join(map(str, there)) + " (0: the model folder)",
             steps_with_weights=", ".join(map(str, able)) or "none",
@@ -190,6 +196,31 @@ def _compare(pool: ReplicaPool, version: int, pieces: Mapping[int, Sequence[comp
             if difference := compare.first_difference(piece, now):
                 each.differences.append(difference)
         each.differences.sort(key=lambda one: (one.group, one.member, one.turn))
+
+
+def _score(
+    given: argparse.Namespace, config: Config, steps: Mapping[int, Mapping[tuple[int, int], RecordedGroup]], scratch: Path
+) -> int:
+    with main_errors():
+        recomputes = config.rollout.cache_on_update == "recompute"
+        sequences = {step: scored.sequences_of(members, recomputes=recomputes) for step, members in steps.items()}
+        versions = versions_for(given.run, set().union(*(scored.versions_of(of_step) for of_step in sequences.values())))
+        done = [scored.begun(step, len(steps[step]), of_step, versions) for step, of_step in sequences.items()]
+
+    def weights(version: int) -> Path:
+        return Path(source_of_version(given.run, scratch, version, overrides=given.overrides).config.model.path)
+
+    try:
+        scored.compare_all(config, versions, weights, sequences, done)
+    except (RuntimeError, ValueError) as error:
+        print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
+        return 1
+    same = not any(each.differing_tokens for each in done)
+    if given.json:
+        print(json.dumps({"run": str(given.run), "same": same, "steps": [asdict(each) for each in done]}, indent=2))
+    else:
+        print("\n".join([*(line for each in done for line in scored.lines(each)), scored.total(done)]))
+    return 1 if config.model.exact and not same else 0
 
 
 def _rerun(

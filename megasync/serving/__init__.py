@@ -6,6 +6,7 @@ playing.py   episodes of a run that has such
 answers.py   what they are asked, and what the answers are worth
 interval.py  a mean over prompts with its confidence interval
 compare.py   what a step was trained on, to be sampled again, and where that differs
+scored.py    what a step was trained on, scored by the trainer's model
 send.py      weights of other folders for replicas that run
 rerun.py     the environments of recorded episodes, run again
 """

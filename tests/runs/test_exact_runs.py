@@ -6,46 +6,21 @@ their first page.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megasync.reporting.metric_names import metric
-from tests.runs.train_cases import metrics, train, write_config
-from tests.support.tiny_models import write_tiny_model
+from tests.runs.exact_cases import ASYNCHRONOUS, KEPT, exact_config, scored
+from tests.runs.train_cases import metrics, train
 
-PAGE, PAGES = 32, 40
 # measurements of this machine
 UNITS = {"s", "bytes", "tokens/s", "GB/s"}
 
 
-def exact_config(folder: Path, family: str, **rollout: Any) -> Path:
-    """Groups of four on prompts of more than a page; the cache holds a third of what generates at a time."""
-    model = write_tiny_model(folder / "model", family, tied=family == "qwen3", num_hidden_layers=2, max_position_embeddings=256)
-    fields = json.loads((model / "config.json").read_text())
-    head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    token_bytes = 2 * 4 * fields["num_hidden_layers"] * fields["num_key_value_heads"] * head
-    config = write_config(
-        folder,
-        run={"steps": 4, "deterministic": not rollout},
-        model={"path": str(model), "exact": True},
-        engine={"wrap": "ddp", "tokens_per_microbatch": 2000},
-        rollout={
-            "max_new_tokens": 96,
-            "max_model_len": 192,
-            "kv_cache_bytes": PAGES * PAGE * token_bytes,
-            "engine_arguments": {"block_size": PAGE},
-            **rollout,
-        },
-        algorithm={"num_minibatches": 1},
-        checkpoint={"every_steps": 0},
-    )
-    data = folder / "assets" / "train.jsonl"
-    lines = [{"question": f"{'1+2+3+' * 8}{left}+{right}=", "answer": str(left)} for left in range(8) for right in range(10)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return config
+def config_of(folder: Path) -> Path:
+    """Prompts of more than a page; the cache holds a third of what generates at a time."""
+    return exact_config(folder, "qwen3", lengths=(60, 64), tokens=96, pages=40, run={"steps": 4, "deterministic": True})
 
 
 def compared(folder: Path, steps: int) -> tuple[int, int]:
@@ -60,7 +35,7 @@ def compared(folder: Path, steps: int) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("first")
-    code, said = train(exact_config(folder, "qwen3"))
+    code, said = train(config_of(folder))
     assert code == 0, said
     return folder
 
@@ -75,9 +50,23 @@ def test_no_token_differs(first: Path) -> None:
 
 
 def test_two_runs_of_one_seed_write_the_same_numbers(first: Path, tmp_path: Path) -> None:
-    code, said = train(exact_config(tmp_path, "qwen3"))
+    code, said = train(config_of(tmp_path))
     assert code == 0, said
     for one, other in zip(*(metrics(folder / "runs" / "run") for folder in (first, tmp_path)), strict=True):
         assert one.keys() == other.keys()
         named = [key for key in one if (found := metric(key)) and found.unit not in UNITS]
         assert len(named) > 20 and not [key for key in named if one[key] != other[key]]
+
+
+def test_no_token_differs_of_those_that_older_versions_sampled(tmp_path: Path) -> None:
+    """Each is compared by the weights that sampled it, out of the log of versions; updates find sequences in their midst."""
+    config = exact_config(
+        tmp_path, "llama", lengths=(1, 500), tokens=64, pages=60,
+        run={"steps": 4}, rollout=KEPT["rollout"] | ASYNCHRONOUS, sync=KEPT["sync"],
+    )  # fmt: skip
+    code, said = train(config)
+    assert code == 0, said
+    lines, found = metrics(tmp_path / "runs" / "run"), scored(tmp_path / "runs" / "run")
+    assert max(line["staleness/max"] for line in lines) > 0 and sum(line["exact/differing_tokens"] for line in lines) == 0
+    assert found["steps"] == 4 and found["tokens"] == sum(line["train/response_tokens"] for line in lines) > 4 * 32 * 20
+    assert (found["compared_tokens"], found["differing_tokens"]) == (found["tokens"], 0)

@@ -31,21 +31,25 @@ OVERRIDES: dict[Rung, tuple[str, ...]] = {
 }
 
 
+def overrides_of(rung: Rung) -> tuple[str, ...]:
+    """With the dtype that is exact on this machine."""
+    of_exact = (f"model.dtype={'bfloat16' if visible_devices() else 'float32'}",) if rung == "exact" else ()
+    return (*of_exact, *OVERRIDES[rung])
+
+
 def run(path: str, overrides: Sequence[str], config: BenchRoot, json_path: Path | None) -> int:
     """Measure the rungs that the config names, and print a table; exit code 1 where one failed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     listen_on_loopback()
     folder, failed = config.run.folder, False
     found: dict[str, dict[str, Any]] = {}
-    dtype = ["model.dtype=bfloat16" if visible_devices() else "model.dtype=float32"]
     for rung in config.bench.rungs:
-        of_rung = [*OVERRIDES[rung], *(dtype if rung == "exact" else [])]
-        own = load_config(path, [*overrides, *of_rung], BenchRoot)
+        own = load_config(path, [*overrides, *overrides_of(rung)], BenchRoot)
         name = rung.replace(" ", "_")
         config_path, results_path = folder / f"{name}.yaml", folder / f"{name}.json"
         save_config(own, config_path)
         results_path.unlink(missing_ok=True)
-        print(f"{rung}: {' '.join(of_rung)}", flush=True)
+        print(f"{rung}: {' '.join(overrides_of(rung))}", flush=True)
         code = run_to_end([sys.executable, "-m", "megasync.bench.gap.rank", str(config_path), str(results_path)])
         if code == INTERRUPTED:
             return code
