@@ -227,18 +227,17 @@ class Places:
     """Where processes of episodes are started: here, or spread over the nodes of Ray, with the same number at most on each."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
-        self.rollout, self.is_cluster = rollout, rollout.episode_placement == "cluster"
-        self._own = _ray().get_runtime_context().get_node_id() if self.is_cluster else ""
-        self._nodes, self._seen = ([self._own], float("-inf") if self.is_cluster else float("inf"))
+        self.rollout, self._own = rollout, ""
+        self._nodes, self._seen = [""], float("-inf") if rollout.episode_placement == "cluster" else float("inf")
 
     def room(self, held: Iterable[EpisodeProcess | RemoteProcess]) -> str | None:
         """The node with the fewest of these processes that may have one more; this one's name is empty. None: all are full."""
         if time.monotonic() - self._seen > NODES_SECONDS:
-            alive = [node["NodeID"] for node in _ray().nodes() if node["Alive"]]
-            self._nodes, self._seen = [self._own, *(node for node in alive if node != self._own)], time.monotonic()
+            self._own = self._own or _ray().get_runtime_context().get_node_id()
+            others = [node["NodeID"] for node in _ray().nodes() if node["Alive"] and node["NodeID"] != self._own]
+            self._nodes, self._seen = ["", *others], time.monotonic()
         counts = Counter(process.node for process in held)
-        names = ["" if node == self._own else node for node in self._nodes]
-        node = min(names, key=lambda name: counts[name])
+        node = min(self._nodes, key=lambda name: counts[name])
         return node if counts[node] < self.rollout.episode_processes else None
 
     def start(self, owner: Owner, node: str) -> EpisodeProcess | RemoteProcess:
@@ -250,4 +249,5 @@ class Places:
 
     def look_again(self) -> None:
         """A node may be gone."""
-        self._seen = float("-inf") if self.is_cluster else self._seen
+        if self._own:
+            self._seen = float("-inf")
