@@ -194,7 +194,9 @@ class RolloutConfig(Section):
     """When an episode raises, is late, dies or returns no finite number. retry: it begins anew, up to three times, then the run
     stops; zero: its reward is 0; drop: its group is without it."""
     episode_processes: PositiveInt = 2
-    """At most so many."""
+    """At most so many; with episode_placement cluster so many on each node."""
+    episode_placement: Literal["local", "cluster"] = "local"
+    """Where they run. local: beside the trainer's first rank; cluster: spread over all nodes of the run's Ray."""
     episode_concurrency: PositiveInt = 256
     """Episodes that one process plays at the same time; others wait."""
     episode_memory_bytes: Annotated[ByteSize, Field(ge=2**28)] | None = None

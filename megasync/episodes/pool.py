@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megasync.episodes.record import History
+from megasync.episodes.remote import EpisodeProcess, Places, RemoteProcess
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
-from megasync.rewards.process import ENVIRONMENT, RewardProcess
 from megasync.rewards.wire import Failure, Ready
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ START_SECONDS = 120.0  # for a process to import the episode and the tokenizer
 GRACE_SECONDS = 1.0  # from an episode's cancellation to its end; its process is killed where it does not come
 HELD_SECONDS = 0.2  # a step that takes longer holds the process up
 MOST_LATE = 8  # episodes of a process, whose threads may still hang: it gets no others then, and ends with its last one
+MOST_LOST = 5  # starts of processes on nodes that are gone then, one after another
 MOST_DEATHS = 3  # of processes that an episode was in, nobody being to blame
 LIMIT_KEY = "rollout.episode_timeout_seconds"
 CLOSED = "the processes of episodes have been closed"
@@ -47,11 +49,7 @@ class EpisodeError(RuntimeError):
     """Episodes cannot be played."""
 
 
-class EpisodeProcess(RewardProcess):
-    """Its many threads take little of the address space that it may have."""
-
-    module = "megasync.episodes.program"
-    environment = ENVIRONMENT | {"MALLOC_ARENA_MAX": "2"}
+Process = EpisodeProcess | RemoteProcess
 
 
 @dataclass(eq=False)
@@ -105,7 +103,7 @@ class _State:
 
 
 class EpisodePool:
-    """At most `rollout.episode_processes` processes, started as episodes come."""
+    """At most `rollout.episode_processes` processes, or so many on each node, started as episodes come."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.rollout = config, config.rollout
@@ -113,8 +111,9 @@ class EpisodePool:
         limits = own.episode_memory_bytes, own.episode_open_files
         self.settings = Settings(config.model.path, config.data, *limits, own.episode_concurrency)
         self.waiting: deque[_Running] = deque()
-        self.processes: dict[EpisodeProcess, _State] = {}
-        self.most_processes, self.is_closed, self._number = config.rollout.episode_processes, False, 0
+        self.processes: dict[Process, _State] = {}
+        self.places = Places(config.rollout)
+        self.most_processes, self.is_closed, self._number, self._num_lost = sys.maxsize, False, 0, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(
@@ -159,8 +158,8 @@ class EpisodePool:
         usable = [(process, state) for process, state in self.processes.items() if state.is_usable]
         while self.waiting:
             process, state = min(usable, key=lambda each: len(each[1].episodes), default=(None, None))
-            while (state is None or state.episodes) and self._may_start():
-                self._start()
+            while (state is None or state.episodes) and (node := self._place()) is not None:
+                self._start(node)
             if process is None or state is None or len(state.episodes) >= self.rollout.episode_concurrency:
                 return
             running = self.waiting.popleft()
@@ -169,13 +168,15 @@ class EpisodePool:
             process.send(Begin(running.number, running.task, dict(running.history.answers), running.history.state))
             self._start_clock(process, state, running)
 
-    def _may_start(self) -> bool:
+    def _place(self) -> str | None:
+        """Where another process may be started; None: nowhere, or none is needed."""
         starting = sum(not state.is_ready for state in self.processes.values())
-        return len(self.processes) < self.most_processes and starting < len(self.waiting)
+        may_start = len(self.processes) < self.most_processes and starting < len(self.waiting)
+        return self.places.room(self.processes) if may_start else None
 
-    def _start(self) -> None:
+    def _start(self, node: str) -> None:
         try:
-            process = EpisodeProcess(self, [self.rollout.episode], 0.0)
+            process = self.places.start(self, node)
         except OSError as error:
             self._note_failed_start(f"could not be started: {error}")
             return
@@ -183,9 +184,13 @@ class EpisodePool:
         self.processes[process] = _State(process.loop.call_later(START_SECONDS, self._end, process, why))
         process.send(self.settings)
 
-    def _note_failed_start(self, why: str) -> None:
-        """The others go on; without any nothing can be played."""
+    def _note_failed_start(self, why: str, *, is_lost: bool = False) -> None:
+        """The others go on; without any nothing can be played. A lost one is tried again, now and then on another node."""
         problem = f"rollout.episode: a process for episodes {why}"
+        self._num_lost += is_lost
+        if is_lost and self._num_lost < MOST_LOST:
+            logger.warning("%s\nit is tried again", problem)
+            return
         self.most_processes = len(self.processes)
         if self.processes:
             logger.warning("%s\nit goes on with %d", problem, self.most_processes)
@@ -200,12 +205,12 @@ class EpisodePool:
 
     # ------------------------------------------------------------------------------------------------ time
 
-    def _start_clock(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+    def _start_clock(self, process: Process, state: _State, running: _Running) -> None:
         running.stop()
         running.since = time.monotonic()
         running.timer = process.loop.call_later(max(0.0, running.left_seconds), self._run_out, process, state, running)
 
-    def _run_out(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+    def _run_out(self, process: Process, state: _State, running: _Running) -> None:
         """Of time; but what another one holds up is not late."""
         running.stop()
         begin, noted = process.begun()
@@ -217,11 +222,11 @@ class EpisodePool:
         running.is_late = True
         self._cancel(process, state, running)
 
-    def _cancel(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+    def _cancel(self, process: Process, state: _State, running: _Running) -> None:
         process.send(Cancel(running.number))
         process.loop.call_later(GRACE_SECONDS, self._kill_with, process, state, running)
 
-    def _kill_with(self, process: EpisodeProcess, state: _State, running: _Running) -> None:
+    def _kill_with(self, process: Process, state: _State, running: _Running) -> None:
         if state.episodes.get(running.number) is running and process in self.processes and state.late is None:
             begin, noted = process.begun()
             other = state.episodes.get(noted - 1)
@@ -232,20 +237,19 @@ class EpisodePool:
             state.late = running
             self._end(process, "did not end when it was cancelled")
 
-    def _end(self, process: EpisodeProcess, why: str) -> None:
+    def _end(self, process: Process, why: str) -> None:
         state = self.processes[process]
         state.ended_by_us = state.ended_by_us or why
         process.kill_with_stack()
 
     # ------------------------------------------------------------------------------------------------ what comes back
 
-    def on_message(self, process: RewardProcess, message: Any) -> None:
-        """Of RewardProcess."""
-        assert isinstance(process, EpisodeProcess)
+    def on_message(self, process: Any, message: Any) -> None:
+        """Of a process."""
         state = self.processes[process]
         if isinstance(message, Ready):
             state.timer.cancel()
-            state.is_ready, state.ended_by_us = not message.problem, message.problem
+            state.is_ready, state.ended_by_us, self._num_lost = not message.problem, message.problem, 0
             self._dispatch()
             return
         running = state.episodes.get(message.number)
@@ -272,7 +276,7 @@ class EpisodePool:
                 self._end(process, "had too many episodes that were late")
             self._dispatch()
 
-    async def _answer(self, process: EpisodeProcess, state: _State, running: _Running, asked: Ask) -> None:
+    async def _answer(self, process: Process, state: _State, running: _Running, asked: Ask) -> None:
         """From what it had sampled before its process died, where it asks the same, else anew."""
         former = running.former.pop(asked.turn, None)
         try:
@@ -315,15 +319,17 @@ class EpisodePool:
             message = message._replace(own_seconds=running.limit_seconds - running.left_seconds)
             running.ended.set_result((message, [running.turns[number] for number in message.kept]))
 
-    def on_end(self, process: RewardProcess, how: str, stack: str) -> None:
-        """Of RewardProcess."""
-        assert isinstance(process, EpisodeProcess)
+    def on_end(self, process: Any, how: str, stack: str) -> None:
+        """Of a process."""
         state = self.processes.pop(process)
         state.timer.cancel()
         why, left = state.ended_by_us or how, list(state.episodes.values())
-        blamed = state.late or state.episodes.get(process.begun()[1] - 1) or (left[0] if len(left) == 1 else None)
+        sole = left[0] if len(left) == 1 and not process.is_lost else None
+        blamed = state.late or state.episodes.get(process.begun()[1] - 1) or sole
+        if process.is_lost:
+            self.places.look_again()
         if not state.is_ready:
-            self._note_failed_start(f"{why}\n{stack}".strip())
+            self._note_failed_start(f"{why}\n{stack}".strip(), is_lost=process.is_lost)
         for running in reversed(left):
             running.num_deaths += 1
             if running is blamed or running.num_deaths >= MOST_DEATHS:
@@ -332,7 +338,7 @@ class EpisodePool:
             elif not running.ended.done():
                 running.begin_anew()
                 self.waiting.appendleft(running)
-        if len(left) > 1:
+        if len(left) > 1 or process.is_lost:
             logger.warning("a process of episodes %s; %d that were in it begin anew", why, len(left) - (blamed is not None))
         self._dispatch()
 

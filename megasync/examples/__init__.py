@@ -6,6 +6,7 @@ attempts.py  a question of reasoning-gym with several attempts: an episode
 calculator.py  products of which the quickstart's model asks a calculator: an episode of two turns
 chat_calculator.py  the same as a tool of a chat: a small model with a chat template, and its data
 clients.py   programs of others that play it: OpenAI's client, Anthropic's, an agent framework
+hanoi.py     the Tower of Hanoi of reasoning-gym as a game: an environment, data, and a small model
 gyms.py      environments of skyrl-gym and reasoning-gym: data, and an episode
 small_qwen3.py  a model of 1 M parameters with random weights
 tasks.py     reasoning-gym's generators as data files, and their scores

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ CALL, AND, END_CALL = f'<tool_call>{{"name": "{TOOL}", "arguments": {{"a": ', ',
 WORDS = (TOOL, CALL, AND, END_CALL)
 ROLES = (USER, ASSISTANT, TOOL_RESULT, TOOLS, SYSTEM)
 CHARACTERS = [each for each in string.printable if each.isprintable() or each == "\n"]
-NAMED = (PAD, EOS, UNKNOWN, *ROLES, *WORDS, *CHARACTERS)
-VOCABULARY = (*NAMED, *(f"<unused{number}>" for number in range(128 - len(NAMED))))  # 128: ranks can split it
 TEMPLATE = (
     "{%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<eos>{% endif %}"
     "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -38,17 +37,28 @@ TEMPLATE = (
 )
 
 
-def build_tokenizer() -> Any:
-    """One token a character, and one for each role and each word of a call."""
+def vocabulary_of(words: Sequence[str] = WORDS) -> tuple[str, ...]:
+    """A token for each id; a multiple of 64, so that ranks can split it."""
+    named = (PAD, EOS, UNKNOWN, *ROLES, *words, *CHARACTERS)
+    return (*named, *(f"<unused{number}>" for number in range(-len(named) % 64)))
+
+
+def words_of(texts: Iterable[str]) -> tuple[str, ...]:
+    """What these say between numbers, each once: fixed words, which a small model need not read letter by letter."""
+    return tuple(dict.fromkeys(part for text in texts for part in re.split("[0-9]+", text) if len(part) > 1))
+
+
+def build_tokenizer(words: Sequence[str] = WORDS) -> Any:
+    """One token a character, and one for each role and each of the words."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    ids = {token: index for index, token in enumerate(vocabulary_of(words))}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(role, normalized=False) for role in ROLES])
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     )
@@ -71,7 +81,7 @@ def lines(seed: int) -> dict[str, list[dict[str, str]]]:
 
 def write(folder: Path, seed: int = 0) -> None:
     """Model and data; existing files are overwritten."""
-    write_small_qwen3(folder / "model", VOCABULARY, seed, "float32", max_position_embeddings=256)
+    write_small_qwen3(folder / "model", vocabulary_of(), seed, "float32", max_position_embeddings=256)
     build_tokenizer().save_pretrained(folder / "model")
     for name, rows in lines(seed).items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -14,17 +14,23 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.examples.chat_calculator import ASSISTANT, USER, VOCABULARY, build_tokenizer
+from megasync.examples.attempts import WRONG
+from megasync.examples.chat_calculator import ASSISTANT, USER, build_tokenizer, vocabulary_of
 from megasync.examples.small_qwen3 import EOS, write_small_qwen3
 from megasync.examples.tasks import generate_task
 
 NUM_HELD_OUT, NUM_TRAIN, MOST = 60, 1000, 20
 OPTIONS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "operators": ["+", "-"], "format_style": "simple"}
 ENVIRONMENT, MOST_TURNS = "gsm8k_multi_turn", 3
+FORM = "#### "  # of an answer to skyrl-gym
+TENTATIVE = "include a tentative numeric answer at the end in the exact format: '#### ANSWER'."
+AGAIN = f"Please provide your step-by-step reasoning, and also {TENTATIVE}"  # what it says after a wrong one
+AT_LAST = "Now provide only the final numeric answer in the exact format: '#### ANSWER'."  # before the last turn
+WORDS = (FORM, WRONG, AGAIN, AT_LAST)  # tokens of their own
 
 
 class Skyrl:
@@ -52,15 +58,21 @@ def lines(seed: int) -> dict[str, list[dict[str, str]]]:
     train, held_out = generate_task("basic_arithmetic", OPTIONS, NUM_TRAIN, NUM_HELD_OUT, seed)
     found = {"skyrl": skyrl_lines[NUM_HELD_OUT:], "skyrl_held_out": skyrl_lines[:NUM_HELD_OUT]}
     found |= {"reasoning": train, "reasoning_held_out": held_out}
+    draw = random.Random(seed)
     for name in ("", "_held_out"):
-        own = [_supervised(line, "#### ") for line in found[f"skyrl{name}"]]
-        found[f"warm_up{name}"] = own + [_supervised(line, "") for line in found[f"reasoning{name}"]]
+        own = [turn for line in found[f"skyrl{name}"] for turn in _supervised(line, FORM, AGAIN, draw)]
+        found[f"warm_up{name}"] = own + [
+            turn for line in found[f"reasoning{name}"] for turn in _supervised(line, "", WRONG, draw)
+        ]
     return found
 
 
-def _supervised(line: dict[str, str], before: str) -> dict[str, str]:
-    """What the chat template writes of the first turn."""
-    return {"question": f"{USER}{line['question']}{EOS}{ASSISTANT}", "answer": before + line["answer"]}
+def _supervised(line: dict[str, str], form: str, again: str, draw: random.Random) -> Iterator[dict[str, str]]:
+    """What the chat template writes of the first turn, and of the second after any answer."""
+    asked, right = f"{USER}{line['question']}{EOS}{ASSISTANT}", form + line["answer"]
+    yield {"question": asked, "answer": right}
+    other = f"{form}{draw.randrange(2 * MOST)}"
+    yield {"question": f"{asked}{other}{EOS}{USER}{again}{EOS}{ASSISTANT}", "answer": right}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,8 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
     parser.add_argument("--seed", default=0, type=int)
     given = parser.parse_args(arguments)
-    write_small_qwen3(given.to / "model", VOCABULARY, given.seed, "float32", max_position_embeddings=512)
-    build_tokenizer().save_pretrained(given.to / "model")
+    write_small_qwen3(given.to / "model", vocabulary_of(WORDS), given.seed, "float32", max_position_embeddings=512)
+    build_tokenizer(WORDS).save_pretrained(given.to / "model")
     for name, rows in lines(given.seed).items():
         (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0

@@ -75,9 +75,13 @@ class RewardProcess:
 
     def send(self, message: tuple[Any, ...]) -> None:
         """What is sent before the loop comes round goes at once."""
+        self.send_packed(pack(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """One message or several."""
         if not self._to_send:
             self.loop.call_soon(self._write)
-        self._to_send += pack(message)
+        self._to_send += data
 
     def _write(self) -> None:
         if self._socket.fileno() < 0:  # closed

@@ -68,7 +68,8 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one f
                 ids += (await model.complete(ids)).token_ids
     ids = [*task.prompt_ids, *first.token_ids, *model.encode("=7")]
     second = await model.complete(ids, max_new_tokens=2, stop=["z"])
-    return Result(len(second.token_ids) / 2, {"length": len(ids)}, {"text": second.text, "seed": task.seed})
+    info = {"text": second.text, "seed": task.seed, "parent": os.getppid()}
+    return Result(len(second.token_ids) / 2, {"length": len(ids)}, info)
 
 
 async def two_turns(task: Task, model: Any) -> float:

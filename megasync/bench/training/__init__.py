@@ -3,4 +3,5 @@
 variants.py  starts the ranks of one variant after another, and their table
 rank.py      what each rank does
 flops.py     what a step costs by the sizes of a model
+prefixes.py  what packing shared prefixes once would bring
 """

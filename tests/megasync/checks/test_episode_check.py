@@ -47,7 +47,10 @@ def test_what_cannot_play_is_refused(runnable: Path, path: str, told: str) -> No
 
 @pytest.mark.parametrize(
     "key",
-    ["max_turns=3", "timeout_seconds=5", "on_failure=zero", "processes=3", "concurrency=7", "memory_bytes=2GiB", "open_files=99"],
+    [
+        *("max_turns=3", "timeout_seconds=5", "on_failure=zero", "processes=3", "placement=cluster"),
+        *("concurrency=7", "memory_bytes=2GiB", "open_files=99"),
+    ],
 )
 def test_keys_of_episodes_need_one(runnable: Path, key: str) -> None:
     name = key.partition("=")[0]
@@ -62,6 +65,7 @@ def test_keys_of_episodes_need_one(runnable: Path, key: str) -> None:
         ("max_turns=0", "rollout.episode_max_turns"),
         ("timeout_seconds=0", "rollout.episode_timeout_seconds"),
         ("on_failure=again", "choices:  retry, zero, drop, stop"),
+        ("placement=everywhere", "choices:  local, cluster"),
         ("processes=0", "rollout.episode_processes"),
         ("concurrency=-1", "rollout.episode_concurrency"),
         ("memory_bytes=1MiB", "rollout.episode_memory_bytes"),

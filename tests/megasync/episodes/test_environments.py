@@ -12,7 +12,7 @@ import pytest
 from megasync.config.errors import ConfigError
 from megasync.episodes.environments import play
 from megasync.episodes.task import Task
-from megasync.examples import attempts, calculator, gyms, tasks
+from megasync.examples import attempts, calculator, gyms, hanoi, tasks
 from tests.support.episodes import Guess
 from tests.support.samplers import Lines, model_of
 
@@ -74,6 +74,32 @@ def test_a_question_of_reasoning_gym_has_several_attempts() -> None:
     assert json.loads(line["entry"])["answer"] == line["answer"]
     assert asyncio.run(attempts.episode(task, model("nothing", line["answer"]))) == 0.75
     assert asyncio.run(attempts.episode(task, model(line["answer"]))) == 1.0
+
+
+def test_the_tower_of_hanoi_is_played_move_by_move() -> None:
+    """Solved in as few moves as may be it is worth 1, in more less; an illegal move ends it, and so does the last turn."""
+    try:
+        files = hanoi.lines(0)
+    except ConfigError as error:
+        pytest.skip(f"reasoning-gym cannot be fetched: {error}")
+    line = next(line for line in files["train"] if json.loads(line["entry"])["metadata"]["num_pegs"] == 3)
+    task = Task(line["question"], (1,), line["answer"], {"entry": line["entry"]})
+    best, (start, target) = line["answer"].splitlines(), hanoi.begin(json.loads(line["entry"])["metadata"])
+    first, after = next(hanoi.legal(start))
+    away = next(move for move, board in hanoi.legal(after) if board == start)
+    illegal = best[0].replace("disk 1", "disk 2")  # onto the smaller one
+
+    def play_of(*moves: str) -> tuple[Any, list[str]]:
+        told = model(*moves)
+        return asyncio.run(play(hanoi.Hanoi(task), task, told)), texts(told)
+
+    result, said = play_of(*best)
+    assert (result.reward, result.metrics) == (1.0, {"solved": 1.0}) and said[-1].count(f">{target + 1}<|im_end|>") == 3
+    assert play_of(first, away, *best)[0].reward == 0.6
+    assert play_of(best[0], illegal)[0].reward == 0.0
+    assert play_of(*[first, away] * 4)[0].metrics == {"solved": 0.0}
+    assert not {line["question"] for line in files["train"]} & {line["question"] for line in files["held_out"]}
+    assert {line["answer"] for line in files["warm_up"]} >= {move for move, _ in hanoi.legal(start)}
 
 
 def test_the_calculator_says_what_a_call_is_worth() -> None:
