@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megasync.config.errors import main_errors, refuse_if
+from engine.rules import ranks_problem
+from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
@@ -39,6 +40,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wait-seconds", type=float, default=600.0, metavar="S", help="for nodes to come (default: 600)")
     help_ = "how often the run may go on after a node or a rank was lost, once the node or a spare is there (default: 0)"
     parser.add_argument("--max-restarts", type=int, default=0, metavar="K", help=help_)
+    help_ = "with how few nodes it may go on then, where nobody has come within --wait-seconds (default: as many as before)"
+    parser.add_argument("--min-nodes", type=int, default=0, metavar="M", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
     names = given.nodes.split(",")
     given.expected = () if given.nodes.isdigit() else tuple(names)
@@ -62,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         has_said = given.nproc is not None
         num_ranks = given.nproc if has_said else default_nproc(config, len(visible_devices()), given.num_nodes)
         check_nodes(config, given)
+        check_min_nodes(config, given, num_ranks)
     if why := why_done(config):
         print(f"{config.run.folder}: {why}")
         return 0
@@ -81,6 +85,21 @@ def default_nproc(config: Config, gpus: int, num_nodes: int) -> int:
     message = f"rollout.replicas = {config.rollout.replicas}: their share leaves no GPU of this node for the trainer"
     refuse_if(share >= gpus, message, GPUs=str(gpus), remedy="write --nproc P for ranks on this node, or lower rollout.replicas")
     return gpus - share
+
+
+def check_min_nodes(config: Config, given: argparse.Namespace, num_ranks: int) -> None:
+    """Whether a run of `num_ranks` on each node can go on with as few nodes."""
+    fewest = given.min_nodes
+    message = f"--min-nodes {fewest}: "
+    if not fewest:
+        return
+    remedy = f"write 1 to {given.num_nodes}"
+    refuse_if(not 0 < fewest <= given.num_nodes, f"{message}there are {given.num_nodes} nodes (--nodes)", remedy=remedy)
+    remedy = "write --max-restarts K, or leave --min-nodes out"
+    refuse_if(not given.max_restarts, f"{message}nothing goes on after a loss without --max-restarts", remedy=remedy)
+    if num_ranks and fewest < given.num_nodes and (found := ranks_problem(config.engine.parallel, fewest * num_ranks)):
+        why = f"{message}data parallelism cannot shrink to {fewest} nodes of {num_ranks} ranks: {found.message}"
+        raise ConfigError(why, remedy=f"write a --min-nodes whose ranks are a multiple of that, up to {given.num_nodes}")
 
 
 def check_nodes(config: Config, given: argparse.Namespace) -> None:

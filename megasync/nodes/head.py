@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.transport.channel import open_store
+from engine.config import ParallelConfig
+from engine.rules import ranks_problem
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.nodes.compare import differences
 from megasync.nodes.judge import judge
-from megasync.nodes.roll_call import Arrival, roll_call, room_problem, seats
+from megasync.nodes.roll_call import Arrival, fewer_seats, replica_room, roll_call, room_problem, seats
 from megasync.nodes.store import NodeStore
 from megasync.run.heartbeat import LastSeen
 
@@ -44,6 +46,13 @@ class Terms:
     limit_seconds: float  # run.hung_rank_timeout_seconds
     replicas: int  # that need GPUs of their own
     tensor_parallel: int
+    min_nodes: int = 0  # after a loss a round may have as few, 0: as many as ever
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    min_replicas: int = 1
+
+    @property
+    def may_shrink(self) -> bool:
+        return 0 < self.min_nodes < self.num_nodes
 
 
 @dataclass
@@ -120,9 +129,23 @@ class Head:
         if members is not None:
             self._announce(members)
         elif time.monotonic() - self._begun > self.terms.wait_seconds:
-            self.end(1, f"gave up after {self.terms.wait_seconds:g} s: {told}")
+            self._shrink(present, f"after {self.terms.wait_seconds:g} s: {told}")
         elif present:
             self.store.set("waiting", told)
+
+    def _shrink(self, present: Sequence[Arrival], told: str) -> None:
+        """With fewer nodes, after a loss and where data parallelism can shrink; else it is over."""
+        own, members = self.terms, None
+        if own.may_shrink and self.round.number:
+            members = fewer_seats(present, own.num_nodes, own.min_nodes, lambda ranks: not ranks_problem(own.parallel, ranks))
+            told += f"; --min-nodes {own.min_nodes}" + ("" if members else " is not met by ranks that engine.parallel divides")
+        if members is None:
+            self.end(1, f"gave up {told}")
+            return
+        number = sum(member.num_ranks for member in members)
+        hosts = ", ".join(member.host for member in members)
+        same = "the batch of a step is the same"
+        self._announce(members, f"{told}: the run goes on with {len(members)} nodes, {hosts}, and {number} trainer ranks; {same}")
 
     def _present(self, fresh_seconds: float = FRESH_SECONDS) -> list[Arrival]:
         """Those whose signs of life have come since this round began, and come still."""
@@ -151,8 +174,14 @@ class Head:
             self.store.set(f"refused/{number}", told[names[number]])
         return bool(told)
 
-    def _announce(self, members: list[Arrival]) -> None:
-        problem = room_problem(members, self.terms.replicas, self.terms.tensor_parallel)
+    def _announce(self, members: list[Arrival], said: str = "") -> None:
+        """`said`: why there are fewer than ever; then there may be fewer replicas, too."""
+        replicas, width, overrides = self.terms.replicas, self.terms.tensor_parallel, []
+        if said and any(member.num_gpus for member in members):
+            replicas = min(replicas, max(replica_room(members, width), self.terms.min_replicas))
+        if replicas < self.terms.replicas:
+            overrides, said = [f"rollout.replicas={replicas}"], f"{said}; rollout.replicas={replicas}"
+        problem = room_problem(members, replicas, width)
         if problem:
             self.end(REFUSED, problem)
             return
@@ -161,7 +190,7 @@ class Head:
         backend = "nccl" if all(member.num_gpus for member in members) else "gloo"
         numbers, trainers = [member.number for member in members], self.round.trainers
         told = {"round": self.round.number, "members": numbers, "trainers": [member.number for member in trainers]}
-        told["num_ranks"] = sum(member.num_ranks for member in trainers)
+        told |= {"num_ranks": sum(member.num_ranks for member in trainers), "said": said, "overrides": overrides}
         self.store.set("round", told | {"store": [self.address, store.port], "backend": backend})
         self.round.seen = LastSeen(numbers, self.terms.limit_seconds, time.monotonic())
         self._begun = time.monotonic()
@@ -224,8 +253,10 @@ class Head:
         if code in FINAL or left <= 0:
             self.end(code, told)
             return
+        own = self.terms
+        fewer = f", or {own.min_nodes} after {own.wait_seconds:g} s" if own.may_shrink else ""
         again = (
-            f"the run goes on from its newest checkpoint once {self.terms.num_nodes} nodes are here; restarts left: {left - 1}"
+            f"the run goes on from its newest checkpoint once {own.num_nodes} nodes are here{fewer}; restarts left: {left - 1}"
         )
         self.store.set(f"outcome/{self.round.number}", {"told": f"{told}\n{again}"})
         self._begin_round(self.round.number + 1)

@@ -52,6 +52,7 @@ class Member:
         """`run`: the arguments of the trainer; `starts_ray`: whether the run's Ray is ours to start."""
         self.store, self.arrival, self.head, self.arguments, self.config = store, arrival, head, list(run), config
         self.starts_ray = starts_ray
+        self.overrides: list[str] = []  # of the round
         self.ray: RayNode | None = None
         self.torchrun: subprocess.Popen[bytes] | None = None
         self.told_file = Path(tempfile.mkdtemp(prefix="told-")) / "cause"
@@ -101,6 +102,7 @@ class Member:
     def _take_part(self, told: Mapping[str, Any], seat: int) -> None:
         number, (host, port) = told["round"], told["store"]
         code, problem = 1, ""
+        self.say(told["said"])
         try:
             probe = self._start_wire(told, seat)
             if problem := problem_here(self.config, told["num_ranks"], free_bytes(SHARED_MEMORY)):
@@ -121,6 +123,7 @@ class Member:
         trainers, place = told["trainers"], -1
         if self.arrival.num_ranks:
             place = trainers.index(self.arrival.number)
+            self.overrides = told["overrides"]
             self.torchrun = self._start_ranks(f"{host}:{port}", place, len(trainers), len(told["members"]))
         outcome = self._until(lambda: self._outcome(number, place), says=False)
         self.end_ranks()
@@ -203,7 +206,7 @@ class Member:
     def _start_ranks(self, endpoint: str, place: int, num_nodes: int, num_hosts: int) -> subprocess.Popen[bytes]:
         self.told_file.unlink(missing_ok=True)
         nodes = ["--nnodes", str(num_nodes), ENDPOINT, endpoint, "--rdzv-conf", f"{NODE}={place}"]
-        ranks = ["--nproc-per-node", str(self.arrival.num_ranks), "-m", TRAINER, *self.arguments]
+        ranks = ["--nproc-per-node", str(self.arrival.num_ranks), "-m", TRAINER, *self.arguments, *self.overrides]
         return subprocess.Popen(
             [sys.executable, "-m", "megasync.launch.torchrun", *nodes, *ranks],
             env=os.environ | {TOLD: str(self.told_file), HOSTS: str(num_hosts)},

@@ -47,7 +47,8 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
     terms = Terms(
         num_nodes=given.num_nodes, expected=given.expected, wait_seconds=given.wait_seconds, max_restarts=given.max_restarts,
         limit_seconds=config.run.hung_rank_timeout_seconds, replicas=config.rollout.replicas if num_replica_gpus(config) else 0,
-        tensor_parallel=config.rollout.tensor_parallel,
+        tensor_parallel=config.rollout.tensor_parallel, min_nodes=given.min_nodes, parallel=config.engine.parallel,
+        min_replicas=config.rollout.min_replicas,
     )  # fmt: skip
     store = meet(given)
     if store is None:

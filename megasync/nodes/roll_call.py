@@ -6,7 +6,7 @@ seat 0 is the head's. Nodes beyond that are spares.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 HEAD_SEAT = 0
@@ -50,6 +50,15 @@ def seats(present: Sequence[Arrival], num_nodes: int) -> list[Arrival] | None:
     return [taken[seat] for seat in range(num_nodes)] if len(taken) == num_nodes and HEAD_SEAT in taken else None
 
 
+def fewer_seats(present: Sequence[Arrival], num_nodes: int, min_nodes: int, fits: Callable[[int], bool]) -> list[Arrival] | None:
+    """The largest round of fewer than `num_nodes` nodes, at least `min_nodes`, whose number of ranks `fits`; None: none does."""
+    for count in range(min(len(present), num_nodes - 1), min_nodes - 1, -1):
+        members = seats(present, count)
+        if members is not None and fits(sum(member.num_ranks for member in members)):
+            return members
+    return None
+
+
 def roll_call(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]) -> str:
     """In words: who is here, and who is not, by host name as far as it is known. `expected`: host names, or ()."""
     order = sorted(present, key=lambda arrival: (not arrival.is_head, arrival.number))
@@ -73,6 +82,11 @@ def absent(present: Sequence[Arrival], num_nodes: int, expected: Collection[str]
     return f"{missing} more" if missing else "nobody"
 
 
+def replica_room(nodes: Sequence[Arrival], tensor_parallel: int) -> int:
+    """For how many replicas there are GPUs beside the trainer's ranks."""
+    return sum(max(0, node.num_gpus - node.num_ranks) // tensor_parallel for node in nodes)
+
+
 def room_problem(nodes: Sequence[Arrival], replicas: int, tensor_parallel: int) -> str:
     """Why the head has no rank, or the replicas no room on the GPUs that the trainer's ranks leave; empty where they have.
 
@@ -87,7 +101,7 @@ def room_problem(nodes: Sequence[Arrival], replicas: int, tensor_parallel: int) 
         told = ", ".join(f"{node.host}: {node.num_ranks} ranks, {node.num_gpus} GPUs" for node in tight)
         return f"a trainer rank needs a GPU of its own: {told}; write a smaller --nproc"
     left = {node.host: node.num_gpus - node.num_ranks for node in nodes}
-    room = sum(gpus // tensor_parallel for gpus in left.values())
+    room = replica_room(nodes, tensor_parallel)
     if replicas <= room:
         return ""
     told = ", ".join(f"{host} {gpus}" for host, gpus in left.items())

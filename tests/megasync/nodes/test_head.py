@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.config import ParallelConfig
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.launch.ray_cluster import free_port
 from megasync.nodes import head as head_module
@@ -34,9 +35,9 @@ class Stage:
     def terms(self, **changes: Any) -> None:
         self.head.terms = replace(TERMS, **changes)
 
-    def arrive(self, host: str, *, num_ranks: int = 1, facts: dict[str, Any] | None = None) -> int:
+    def arrive(self, host: str, *, num_ranks: int = 1, num_gpus: int = 0, facts: dict[str, Any] | None = None) -> int:
         self.count = number = self.store.add("arrivals")
-        arrival = Arrival(number, host, f"10.0.0.{number}", None, num_ranks, 0, is_head=number == 1)
+        arrival = Arrival(number, host, f"10.0.0.{number}", None, num_ranks, num_gpus, is_head=number == 1)
         self.store.set(f"arrival/{number}", {"arrival": asdict(arrival), "facts": facts or FACTS})
         return number
 
@@ -145,6 +146,39 @@ def test_a_spare_takes_the_seat_of_a_node_that_is_gone(stage: Stage) -> None:
     stage.store.set("left/2", {})
     assert "node b is gone: its launcher ended" in stage.tick(stage.get("outcome/0"))["told"]
     stage.run(1, 1, 3)
+
+
+def test_after_the_limit_a_round_has_fewer_nodes_where_its_ranks_may_be_fewer(stage: Stage) -> None:
+    stage.terms(num_nodes=3, min_nodes=1, max_restarts=2)
+    for name in ("a", "b", "c"):
+        stage.arrive(name)
+    stage.run(0, 1, 2, 3)
+    stage.store.set("left/3", {})
+    assert "once 3 nodes are here, or 1 after 60 s" in stage.tick(stage.get("outcome/0"))["told"]
+    assert stage.tick(lambda: stage._round(1)) is None, "it waits until the limit"
+    stage.terms(num_nodes=3, min_nodes=1, max_restarts=2, wait_seconds=0.0)
+    stage.run(1, 1, 2)
+    said = stage.store.get("round")["said"]
+    assert "not here: c; --min-nodes 1: the run goes on with 2 nodes, a, b, and 2 trainer ranks" in said
+    parallel = ParallelConfig(tensor=2)
+    stage.terms(num_nodes=3, min_nodes=1, max_restarts=2, wait_seconds=0.0, parallel=parallel)
+    stage.store.set("left/2", {})
+    over = stage.tick(stage.get("over"), times=8)
+    assert over["code"] == 1 and "--min-nodes 1 is not met by ranks that engine.parallel divides" in over["told"]
+
+
+def test_fewer_nodes_may_have_fewer_replicas(stage: Stage) -> None:
+    stage.terms(num_nodes=2, min_nodes=1, replicas=4, tensor_parallel=2)
+    for name in ("a", "b"):
+        stage.arrive(name, num_gpus=6)
+    stage.run(0, 1, 2)
+    assert stage.store.get("round")["overrides"] == []
+    stage.store.set("left/2", {})
+    stage.tick(stage.get("outcome/0"))
+    stage.tick()
+    stage.terms(num_nodes=2, min_nodes=1, replicas=4, tensor_parallel=2, wait_seconds=0.0)
+    stage.run(1, 1)
+    assert stage.store.get("round")["overrides"] == ["rollout.replicas=2"]
 
 
 def test_a_silent_node_is_missed_and_waited_for(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from bridge.replicas.places import room_problem as replicas_problem
 from megasync.nodes.compare import differences
 from megasync.nodes.facts import code_digest, described, flat
 from megasync.nodes.judge import judge, slow_pairs
-from megasync.nodes.roll_call import Arrival, roll_call, room_problem, seats
+from megasync.nodes.roll_call import Arrival, fewer_seats, roll_call, room_problem, seats
 from megasync.nodes.wire import tournament
 
 
@@ -37,6 +37,16 @@ def test_each_seat_has_one_node_and_the_head_the_first(data: st.DataObject) -> N
     for seat in range(1, count):
         wishing = [each for each in present if each.wish == seat and not each.is_head]
         assert not wishing or found[seat] == wishing[0]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
+def test_fewer_nodes_are_as_many_as_fit(ranks: list[int], num_nodes: int, min_nodes: int, product: int) -> None:
+    present = [arrival(number, num_ranks=count) for number, count in enumerate(ranks, 1)]
+    found = fewer_seats(present, num_nodes, min_nodes, lambda number: number > 0 and number % product == 0)
+    sums = {count: sum(ranks[:count]) for count in range(min_nodes, min(num_nodes, len(ranks) + 1))}
+    good = [count for count, number in sums.items() if number and number % product == 0]
+    assert (found is None) == (not good)
+    assert found is None or (len(found) == max(good) and found[0].is_head)
 
 
 def test_no_round_without_the_head() -> None:
