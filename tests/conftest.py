@@ -46,7 +46,7 @@ LONGEST_FIRST = (
 VLLM_ON_CPU = {
     *("test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm", "test_stream_vllm"),
     *("test_generation_vllm", "test_faults", "test_real_model", "test_episode_runs", "test_nodes", "test_bisect"),
-    *("test_exact_runs", "test_exact_layers"),
+    *("test_exact_runs", "test_exact_layers", "test_unsteady_run", "test_sync_workers"),
 }
 
 

@@ -197,7 +197,8 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     from bridge.config import SyncConfig
     from bridge.send.publish import Publisher
     from tests.support.replicas import OpenPool
-    from tests.runs.test_sync_vllm import DictSource, differing, in_layer_order
+    from tests.runs.sync_pools import differing, in_layer_order
+    from tests.support.sources import DictSource
     from tests.support.tiny_models import write_tiny_model
 
     folders = [write_tiny_model(tmp_path / str(seed), family, tied, seed, torch.bfloat16, head_dim=64) for seed in range(3)]
