@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -46,8 +47,11 @@ LONGEST_FIRST = (
 VLLM_ON_CPU = {
     *("test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm", "test_stream_vllm"),
     *("test_generation_vllm", "test_faults", "test_real_model", "test_episode_runs", "test_nodes", "test_bisect"),
-    *("test_exact_runs", "test_exact_layers"),
+    *("test_exact_runs", "test_exact_layers", "test_unsteady_run", "test_sync_workers"),
 }
+# how long an example takes says nothing on a busy machine; a test may want fewer of them
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,7 +26,8 @@ from megasync.rewards.pool import Scored
 from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.turns import EpisodeSettings
 from tests.support.replicas import StampedPool
-from tests.runs.test_sync_vllm import DictSource, load
+from tests.runs.sync_pools import load
+from tests.support.sources import DictSource
 from tests.support.tiny_models import write_tiny_model
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 4, 3

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 from megasync.assets import write_assets
+from megasync.reporting.metric_names import metric
 from megasync.rewards.functions import RewardInput, token_count
 from tests.support.ranks import run_ranks
 from tests.megasync.rewards.reward_cases import DEEDS
@@ -105,6 +106,12 @@ def run_program(arguments: list[str]) -> tuple[int, str]:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_metrics_have_rows(lines: Sequence[Mapping[str, Any]], *, at_least: int) -> None:
+    """In the table that docs/metrics.md and the report's names are made of (megasync/reporting/metric_names.py)."""
+    keys = {key for line in lines for key in line} - {"step"}
+    assert len(keys) >= at_least and [key for key in sorted(keys) if metric(key) is None] == []
 
 
 # everything in metrics.jsonl that is no measurement of time

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,11 @@ RANGES = {key: bounds(field) for key, field in KEYS.items() if bounds(field)}
 
 def root_of(key: str) -> type[Config]:
     return BenchRoot if key.startswith("bench") else Config
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What this Python gives."""
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def write(path: Path, text: str) -> Path:

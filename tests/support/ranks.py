@@ -11,6 +11,7 @@ for some more calls; ranks on which anything failed are ended, and the next call
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -32,7 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.02
 END_SECONDS = 30.0
-MAX_CALLS = 12  # bounds what is left of former engines (bench/equivalence/groups.py)
+SAY_SECONDS = 2.0  # for a rank to write where it hangs
+MAX_CALLS = 12  # bounds what is left of former engines (megasync/bench/equivalence/measure.py)
 _running: dict[int, Ranks] = {}
 
 
@@ -98,11 +100,19 @@ class Ranks:
             while not all(path.exists() for path in results):
                 ended = any(process.exitcode is not None for process in self.processes)
                 if ended or time.monotonic() > deadline:
+                    if not ended:
+                        self._say_where()
                     said = self.output.read_bytes()[said_before:].decode(errors="replace")
                     what = "failed" if ended else f"took more than {timeout_seconds:g} s"
                     raise AssertionError(f"{target} on {len(self.processes)} ranks {what}:\n{said[-8000:]}")
                 time.sleep(POLL_SECONDS)
         return [pickle.loads(path.read_bytes()) for path in results]
+
+    def _say_where(self) -> None:
+        """Each rank's threads, to the output."""
+        for process in self.processes:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(SAY_SECONDS)
 
     def end(self) -> None:
         """The ranks leave on their own; what does not is killed."""
@@ -171,6 +181,7 @@ def serve(folder: Path, parent: int, environment: dict[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(output, stream.fileno())
+    faulthandler.register(signal.SIGUSR1, file=output)
     try:
         _take_calls(folder, parent)
     finally:

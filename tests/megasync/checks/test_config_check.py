@@ -1,23 +1,21 @@
-"""Whole runs: what the model's folder, the data, the ranks and the run's folder must be like. Real files throughout."""
+"""Whole runs: what the model's folder, the ranks and the run's folder must be like. Real files throughout.
+
+The rollouts' keys are in test_rollout_check.py, data and lengths of prompts in test_data_check.py.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bridge.vllm.serving import arguments as vllm_arguments
 from megasync.checks import check
 from megasync.checks.check import check_config
 from megasync.checks.unused import NOTED, REFUSED, unused_keys
 from megasync.config.keys import choices, kind_of
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError, main_errors
-from megasync.data.prompts import load_data
-from tests.support.config_files import KEYS, ROOT, cannot_run, refused, write, write_model, write_runnable
+from tests.support.config_files import KEYS, cannot_run, command, refused, write_model, write_runnable
 
 
 @pytest.fixture
@@ -243,240 +241,6 @@ def test_defaults_are_never_without_effect(runnable: Path) -> None:
         assert not unused_keys(saved)
 
 
-def test_transports_that_cannot_be(runnable: Path) -> None:
-    check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
-    with pytest.raises(ConfigError, match=r"sync.transport = 'rdma'[\s\S]*auto, shm, nccl, ipc"):
-        load_config(runnable, ["sync.transport=rdma"])
-    message = cannot_run(runnable, "sync.transport=ipc")
-    assert "sync.transport = ipc: trainer and replicas have GPUs of their own" in message and "sync.transport=auto" in message
-
-
-def test_placements_that_cannot_be(runnable: Path) -> None:
-    colocated = "rollout.placement=colocated"
-    good = [colocated, "sync.transport=ipc", "rollout.replicas=2", "rollout.offload_trainer=[optimizer]"]
-    check_config(load_config(runnable, good), 2)
-    for override, words in {
-        "sync.transport=nccl": "sync.transport = nccl: trainer and replicas share GPUs",
-        "rollout.max_staleness=1": "write rollout.max_staleness=0",
-        "rollout.replicas=3": "write rollout.replicas=2 or start 3 ranks",
-    }.items():
-        assert words in cannot_run(runnable, colocated, override)
-    with pytest.raises(ConfigError, match=r"rollout.offload_trainer[\s\S]*parameters, gradients, optimizer"):
-        load_config(runnable, ["rollout.offload_trainer=[weights]"])
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("max_num_batched_token=64", "no field of vLLM's EngineArgs\n  nearest: max_num_batched_tokens\n  choices: max_num_"),
-        ("max_num_seqs=4", "rollout.max_num_seqs sets it\n  remedy: write rollout.max_num_seqs instead"),
-        ("model=x", "model.path sets it"),
-        ("worker_extension_cls=a.B", "syncs set it"),
-        ("logprobs_mode=raw_logprobs", "importance ratios need the log-probs"),
-        ("pipeline_parallel_size=2", "a replica is rollout.tensor_parallel workers"),
-        ("quantization=fp8", "out of scope"),
-        ("max_num_batched_tokens=many", "int or null is expected\n  remedy: write a value of that kind"),
-        ("async_scheduling=1", "bool or null is expected"),
-        ("stream_interval=true", "int is expected"),
-        ("_api_process_count=2", "no field of vLLM's EngineArgs"),
-        ("kv_sharing_fast_prefill=true", "which sync.canary_tolerance needs\n  remedy: take "),
-    ],
-)
-def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: str) -> None:
-    message = cannot_run(runnable, f"rollout.engine_arguments.{override}")
-    assert message.startswith(f"rollout.engine_arguments.{override.partition('=')[0]} = ")
-    assert words in message and "remedy:" in message
-
-
-def test_arguments_of_vllm(runnable: Path) -> None:
-    given = {"max_num_batched_tokens": 64, "async_scheduling": None, "kv_cache_dtype": "auto", "attention_config": {}}
-    overrides = [f"rollout.engine_arguments={json.dumps(given)}"]
-    check_config(load_config(runnable, overrides), 2)
-    assert load_config(runnable, overrides).rollout.engine_arguments == given
-    check_config(load_config(runnable, ["algorithm.name=sft", "rollout.engine_arguments.model=x"]), 2)
-
-
-def test_arguments_of_vllm_where_there_is_no_vllm_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that only submits: what a key of ours sets is refused there too."""
-    monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
-    vllm_arguments.fields.cache_clear()
-    try:
-        assert vllm_arguments.refusal("max_num_batched_token", 64) is None
-        assert vllm_arguments.refusal("max_num_seqs", 64) == "rollout.max_num_seqs sets it"
-    finally:
-        vllm_arguments.fields.cache_clear()
-
-
-def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
-    overrides = [
-        "algorithm.name=sft",
-        "rollout.max_staleness=5",
-        "rollout.reward=nonsense",
-        "rollout.tensor_parallel=3",
-    ]
-    check_config(load_config(runnable, overrides), 2)
-
-
-def test_reward_names(runnable: Path) -> None:
-    message = cannot_run(runnable, "rollout.reward=exact_mach")
-    assert "rollout.reward = 'exact_mach'" in message
-    assert "nearest: exact_match" in message
-    assert "no such reward" in cannot_run(runnable, "rollout.reward=my.module:1st")
-    wrong = {"no.such:thing": "No module named 'no'", "json:Decoder": "is not in", "json:dump": "with one argument"}
-    for path, words in wrong.items():
-        message = cannot_run(runnable, f"rollout.reward={path}")
-        assert f"rollout.reward = '{path}'" in message and words in message
-    check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("rollout.reward={}", "a name, or a mapping of names to weights, is expected"),
-        ("rollout.reward=[exact_match]", "a name, or a mapping of names to weights, is expected"),
-        ("rollout.reward=null", "a name, or a mapping of names to weights, is expected"),
-        ("rollout.reward={exact_match: .nan}", "the weight of exact_match is nan, a finite number is expected"),
-        ("rollout.reward={exact_match: 1, token_count: -.inf}", "the weight of token_count is -inf, a finite number is expected"),
-        ("rollout.reward={exact_match: high}", "the weight of exact_match is 'high', a finite number is expected"),
-        ("rollout.reward={exact_match: true}", "the weight of exact_match is True, a finite number is expected"),
-        ("rollout.reward={exact_match: 0, token_count: 0.0}", "every weight is 0"),
-        ("rollout.reward_timeout_seconds=0", "out of range"),
-        ("rollout.reward_timeout_seconds=.inf", "out of range"),
-        ("rollout.reward_processes=0", "out of range"),
-        ("rollout.reward_concurrency=0", "out of range"),
-        ("rollout.reward_on_failure=skip", "stop, zero"),
-    ],
-)
-def test_reward_keys_that_cannot_be(runnable: Path, override: str, words: str) -> None:
-    message = refused(runnable, override)
-    assert message.startswith(f"{override.partition('=')[0]} = ") and words in message and "remedy:" in message
-
-
-def test_several_rewards(runnable: Path, tmp_path: Path) -> None:
-    for text in ("{exact_match: 1, math:sqrt: -0.5}", "{exact_match: 1.0, token_count: 0}"):
-        config = load_config(runnable, [f"rollout.reward={text}"])
-        check_config(config, 2)
-        save_config(config, tmp_path / "saved.yaml")
-        assert load_config(tmp_path / "saved.yaml").rollout.reward == config.rollout.reward
-    message = cannot_run(runnable, "rollout.reward={exact_match: 1, tokn_count: 1}")
-    assert message.startswith("rollout.reward = 'tokn_count': there is no such reward") and "nearest: token_count" in message
-    assert "dump cannot be called with one argument" in cannot_run(runnable, "rollout.reward={json:dump: 1}")
-    done = command("-m", "megasync.train", "--check", str(runnable), "rollout.reward={json:dmp: 1}")
-    assert done.returncode == 2 and "dmp is not in" in done.stderr and "nearest: dump" in done.stderr
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", "node:port", "http://node:8265", "node:70000", "ray://", "", "a b:1"])
-def test_malformed_ray_address(runnable: Path, address: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.ray_address = [\s\S]*local, auto, HOST:PORT, ray://HOST:PORT"):
-        load_config(runnable, [f"rollout.ray_address='{address}'"])
-
-
-def test_ray_addresses(runnable: Path) -> None:
-    for address in ("local", "auto", "node-1:6379", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"):
-        assert load_config(runnable, [f"rollout.ray_address='{address}'"]).rollout.ray_address == address
-
-
-# -------------------------------------------------------------------------------------------------------- lengths
-
-
-def write_prompts(path: Path, *lengths: int) -> Path:
-    """Prompts of so many characters, each a token of the quickstart's tokenizer."""
-    return write(path, "".join(json.dumps({"question": "1" * length, "answer": "2"}) + "\n" for length in lengths))
-
-
-def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path, tmp_path: Path) -> None:
-    train = write_prompts(tmp_path / "long.jsonl", 3, 29, 28, 40, 5, 6)
-    fits = [f"data.train={train}", f"data.eval={train}", "rollout.max_new_tokens=4", "rollout.max_model_len=32"]
-    data = load_data(load_config(runnable, fits))
-    assert [len(example.prompt) for example in data.train] == [3, 28, 5, 6] == [len(example.prompt) for example in data.held_out]
-    assert data.notes == [
-        f"{key}: 2 of 6 examples are too long and dropped: prompt and rollout.max_new_tokens = 4 together have more than "
-        "rollout.max_model_len = 32 tokens"
-        for key in ("data.train", "data.eval")
-    ]
-    message = cannot_run(runnable, *fits, "data.too_long=refuse")
-    assert message.startswith("data.train: 2 of 6 examples are too long")
-    assert "longest: line 4, 44 tokens" in message and "allowed: 32 tokens: rollout.max_model_len" in message
-    assert "left:    4, 5 are needed" in cannot_run(runnable, *fits, "data.batch_size=5")
-    longer = write_prompts(tmp_path / "longer.jsonl", 50, 60)
-    message = cannot_run(runnable, *fits, f"data.train={longer}")
-    assert message.startswith("data.train: 2 of 2 examples are too long") and "left:    0, 2 are needed" in message
-    assert "data.eval: 2 of 2 examples" in cannot_run(runnable, *fits, f"data.eval={longer}")
-
-
-@pytest.mark.parametrize("flags", [[], ["--check"]])
-def test_a_run_without_a_prompt_that_fits_ends_before_it_starts(runnable: Path, flags: list[str]) -> None:
-    done = command("-m", "megasync.train", str(runnable), "rollout.max_new_tokens=4", "rollout.max_model_len=7", *flags)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("data.train: 2 of 2 examples are too long\n  longest: line 2, 8 tokens")
-
-
-def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
-    """Positions for all, a micro-batch for what is trained on; of a supervised example the answer and the end too."""
-    train = write_prompts(tmp_path / "long.jsonl", *[10] * 4, 20, 30)
-    data = [f"data.train={train}", f"data.eval={train}", "rollout.max_new_tokens=4"]
-    numbers = {}
-    for name, more in {"grpo": [], "sft": ["algorithm.name=sft"]}.items():
-        kept = load_data(load_config(runnable, [*data, *more, "engine.tokens_per_microbatch=22"]))
-        numbers[name] = (len(kept.train), len(kept.held_out))
-    assert numbers == {"grpo": (4, 6), "sft": (5, 5)}
-    write_model(runnable.parent / "model", max_position_embeddings=32)
-    kept = load_data(load_config(runnable, data))
-    assert (len(kept.train), len(kept.held_out)) == (5, 5)
-    assert "the model's max_position_embeddings = 32" in kept.notes[0]
-    tokenizer = runnable.parent / "model" / "tokenizer_config.json"
-    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 16}))
-    kept = load_data(load_config(runnable, data))
-    assert "the tokenizer's model_max_length = 16" in kept.notes[0] and len(kept.held_out) == 4
-
-
-def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
-    data = load_data(load_config(runnable, ["algorithm.name=sft"]))
-    samples = [data.prompts.supervised(example) for example in data.train]
-    assert list(data.prompts.lengths(data.train, with_answers=True)) == [sample.num_tokens for sample in samples]
-    prompts = list(data.prompts.lengths(data.train, with_answers=False))
-    assert prompts == [len(data.prompts.prompt_ids(example)) for example in data.train]
-
-
-def test_a_model_without_a_tokenizer(runnable: Path) -> None:
-    for file in (runnable.parent / "model").glob("tokenizer*"):
-        file.unlink()
-    assert "the folder holds no tokenizer.json" in cannot_run(runnable)
-
-
-# -------------------------------------------------------------------------------------------------------- data, folder
-
-
-def test_data_errors_name_key_file_and_line(runnable: Path, tmp_path: Path) -> None:
-    broken = write(tmp_path / "broken.jsonl", '{"question": "a", "answer": "b"}\n{"question": \n')
-    assert "data.train is not set" in cannot_run(runnable, "data.train=")
-    for key in ("train", "eval"):
-        assert f"data.{key}: {broken}:2: not JSON" in cannot_run(runnable, f"data.{key}={broken}")
-        assert f"data.{key}: {tmp_path}/no.jsonl: there is no" in cannot_run(runnable, f"data.{key}={tmp_path}/no.jsonl")
-    message = cannot_run(runnable, "data.prompt_key=quesion")
-    assert "train.jsonl:1: has no key 'quesion'" in message
-    assert "keys:    question, answer" in message
-    assert "data.prompt_key=question" in message
-    assert "data.answer_key=answer" in cannot_run(runnable, "data.answer_key=answers")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["data.train=PARQUET"], "data.train: PARQUET: cut off, or not a Parquet file"),
-        (["data.eval={a: {path: TRAIN, split: test}}"], "data.eval.a: TRAIN: is one file, and data.eval.a.split = 'test' is for"),
-        (["rollout.engine_arguments.model=x"], "rollout.engine_arguments.model = 'x': model.path sets it"),
-    ],
-)
-def test_what_is_wrong_with_the_data_is_said_with_exit_code_2(runnable: Path, overrides: list[str], words: str) -> None:
-    names = {"PARQUET": str(write(runnable.parent / "a.parquet", "nonsense")), "TRAIN": str(runnable.parent / "train.jsonl")}
-    for name, path in names.items():
-        overrides, words = [each.replace(name, path) for each in overrides], words.replace(name, path)
-    done = command("-m", "megasync.train", "--check", str(runnable), *overrides)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(words) and "Traceback" not in done.stderr
-
-
 def test_run_folder_that_cannot_be_written(runnable: Path) -> None:
     message = cannot_run(runnable, f"run.dir={runnable}")  # a file
     assert "cannot be written" in message
@@ -484,13 +248,6 @@ def test_run_folder_that_cannot_be_written(runnable: Path) -> None:
     assert "cannot be written" in cannot_run(runnable, "run.dir=/proc/none")
     for name in ("''", "..", "a/b"):
         assert "run.name = " in cannot_run(runnable, f"run.name={name}")
-
-
-# -------------------------------------------------------------------------------------------------------- commands
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_check_command(runnable: Path) -> None:

@@ -1,0 +1,152 @@
+"""Rollouts of a run: placements, transports, vLLM's own arguments, rewards and Ray's address. Real files throughout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bridge.vllm.serving import arguments as vllm_arguments
+from megasync.checks.check import check_config
+from megasync.config.load import load_config, save_config
+from megasync.config.errors import ConfigError
+from tests.support.config_files import cannot_run, command, refused, write_runnable
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    return write_runnable(tmp_path)
+
+
+def test_transports_that_cannot_be(runnable: Path) -> None:
+    check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
+    with pytest.raises(ConfigError, match=r"sync.transport = 'rdma'[\s\S]*auto, shm, nccl, ipc"):
+        load_config(runnable, ["sync.transport=rdma"])
+    message = cannot_run(runnable, "sync.transport=ipc")
+    assert "sync.transport = ipc: trainer and replicas have GPUs of their own" in message and "sync.transport=auto" in message
+
+
+def test_placements_that_cannot_be(runnable: Path) -> None:
+    colocated = "rollout.placement=colocated"
+    good = [colocated, "sync.transport=ipc", "rollout.replicas=2", "rollout.offload_trainer=[optimizer]"]
+    check_config(load_config(runnable, good), 2)
+    for override, words in {
+        "sync.transport=nccl": "sync.transport = nccl: trainer and replicas share GPUs",
+        "rollout.max_staleness=1": "write rollout.max_staleness=0",
+        "rollout.replicas=3": "write rollout.replicas=2 or start 3 ranks",
+    }.items():
+        assert words in cannot_run(runnable, colocated, override)
+    with pytest.raises(ConfigError, match=r"rollout.offload_trainer[\s\S]*parameters, gradients, optimizer"):
+        load_config(runnable, ["rollout.offload_trainer=[weights]"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_num_batched_token=64", "no field of vLLM's EngineArgs\n  nearest: max_num_batched_tokens\n  choices: max_num_"),
+        ("max_num_seqs=4", "rollout.max_num_seqs sets it\n  remedy: write rollout.max_num_seqs instead"),
+        ("model=x", "model.path sets it"),
+        ("worker_extension_cls=a.B", "syncs set it"),
+        ("logprobs_mode=raw_logprobs", "importance ratios need the log-probs"),
+        ("pipeline_parallel_size=2", "a replica is rollout.tensor_parallel workers"),
+        ("quantization=fp8", "out of scope"),
+        ("max_num_batched_tokens=many", "int or null is expected\n  remedy: write a value of that kind"),
+        ("async_scheduling=1", "bool or null is expected"),
+        ("stream_interval=true", "int is expected"),
+        ("_api_process_count=2", "no field of vLLM's EngineArgs"),
+        ("kv_sharing_fast_prefill=true", "which sync.canary_tolerance needs\n  remedy: take "),
+    ],
+)
+def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = cannot_run(runnable, f"rollout.engine_arguments.{override}")
+    assert message.startswith(f"rollout.engine_arguments.{override.partition('=')[0]} = ")
+    assert words in message and "remedy:" in message
+
+
+def test_arguments_of_vllm(runnable: Path) -> None:
+    given = {"max_num_batched_tokens": 64, "async_scheduling": None, "kv_cache_dtype": "auto", "attention_config": {}}
+    overrides = [f"rollout.engine_arguments={json.dumps(given)}"]
+    check_config(load_config(runnable, overrides), 2)
+    assert load_config(runnable, overrides).rollout.engine_arguments == given
+    check_config(load_config(runnable, ["algorithm.name=sft", "rollout.engine_arguments.model=x"]), 2)
+
+
+def test_arguments_of_vllm_where_there_is_no_vllm_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that only submits: what a key of ours sets is refused there too."""
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
+    vllm_arguments.fields.cache_clear()
+    try:
+        assert vllm_arguments.refusal("max_num_batched_token", 64) is None
+        assert vllm_arguments.refusal("max_num_seqs", 64) == "rollout.max_num_seqs sets it"
+    finally:
+        vllm_arguments.fields.cache_clear()
+
+
+def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
+    overrides = [
+        "algorithm.name=sft",
+        "rollout.max_staleness=5",
+        "rollout.reward=nonsense",
+        "rollout.tensor_parallel=3",
+    ]
+    check_config(load_config(runnable, overrides), 2)
+
+
+def test_reward_names(runnable: Path) -> None:
+    message = cannot_run(runnable, "rollout.reward=exact_mach")
+    assert "rollout.reward = 'exact_mach'" in message
+    assert "nearest: exact_match" in message
+    assert "no such reward" in cannot_run(runnable, "rollout.reward=my.module:1st")
+    wrong = {"no.such:thing": "No module named 'no'", "json:Decoder": "is not in", "json:dump": "with one argument"}
+    for path, words in wrong.items():
+        message = cannot_run(runnable, f"rollout.reward={path}")
+        assert f"rollout.reward = '{path}'" in message and words in message
+    check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.reward={}", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward=[exact_match]", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward=null", "a name, or a mapping of names to weights, is expected"),
+        ("rollout.reward={exact_match: .nan}", "the weight of exact_match is nan, a finite number is expected"),
+        ("rollout.reward={exact_match: 1, token_count: -.inf}", "the weight of token_count is -inf, a finite number is expected"),
+        ("rollout.reward={exact_match: high}", "the weight of exact_match is 'high', a finite number is expected"),
+        ("rollout.reward={exact_match: true}", "the weight of exact_match is True, a finite number is expected"),
+        ("rollout.reward={exact_match: 0, token_count: 0.0}", "every weight is 0"),
+        ("rollout.reward_timeout_seconds=0", "out of range"),
+        ("rollout.reward_timeout_seconds=.inf", "out of range"),
+        ("rollout.reward_processes=0", "out of range"),
+        ("rollout.reward_concurrency=0", "out of range"),
+        ("rollout.reward_on_failure=skip", "stop, zero"),
+    ],
+)
+def test_reward_keys_that_cannot_be(runnable: Path, override: str, words: str) -> None:
+    message = refused(runnable, override)
+    assert message.startswith(f"{override.partition('=')[0]} = ") and words in message and "remedy:" in message
+
+
+def test_several_rewards(runnable: Path, tmp_path: Path) -> None:
+    for text in ("{exact_match: 1, math:sqrt: -0.5}", "{exact_match: 1.0, token_count: 0}"):
+        config = load_config(runnable, [f"rollout.reward={text}"])
+        check_config(config, 2)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml").rollout.reward == config.rollout.reward
+    message = cannot_run(runnable, "rollout.reward={exact_match: 1, tokn_count: 1}")
+    assert message.startswith("rollout.reward = 'tokn_count': there is no such reward") and "nearest: token_count" in message
+    assert "dump cannot be called with one argument" in cannot_run(runnable, "rollout.reward={json:dump: 1}")
+    done = command("-m", "megasync.train", "--check", str(runnable), "rollout.reward={json:dmp: 1}")
+    assert done.returncode == 2 and "dmp is not in" in done.stderr and "nearest: dump" in done.stderr
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "node:port", "http://node:8265", "node:70000", "ray://", "", "a b:1"])
+def test_malformed_ray_address(runnable: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.ray_address = [\s\S]*local, auto, HOST:PORT, ray://HOST:PORT"):
+        load_config(runnable, [f"rollout.ray_address='{address}'"])
+
+
+def test_ray_addresses(runnable: Path) -> None:
+    for address in ("local", "auto", "node-1:6379", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"):
+        assert load_config(runnable, [f"rollout.ray_address='{address}'"]).rollout.ray_address == address

@@ -1,0 +1,130 @@
+"""Reward processes end with the pool, its samples and the trainer, however it dies. Real processes throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from megasync.config.schema import RolloutConfig
+from megasync.rewards.failure import RewardError
+from megasync.rewards.functions import RewardInput
+from megasync.rewards.pool import RewardPool
+from tests.support.config_files import ROOT
+
+CASES = "tests.megasync.rewards.reward_cases"
+
+
+def given(*responses: str, answer: str = "46", **extra: Any) -> list[RewardInput]:
+    return [RewardInput("12+34=", response, answer, 2, 8, extra, line) for line, response in enumerate(responses, start=1)]
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Reward processes and what they have started."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            is_ours = "megasync.rewards.program" in command or command == "sleep 600"
+            found += [process.pid] if is_ours and process.status() != psutil.STATUS_ZOMBIE else []
+    return found
+
+
+def test_a_cancelled_sample_makes_room() -> None:
+    async def main() -> float:
+        with RewardPool(RolloutConfig(reward=f"{CASES}:deed", reward_processes=1, reward_timeout_seconds=1)) as pool:
+            waiting = [asyncio.ensure_future(pool.score(one)) for one in given(*["hangs"] * 20)]
+            await asyncio.sleep(0.5)
+            for task in waiting:
+                task.cancel()
+            return (await pool.score(given("good")[0])).total
+
+    assert asyncio.run(main()) == 4
+
+
+def test_close_from_another_thread_ends_what_waits() -> None:
+    caught: list[BaseException] = []
+
+    async def main(pool: RewardPool) -> None:
+        try:
+            await pool.score_group(given(*["hangs"] * 20))
+        except RewardError as error:
+            caught.append(error)
+
+    pool = RewardPool(RolloutConfig(reward=f"{CASES}:deed"))
+    thread = threading.Thread(target=lambda: asyncio.run(main(pool)))
+    thread.start()
+    until(lambda: len(children()) == 4)
+    pool.close()
+    assert children() == []
+    thread.join(10)
+    assert "have been closed" in str(caught[0])
+    pool.close()
+
+
+def test_close_ends_what_no_process_has_yet() -> None:
+    async def main() -> None:
+        with RewardPool(RolloutConfig(reward=f"{CASES}:deed")) as pool:
+            waiting = asyncio.ensure_future(pool.score(given("good")[0]))
+            await asyncio.sleep(0)
+            assert pool.serial.waiting and not pool.serial.processes
+            pool.close()
+            with pytest.raises(RewardError, match="have been closed"):
+                await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys, threading
+from megasync.config.schema import RolloutConfig
+from megasync.rewards.pool import RewardPool
+from tests.megasync.rewards.test_reward_pool import given
+async def main():
+    pool = RewardPool(RolloutConfig(reward="tests.megasync.rewards.reward_cases:deed", reward_processes=3))
+    await pool.score_group(given("good", "good", "good", *sys.argv[1:]))
+thread = threading.Thread(target=asyncio.run, args=(main(),))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started = []
+
+    def start(*deeds: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", PARENT, *deeds], cwd=ROOT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_the_trainer_however_it_dies(kind: signal.Signals, parent: Callable[..., Any]) -> None:
+    process = parent("hangs", "hangs in C", "hangs")
+    until(lambda: len(children(process.pid)) == 3)
+    time.sleep(0.5)
+    ours = children(process.pid)
+    process.send_signal(kind)
+    process.wait()
+    until(lambda: not any(map(psutil.pid_exists, ours)))
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
