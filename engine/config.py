@@ -57,7 +57,7 @@ class ModelConfig(Section):
     """Of weights and activations, whatever the folder's. float16 rounds eight times as finely as bfloat16, in a smaller range:
     its loss is scaled (arXiv:2510.26788)."""
     exact: bool = False
-    """Trainer and vLLM compute every log-prob to the same bits: slower, on CPUs, in float32."""
+    """Trainer and vLLM compute every log-prob to the same bits: slower, in bfloat16 on Hopper GPUs, in float32 on CPUs."""
 
 
 class ParallelConfig(Section):
