@@ -27,6 +27,8 @@ TESTS = [
     *("datasets>=5,<6", "hypothesis>=6.100,<7", "mypy>=2.4,<3", "ruff>=0.17,<0.18"),
     *("pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4"),
 ]
+# folders that the program reads from (megasync/config/shipped.py)
+SHIPPED = {f"megasync.shipped.{folder.replace('/', '.')}": folder for folder in ("configs", "locks", "launch/templates")}
 
 setup(
     name="megasync",
@@ -34,8 +36,9 @@ setup(
     description="Megatron-Core training engine for RL whose weights reach vLLM bucket by bucket, verified",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]),
-    package_data={"megasync.planning": ["measured.json"]},
+    packages=[*find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]), *SHIPPED],
+    package_dir=SHIPPED,
+    package_data={"megasync.planning": ["measured.json"], **{package: ["*"] for package in SHIPPED}},
     install_requires=LIGHT,
     extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, **CLIENTS, "test": TESTS},
     entry_points={

@@ -29,12 +29,12 @@ from megasync.config.errors import ConfigError, main_errors
 from megasync.config.files import lock, write_atomically
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.config.shipped import shipped
 from megasync.launch.devices import visible_devices
 from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks
 from megasync.launch.processes import run_to_end, torchrun
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-WARM_UP, RL = CONFIGS / "quickstart_sft.yaml", CONFIGS / "quickstart.yaml"
+WARM_UP, RL = shipped("configs/quickstart_sft.yaml"), shipped("configs/quickstart.yaml")
 FOR_BOTH = ("engine.", "run.seed=", "run.dir=", "run.progress=", "model.dtype=")
 FOR_RL_ALONE = ("engine.optimizer.", "engine.lora.", "engine.lora=")
 MARKER = ".megasync-quickstart"  # in folders that a quickstart made and may clear

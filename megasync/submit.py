@@ -30,6 +30,7 @@ from typing import Any
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.config.shipped import FOLDERS, PACKAGES, clone
 from megasync.launch.devices import visible_devices
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.last_words import last_words
@@ -39,9 +40,8 @@ from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
 from megasync.train import why_done
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "megasync.train:main"
-UPLOADED = ("bridge", "configs", "engine", "megasync", "tests")  # folders of the repository that travel to a cluster
+UPLOADED = (*PACKAGES, *sorted({folder.partition("/")[0] for folder in FOLDERS}), "tests")  # they travel to a cluster
 STOP_SECONDS = 20.0
 AGENT_SECONDS = 60.0
 RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
@@ -105,13 +105,14 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     }
     interpreter, config_path = sys.executable, str(path)
     if options.address:
-        if not any(path.is_relative_to(ROOT / name) for name in UPLOADED):
-            remedy = f"move it below {ROOT / 'configs'}, which travels to the cluster"
+        root = clone("megasync submit --address")
+        if not any(path.is_relative_to(root / name) for name in UPLOADED):
+            remedy = f"move it below {root / 'configs'}, which travels to the cluster"
             raise ConfigError(f"{path}: the cluster would not see this config", remedy=remedy)
-        excludes = [f"/{entry.name}" for entry in ROOT.iterdir() if entry.name not in UPLOADED]
+        excludes = [f"/{entry.name}" for entry in root.iterdir() if entry.name not in UPLOADED]
         refuse_excluded(modules, excludes)
-        runtime_env |= {"working_dir": str(ROOT), "excludes": [*excludes, "__pycache__"]}
-        interpreter, config_path = "python", str(path.relative_to(ROOT))
+        runtime_env |= {"working_dir": str(root), "excludes": [*excludes, "__pycache__"]}
+        interpreter, config_path = "python", str(path.relative_to(root))
     driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
     if options.program == TRAINER:
         own = num_replica_gpus(config)

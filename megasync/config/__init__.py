@@ -8,5 +8,6 @@ named.py        what a user names as package.module:name
 errors.py       errors that name key, value, choices and remedy
 json_schema.py  writes the JSON schema that editors use
 reference.py    writes docs/reference.md, a table of all keys
+shipped.py      files that come with the program
 files.py        files that are written whole or not at all
 """

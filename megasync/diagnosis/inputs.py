@@ -18,7 +18,6 @@ from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts, load_data, read_files
 from megasync.diagnosis.finding import Finding, error, ok, some, warning
-from megasync.examples.packages import LOCKS
 from megasync.hf.folder import check_model_config, check_weights, model_shape, read_json_object
 from megasync.rewards.resolve import resolve_rewards, weights
 
@@ -175,6 +174,4 @@ def check_reward(config: Config, has_module: Callable[[str], object] = find_spec
             return error(
                 "reward", f"{name} needs the package {PACKAGES[name]}, which is not installed", "pip install math-verify"
             )
-    if "reasoning_gym" in weights(config.rollout.reward) and not (LOCKS / "reasoning_gym.txt").is_file():
-        return error("reward", "reasoning_gym: locks/reasoning_gym.txt is not there to fetch it by", "start from a clone")
     return ok("reward", some([reward.name for reward in rewards]))

