@@ -61,6 +61,9 @@ class SyncConfig(BaseModel):
     host memory for a copy of the weights, and time at each sync."""
     log_full_every: PositiveInt = 20
     """With sync.log=deltas one version of so many is written whole; the others are made of it and of what changed since."""
+    log_keep: PositiveInt | None = None
+    """Of the log the newest so many versions stay, and what they are made of, which are up to sync.log_full_every - 1 more; null:
+    all."""
 
 
 @dataclass(frozen=True)
