@@ -61,6 +61,7 @@ def needs_of(config: Config, parameters: int, num_ranks: int, *, has_gpus: bool)
             _trainer_bytes(config, parameters, num_ranks, has_gpus=has_gpus)
             + _replica_bytes(config, parameters, has_gpus)
             + version_log.copy_bytes(config, parameters)
+            + version_log.workers_bytes(config, parameters)
         ),
         disk=_disk_bytes(config, parameters),
         parameters=parameters,

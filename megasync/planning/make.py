@@ -261,7 +261,7 @@ def _problems(
         workers = config.rollout.replicas * config.rollout.tensor_parallel if worker else 0
         total = max(stage.memory.host - stage.memory.version_log for stage in stages) * grid.num_ranks
         total += max(stage.memory.version_log for stage in stages) * grid.pipeline  # one rank of each stage has one
-        total += (worker.total if worker else 0) * workers
+        total += (worker.total if worker else 0) * workers + version_log.workers_bytes(config, _num_parameters(grid, stages))
         return (f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB",) if total > room else ()
     shares = worker is not None and config.rollout.is_colocated
     for stage in stages:

@@ -43,10 +43,8 @@ def _replica(plan: Plan) -> list[str]:
 
 
 def _version_log(plan: Plan) -> list[str]:
-    if not plan.version_log_bytes:
-        return []
     parts = {"host memory of a sender": plan.largest.memory.version_log, "disk, by the end": plan.version_log_bytes}
-    return ["the log of versions, GiB:", *_parts(parts)]
+    return ["kept of former versions, GiB:", *_parts(parts)] if any(parts.values()) else []
 
 
 def _parts(parts: dict[str, int]) -> list[str]:

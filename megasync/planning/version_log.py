@@ -1,5 +1,7 @@
 """What the log of versions (`sync.log`) takes: memory for a copy of the weights, and room on a disk. No torch in here.
 
+So does `sync.transport: delta` of memory, on both sides.
+
 Bytes of a delta are what was measured at small learning rates (docs/bisect.md); larger ones, or new optimizers, change more.
 """
 
@@ -18,8 +20,16 @@ def has_weights(config: Config) -> bool:
 
 
 def copy_bytes(config: Config, parameters: int) -> int:
-    """Of the former version, which the next one is compared with: in the host memory of the senders."""
-    return parameters * DTYPE_BYTES[config.model.dtype] if has_weights(config) else 0
+    """Of the former version, which the next one is compared with, by the log and by the transport: in host memory of senders."""
+    copies = has_weights(config) + (config.algorithm.name == "grpo" and config.sync.transport == "delta")
+    return copies * parameters * DTYPE_BYTES[config.model.dtype]
+
+
+def workers_bytes(config: Config, parameters: int) -> int:
+    """Of the copy that each vLLM worker keeps in host memory."""
+    if config.algorithm.name != "grpo" or config.sync.transport != "delta":
+        return 0
+    return config.rollout.replicas * config.rollout.tensor_parallel * parameters * DTYPE_BYTES[config.model.dtype]
 
 
 def disk_bytes(config: Config, parameters: int) -> int:
