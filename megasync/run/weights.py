@@ -76,7 +76,7 @@ class Weights:
         """Whether all ranks send, each a share: as bridge/send/connection.py does, where there are several hosts."""
         hosts = on_rank_zero(lambda: self.pool.reader_hosts() if self.pool is not None else [])
         everywhere = {*hosts, *Ranks(control_group()).gather(host_identity())}
-        return len(everywhere) > 1 and self.config.sync.lanes and transport(self.config) != "ipc"
+        return len(everywhere) > 1 and self.config.sync.lanes and transport(self.config) not in ("ipc", "delta")
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
