@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-Transport = Literal["auto", "shm", "nccl", "ipc"]
+Transport = Literal["auto", "shm", "nccl", "ipc", "delta"]
 Verify = Literal["none", "digest", "readback"]
 VersionLog = Literal["off", "digests", "deltas"]
 OnUpdate = Literal["drain", "continue", "restart"]
@@ -40,7 +40,9 @@ class SyncConfig(BaseModel):
 
     transport: Transport = "auto"
     """shm: shared memory, on one host; nccl: process groups, over NCCL between GPUs and gloo between CPUs; ipc: memory of GPUs
-    that trainer and replicas share; auto: shm on one host without CUDA, ipc with CUDA and placement colocated, else nccl."""
+    that trainer and replicas share; delta: for slow links, what changed since the last sync, compressed, by gloo between host
+    memories, where each side keeps a copy of the weights; auto: shm on one host without CUDA, ipc with CUDA and placement
+    colocated, else nccl."""
     lanes: bool = True
     """With nccl, where trainer and replicas are on several hosts: all ranks that hold weights send a share of the buckets, to one
     worker of each host, which passes them on inside; false: one rank a pipeline stage sends all to all workers."""
@@ -61,6 +63,9 @@ class SyncConfig(BaseModel):
     host memory for a copy of the weights, and time at each sync."""
     log_full_every: PositiveInt = 20
     """With sync.log=deltas one version of so many is written whole; the others are made of it and of what changed since."""
+    log_keep: PositiveInt | None = None
+    """Of the log the newest so many versions stay, and what they are made of, which are up to sync.log_full_every - 1 more; null:
+    all."""
 
 
 @dataclass(frozen=True)

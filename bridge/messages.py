@@ -233,6 +233,7 @@ class SyncReport:
     num_buckets: int
     stages: tuple[StageSpan, ...]
     loader_fallback: dict[str, str]
+    sent_bytes: int | None = None  # by transport delta: to one worker, the deltas of all stages
 
     @property
     def gb_per_second(self) -> float:

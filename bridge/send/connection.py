@@ -5,6 +5,7 @@ Leaves out the syncs themselves (publish.py).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
 from bridge.send.collectives import Ranks
 from bridge.send.sender import StageSender
+from bridge.transport.delta import DeltaWriter
 from bridge.transport.lanes import LaneWriter
 from bridge.transport.open import abort_endpoints, open_writer, own_device, resolve_transport
 from bridge.transport.protocol import Writer
@@ -34,6 +36,11 @@ class Connection:
         self.lanes_json = lanes.to_json() if lanes is not None else None
         self.num_syncs = 0
         self.loader_fallback: dict[str, str] = {}  # see SyncReport
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this rank in the last sync, where the transport sends what changed."""
+        return self.sender.writer.sent_bytes if isinstance(self.sender.writer, DeltaWriter) else 0
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at any endpoint."""
@@ -64,8 +71,10 @@ class Readers(NamedTuple):
     hosts: list[str]
 
 
-def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks, readers: Readers | None) -> Connection:
-    """Agree with all ranks, by object collectives. `readers`: on rank 0.
+def connect(
+    version: int, source: WeightSource, config: SyncConfig, ranks: Ranks, readers: Readers | None, log: Path | None = None
+) -> Connection:
+    """Agree with all ranks, by object collectives. `readers`: on rank 0; `log`: of versions, see open_writer.
 
     Raises:
         SyncError: on every rank alike.
@@ -93,7 +102,7 @@ def connect(version: int, source: WeightSource, config: SyncConfig, ranks: Ranks
             stage = stage.lane(own.buckets(stage.num_buckets))
             writer = LaneWriter(stage, own, lanes, own_device())
         elif lanes is None and ranks.rank in shared:
-            writer = open_writer(transport, stage, names, shared[ranks.rank])
+            writer = open_writer(transport, stage, names, shared[ranks.rank], log)
     except (ValueError, OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
     entries = ranks.gather((writer.endpoint if writer is not None else "", problem))

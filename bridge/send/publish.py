@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,13 @@ class Publisher:
         config: SyncConfig,
         group: dist.ProcessGroup | None = None,
         adapter: AdapterSpec | None = None,
+        log: Path | None = None,
     ) -> None:
+        """`log`: the run's log of versions, out of which transport delta brings up a replica that came late."""
         self._source, self._pool = source, pool
         self._config = config
         self._adapter = dataclasses.asdict(adapter) if adapter is not None else None
-        self._ranks = Ranks(group)
+        self._ranks, self._log = Ranks(group), log
         if (pool is not None) != (self._ranks.rank == 0):
             raise ValueError("Publisher takes the pool on rank 0 and None on the others")
         self._connection: Connection | None = None
@@ -104,6 +107,7 @@ class Publisher:
             num_buckets=connection.plan.num_buckets,
             stages=tuple(spans),
             loader_fallback=connection.loader_fallback,
+            sent_bytes=int(self._ranks.sum(torch.tensor([connection.sent_bytes]))) if self._config.transport == "delta" else None,
         )
 
     def differing(self, replica: int) -> tuple[list[str], str]:
@@ -135,7 +139,7 @@ class Publisher:
         if self._connection is None:
             self._readers: Readers | None = None
             self._phase(version, self._find_readers)
-            self._connection = connect(version, self._source, self._config, self._ranks, self._readers)
+            self._connection = connect(version, self._source, self._config, self._ranks, self._readers, self._log)
         return self._connection
 
     def _find_readers(self) -> None:

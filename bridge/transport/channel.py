@@ -98,9 +98,9 @@ class Channel:
     def forget(self, key: str) -> None:
         self._store.delete_key(key)
 
-    def ask(self, key: str, deadline: float, what: str) -> bytes:
+    def ask(self, key: str, deadline: float, what: str, check: Callable[[], None] = lambda: None) -> bytes:
         """What somebody told, once it is there. Raises TransportError as `poll` does."""
-        self.poll(lambda: self._store.check([key]), deadline, what, lambda: None)
+        self.poll(lambda: self._store.check([key]), deadline, what, check)
         return bytes(self._store.get(key))
 
     def broadcast(self, data: torch.Tensor, deadline: float, after: Any = None) -> Any:

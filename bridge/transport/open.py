@@ -6,13 +6,15 @@ The one place that knows which transports there are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 
 from bridge.config import Transport
 from bridge.layout.bucket import StagePlan
 from bridge.layout.lanes import LanePlan
-from bridge.transport import channel, ipc, shm
+from bridge.transport import channel, delta, ipc, shm
+from bridge.transport.delta import DeltaReader, DeltaWriter
 from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.lanes import LaneReader
 from bridge.transport.nccl import GroupReader, GroupWriter
@@ -35,7 +37,9 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def open_writer(transport: str, stage: StagePlan, readers: list[str], own: Sequence[int]) -> Writer:
+def open_writer(
+    transport: str, stage: StagePlan, readers: list[str], own: Sequence[int], log: Path | None = None
+) -> Writer:
     """The sending side of a stage.
 
     Args:
@@ -43,6 +47,7 @@ def open_writer(transport: str, stage: StagePlan, readers: list[str], own: Seque
         stage: what is sent.
         readers: the names of all vLLM workers.
         own: the indices of those that this writer sends to.
+        log: the run's log of versions, out of which delta brings up a reader that came late.
 
     Raises:
         ValueError: there is not enough shared memory, or there are too many readers.
@@ -52,6 +57,8 @@ def open_writer(transport: str, stage: StagePlan, readers: list[str], own: Seque
     device = own_device()
     if transport == "ipc":
         return IpcWriter(stage, readers, own, device)
+    if transport == "delta":
+        return DeltaWriter(stage, len(readers), device, log)
     return GroupWriter(stage, len(readers), device)
 
 
@@ -63,13 +70,15 @@ def open_reader(
         return LaneReader(endpoints, reader, lanes, device)
     if endpoints[0].startswith(channel.SCHEME):
         return GroupReader(endpoints, reader, num_readers, device)
+    if endpoints[0].startswith(delta.SCHEME):
+        return DeltaReader(endpoints, reader, num_readers, device)
     kind = IpcReader if endpoints[0].startswith(ipc.SCHEME) else ShmReader
     return kind(endpoints, reader, device)
 
 
 def abort_endpoints(endpoints: Collection[str], reason: str) -> None:
     """Wake up everyone who waits at other processes' writers, all at once; nothing where one is gone."""
-    groups = [endpoint for endpoint in endpoints if endpoint.startswith(channel.SCHEME)]
-    for endpoint in set(endpoints) - set(groups):
+    groups = {endpoint for endpoint in endpoints if endpoint.startswith((channel.SCHEME, delta.SCHEME))}
+    for endpoint in set(endpoints) - groups:
         abort_segment(shm.segment_path(endpoint), reason)
-    channel.abort_all(groups, reason)
+    channel.abort_all([endpoint.removeprefix(delta.SCHEME) for endpoint in groups], reason)

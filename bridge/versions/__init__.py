@@ -3,5 +3,6 @@
 delta.py    what changed in a tensor, as few bytes (pure functions)
 file.py     one stage's part of a version, whole or not there
 writer.py   the log of a stage, version after version
+prune.py    the oldest versions go
 reader.py   any version out of it, verified
 """

@@ -50,7 +50,7 @@ class VersionReader:
             VersionLogError: names the file or the version that is torn, damaged, missing or out of order.
         """
         for header in self._headers(version):
-            yield from self._of_stage(version, header.stage).items()
+            yield from self.of_stage(version, header.stage).items()
 
     def _headers(self, version: int) -> list[Header]:
         """Of all stages."""
@@ -85,7 +85,8 @@ class VersionReader:
                 raise VersionLogError(f"{path}: is out of order: it was added to version {header.parent}")
             wanted, state = header.parent, header.parent_state
 
-    def _of_stage(self, version: int, stage: int) -> dict[str, torch.Tensor]:
+    def of_stage(self, version: int, stage: int) -> dict[str, torch.Tensor]:
+        """Raises VersionLogError as `tensors` does."""
         tensors: dict[str, torch.Tensor] = {}
         for path, header in self.chain(version, stage):
             with path.open("rb") as file:

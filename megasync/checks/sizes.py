@@ -180,6 +180,8 @@ def _check_placement(config: Config, world_size: int) -> None:
         return
     message = "sync.transport = nccl: trainer and replicas share GPUs, and NCCL wants one of its own for each member"
     refuse_if(transport == "nccl", message, **lines)
+    message = "sync.transport = delta: trainer and replicas share GPUs, and no slow link is between them"
+    refuse_if(transport == "delta", message, **lines)
     message = f"rollout.max_staleness = {rollout.max_staleness}: replicas on the trainer's GPUs sleep while it trains"
     refuse_if(rollout.max_staleness, message, placement=rollout.placement, remedy="write rollout.max_staleness=0")
     workers = rollout.replicas * rollout.tensor_parallel

@@ -39,6 +39,7 @@ REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
     (("engine.recompute_modules",), "engine.recompute", ("selective",), "knows no modules"),
     (("engine.recompute_inputs",), "engine.recompute", ("full",), "keeps more than the inputs of layers"),
     (("sync.log_full_every",), "sync.log", ("deltas",), "keeps no weights"),
+    (("sync.log_keep",), "sync.log", ("deltas", "digests"), "keeps no log"),
     (("rollout.cache_on_update",), "rollout.on_update", ("continue",), "holds no samples"),
     (("rollout.offload_trainer",), "rollout.placement", ("colocated",), "leaves the trainer where it is"),
     (TEMPLATE_KEYS, "data.chat_template", (True,), "has no use for it"),

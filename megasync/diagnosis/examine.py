@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 
 from megasync.config.errors import ConfigError
-from megasync.config.files import CHECKPOINTS
+from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.schema import Config
 from megasync.diagnosis import collectives, environment, gpus, inputs, leftovers, limits, network, packages, storage
 from megasync.diagnosis.finding import Finding
@@ -134,7 +134,7 @@ def _of_machine(machine: Machine, config: Config | None, needs: Needs, given: Ma
     folder = Path() if config is None else config.run.folder
     if config is not None:
         yield from storage.check_run_folder(folder, storage.lock_holder(folder))
-    held = storage.bytes_below(folder / CHECKPOINTS)
+    held = storage.bytes_below(folder / CHECKPOINTS) + storage.bytes_below(folder / VERSIONS)
     yield from storage.check_disk(folder, storage.free_bytes(folder), held, needs)
     yield from storage.check_temporary(given.get("TMPDIR"))
     newest = storage.newest_file(Path(__file__).parent)

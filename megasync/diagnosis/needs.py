@@ -15,6 +15,7 @@ from bridge.config import Transport
 from engine.config import DTYPE_BYTES
 from megasync.config.schema import Config
 from megasync.launch.num_ranks import num_replica_gpus
+from megasync.planning import version_log
 
 SEGMENT_BUFFERS = 2  # of a sender (bridge/transport/segment.py)
 OBJECT_STORE_BYTES = 200 * 2**20  # of a Ray of the run's own (launch/ray_cluster.py)
@@ -57,7 +58,10 @@ def needs_of(config: Config, parameters: int, num_ranks: int, *, has_gpus: bool)
         shared_memory=shared,
         roomy_shared_memory=shared + (OBJECT_STORE_BYTES + SMALL_SEGMENTS_BYTES if _has_rollouts(config) else 0),
         host_memory=int(
-            _trainer_bytes(config, parameters, num_ranks, has_gpus=has_gpus) + _replica_bytes(config, parameters, has_gpus)
+            _trainer_bytes(config, parameters, num_ranks, has_gpus=has_gpus)
+            + _replica_bytes(config, parameters, has_gpus)
+            + version_log.copy_bytes(config, parameters)
+            + version_log.workers_bytes(config, parameters)
         ),
         disk=_disk_bytes(config, parameters),
         parameters=parameters,
@@ -90,14 +94,17 @@ def _state_bytes(config: Config) -> int:
 
 
 def _disk_bytes(config: Config, parameters: int) -> int:
-    """Checkpoints that are kept, one more while it is written, and the exported folder. Those of adapters are small."""
+    """Checkpoints that are kept, one more while it is written, the exported folder and the log of versions.
+
+    Checkpoints of adapters are small.
+    """
     weights = parameters * DTYPE_BYTES[config.model.dtype]
     needed, kept = weights if config.run.export_hf else 0, 0
     if every := config.checkpoint.every_steps:
         kept = min(config.checkpoint.keep + 1, max(1, -(-config.run.steps // every)))
     if config.engine.lora.rank == 0:
         needed += kept * (weights + parameters * SAVED_BYTES)
-    return needed
+    return needed + version_log.disk_bytes(config, parameters)
 
 
 def _trainer_bytes(config: Config, parameters: int, num_ranks: int, *, has_gpus: bool) -> float:

@@ -62,12 +62,12 @@ def bytes_below(folder: Path) -> int:
 
 
 def check_disk(folder: Path, free: int, held: int, needs: Needs) -> list[Finding]:
-    """`held`: bytes of checkpoints that the run's folder has already, which make room for new ones."""
+    """`held`: bytes of both that the run's folder has already, which make room for new ones."""
     if not needs.disk:
         return ok("disk", f"{gib(free)} free for {folder}")
-    seen = f"{gib(free)} free for {folder}, its checkpoints take {gib(needs.disk)}"
+    seen = f"{gib(free)} free for {folder}, its checkpoints and log of versions take {gib(needs.disk)}"
     if free + held < needs.disk:
-        remedy = "write run.dir=FOLDER on another disk, a lower checkpoint.keep, or delete former runs"
+        remedy = "write run.dir=FOLDER on another disk, a lower checkpoint.keep or sync.log_keep, or delete former runs"
         return error("disk", seen, remedy)
     return ok("disk", seen)
 

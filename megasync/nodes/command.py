@@ -110,7 +110,7 @@ def check_nodes(config: Config, given: argparse.Namespace) -> None:
     refuse_if(several and has_rollouts and rollout.is_colocated, message, remedy="write rollout.placement=separate, or --nodes 1")
     message = "sync.transport = shm: shared memory is one node's"
     remedy = "write sync.transport=auto, which is nccl on several nodes"
-    refuse_if(several and has_rollouts and config.sync.transport == "shm", message, choices="auto, nccl", remedy=remedy)
+    refuse_if(several and has_rollouts and config.sync.transport == "shm", message, choices="auto, nccl, delta", remedy=remedy)
     message = f"--max-restarts {given.max_restarts}: there is nothing that a restart could go on from"
     remedy = "write checkpoint.every_steps=NUMBER and checkpoint.resume=auto, or leave --max-restarts out"
     goes_on = keeps.every_steps > 0 and keeps.resume == "auto"

@@ -18,6 +18,7 @@ from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape, model_shape
 from megasync.planning import seconds as times
+from megasync.planning import version_log
 from megasync.planning.hardware import GIB, Hardware, seconds
 from megasync.planning.memory import RankMemory, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
@@ -68,6 +69,11 @@ class Plan:
         return self.request.num_ranks + own
 
     @property
+    def version_log_bytes(self) -> int:
+        """On the disk, by the end."""
+        return version_log.disk_bytes(self.config, self.num_parameters)
+
+    @property
     def tokens_per_day(self) -> float:
         """Of prompts and responses that are trained on."""
         return self.work.tokens / self.seconds.step * 86400
@@ -84,6 +90,7 @@ class Plan:
             "parameters": self.num_parameters,
             "trainer": [{"stage": stage.number, **_memory(stage.memory)} for stage in self.stages],
             "replica": None if self.worker is None else {"parts": self.worker.parts, "device_bytes": self.worker.total},
+            "version_log": {"host_bytes": first.version_log, "disk_bytes": self.version_log_bytes},
             "seconds": dataclasses.asdict(self.seconds),
             "tokens_per_day": self.tokens_per_day,
             "problems": list(self.problems),
@@ -171,7 +178,7 @@ def _plan(
     hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
     worker = worker_memory(config, shape, num_parameters, hardware) if is_grpo else None
     found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
-    problems = _problems(config, hardware, stages, worker, request.num_ranks)
+    problems = _problems(config, hardware, stages, worker, grid)
     return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
 
 
@@ -202,7 +209,9 @@ def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int
         is_cpu=request.hardware.is_cpu,
         offload_on_host=is_grpo and config.rollout.is_colocated,
     )
-    return Stage(number, counts, found, memory)
+    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
+    copy = version_log.copy_bytes(config, own)
+    return Stage(number, counts, found, dataclasses.replace(memory, host=memory.host + copy, version_log=copy))
 
 
 def _seconds(
@@ -244,13 +253,15 @@ def _seconds(
 
 
 def _problems(
-    config: Config, hardware: Hardware, stages: list[Stage], worker: WorkerMemory | None, num_ranks: int
+    config: Config, hardware: Hardware, stages: list[Stage], worker: WorkerMemory | None, grid: Grid
 ) -> tuple[str, ...]:
     """What does not fit, with the numbers."""
     found, room = list[str](), hardware.memory_bytes
     if hardware.is_cpu:
         workers = config.rollout.replicas * config.rollout.tensor_parallel if worker else 0
-        total = max(stage.memory.host for stage in stages) * num_ranks + (worker.total if worker else 0) * workers
+        total = max(stage.memory.host - stage.memory.version_log for stage in stages) * grid.num_ranks
+        total += max(stage.memory.version_log for stage in stages) * grid.pipeline  # one rank of each stage has one
+        total += (worker.total if worker else 0) * workers + version_log.workers_bytes(config, _num_parameters(grid, stages))
         return (f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB",) if total > room else ()
     shares = worker is not None and config.rollout.is_colocated
     for stage in stages:

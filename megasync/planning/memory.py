@@ -29,6 +29,7 @@ class RankMemory:
     step: int = 0
     outside: int = 0  # of torch's allocator: CUDA's context, NCCL
     host: int = 0
+    version_log: int = 0  # of `host`, where the rank is a sender: the copy that sync.log=deltas compares with
 
     @property
     def tensors_peak(self) -> int:

@@ -9,7 +9,7 @@ WIDTH = 24
 
 def show(plan: Plan) -> str:
     """All of it: ranks, memory by part, seconds, what binds."""
-    lines = [plan.grid.describe(), *_trainer(plan), *_replica(plan), *_seconds(plan)]
+    lines = [plan.grid.describe(), *_trainer(plan), *_replica(plan), *_version_log(plan), *_seconds(plan)]
     if plan.fits:
         return "\n".join([*lines, "fits"])
     return "\n".join([*lines, *(f"does not fit: {problem}" for problem in plan.problems)])
@@ -40,6 +40,11 @@ def _replica(plan: Plan) -> list[str]:
     number = rollout.replicas * rollout.tensor_parallel
     head = f"a vLLM worker of {number}, {rollout.placement}, GiB:"
     return [head, *_parts(plan.worker.parts), *_parts({"together": plan.worker.total})]
+
+
+def _version_log(plan: Plan) -> list[str]:
+    parts = {"host memory of a sender": plan.largest.memory.version_log, "disk, by the end": plan.version_log_bytes}
+    return ["kept of former versions, GiB:", *_parts(parts)] if any(parts.values()) else []
 
 
 def _parts(parts: dict[str, int]) -> list[str]:

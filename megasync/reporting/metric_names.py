@@ -119,6 +119,7 @@ METRICS = (
     ),
     *_of(
         "sync",
+        ("sync/sent_bytes", "Sent", BYTES, "Of the sync to each worker, by transport delta."),
         ("sync/seconds", "Sync time", SECONDS, "From the last running request to where vLLM could go on."),
         ("sync/pause_seconds", "Generation paused", SECONDS, "How long the replicas stood still for the sync."),
         ("sync/bytes", "Sync size", BYTES, "Weights that one sync sends."),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from bridge.export.exporter import Exporter
 from bridge.export.source import whole_tensors
+from bridge.versions.prune import VersionPruner
 from bridge.versions.writer import VersionWriter, Written, cut
 from megasync.config.files import VERSIONS
 from megasync.config.schema import Config
@@ -30,6 +31,7 @@ class VersionLog:
         self.folder: Path = config.run.folder / VERSIONS
         self.exporter = exporter
         self.writer: VersionWriter | None = None
+        self._pruner = VersionPruner(self.folder, config.sync.log_keep) if config.sync.log_keep is not None else None
         self._last = -1
         on_rank_zero(lambda: cut(self.folder, first_version))
         if exporter.is_sender:
@@ -41,7 +43,7 @@ class VersionLog:
         """Metrics of all stages together: the slowest's time, the sum of the bytes.
 
         Raises:
-            RuntimeError: on every rank, where a stage could not write.
+            RuntimeError: on every rank, where a stage could not write, or what is not to be kept could not be removed.
         """
         if version == self._last:  # published once more, to replicas that came later
             return {}
@@ -59,6 +61,8 @@ class VersionLog:
         if problems := [each for _, each in found if each]:
             raise RuntimeError(problems[0])
         self._last = version
+        if (pruner := self._pruner) is not None:
+            on_rank_zero(pruner.prune)
         return metrics([each for each, _ in found if each is not None])
 
 

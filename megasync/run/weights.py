@@ -29,6 +29,7 @@ from bridge.transport.open import resolve_transport
 from engine.checkpoint import hf_folder
 from engine.engine import Engine
 from engine.runtime import parallel
+from megasync.config.files import VERSIONS
 from megasync.config.schema import Config
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
@@ -75,7 +76,7 @@ class Weights:
         """Whether all ranks send, each a share: as bridge/send/connection.py does, where there are several hosts."""
         hosts = on_rank_zero(lambda: self.pool.reader_hosts() if self.pool is not None else [])
         everywhere = {*hosts, *Ranks(control_group()).gather(host_identity())}
-        return len(everywhere) > 1 and self.config.sync.lanes and transport(self.config) != "ipc"
+        return len(everywhere) > 1 and self.config.sync.lanes and transport(self.config) not in ("ipc", "delta")
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
@@ -102,6 +103,8 @@ class Weights:
             "sync/verified": float(report.verified),
             **found,
         }
+        if report.sent_bytes is not None:
+            metrics["sync/sent_bytes"] = float(report.sent_bytes)
         if self.config.engine.lora.rank and not self.sends_adapters:
             metrics["lora/merge_error"] = self._merge_error()
         self.syncs.append(metrics)
@@ -246,7 +249,8 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
     sync = config.sync.model_copy(update={"transport": "ipc"}) if is_shared else config.sync  # auto: by the hosts there are
     if isinstance(source, AdapterSource):
         return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
-    return Publisher(source, pool, sync, control_group())
+    log = (config.run.folder / VERSIONS).resolve() if config.sync.log == "deltas" else None
+    return Publisher(source, pool, sync, control_group(), log=log)
 
 
 def transport(config: Config) -> str:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from bridge.layout.digest import digest_tensor
 from bridge.versions import delta
 from bridge.versions.file import MARK, PARTIAL, VersionLogError, path_of, there
+from bridge.versions.prune import VersionPruner, first_needed
 from bridge.versions.reader import VersionReader
 from bridge.versions.writer import VersionWriter, cut
 
@@ -109,6 +110,34 @@ def test_a_log_of_digests_has_no_weights(tmp_path: Path) -> None:
     assert log.digests(1) == {name: digest_tensor(tensor) for name, tensor in weights(1).items()}
     with pytest.raises(VersionLogError, match="holds digests alone"):
         dict(log.tensors(1))
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 12))
+def test_no_version_goes_that_a_kept_one_is_made_of(kinds: list[bool], keep: int) -> None:
+    whole = [True, *kinds]  # by version; the others are made of the one before them
+    first = first_needed(range(len(whole)), keep, whole.__getitem__)
+    oldest_kept = max(0, len(whole) - keep)
+    assert whole[first] and first <= oldest_kept and not any(whole[first + 1 : oldest_kept + 1])
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_old_versions_go_and_the_others_come_back(tmp_path: Path, keeps_weights: bool) -> None:
+    write(tmp_path, range(11), stages=2, keeps_weights=keeps_weights)  # 0, 4 and 8 are whole
+    pruner = VersionPruner(tmp_path, keep=4)
+    first = 4 if keeps_weights else 7
+    assert pruner.prune() == list(range(first)) and pruner.prune() == []
+    log = VersionReader(tmp_path)
+    assert log.versions == list(range(first, 11))
+    for version in log.versions if keeps_weights else ():
+        assert equal(dict(log.tensors(version)), weights(version, 0) | weights(version, 1))
+
+
+def test_a_damaged_file_takes_no_others_with_it(tmp_path: Path) -> None:
+    write(tmp_path, range(10))
+    path_of(tmp_path, 4, 0).write_bytes(b"torn")
+    assert VersionPruner(tmp_path, keep=3).prune() == [], "version 7 would be made of the damaged one: the one before it stays"
+    assert VersionPruner(tmp_path, keep=1).prune() == list(range(8))
 
 
 @pytest.fixture

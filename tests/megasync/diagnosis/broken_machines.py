@@ -194,7 +194,7 @@ def small_shared_memory(folder: Path) -> list[Finding]:
     return storage.check_shared_memory(64 * MIB, needs(folder))
 
 
-@case("error", "its checkpoints take", "run.dir=FOLDER")
+@case("error", "its checkpoints and log of versions take", "run.dir=FOLDER")
 def full_disk(folder: Path) -> list[Finding]:
     return storage.check_disk(folder, MIB, 0, needs(folder, "checkpoint.every_steps=10", parameters=10**8))
 

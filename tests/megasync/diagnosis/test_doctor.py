@@ -101,6 +101,11 @@ def test_needs_follow_the_config(tmp_path: Path) -> None:
     assert on_cpu.shared_memory == 128 * MIB and on_gpus.shared_memory == 0 and on_gpus.replica_gpus == 1
     assert on_cpu.disk == 2 * 16 * 10**9, "of 100 steps two checkpoints: weights, main weights and two moments"
     assert on_cpu.host_memory > (4 + 4 + 8 + 4) * 10**9 > on_gpus.host_memory
+    logged = broken.config(tmp_path, "model.dtype=bfloat16", "checkpoint.every_steps=0", "sync.log=deltas", "sync.log_keep=30")
+    unlogged = logged.model_copy(update={"sync": config.sync})
+    needed, without = (needs_of(one, 10**9, 4, has_gpus=True) for one in (logged, unlogged))
+    assert needed.host_memory - without.host_memory == 2 * 10**9, "a copy of the weights"
+    assert needed.disk - without.disk == 2 * 10**9 * (3 + 47 * 0.005), "of 50 versions three whole ones"
     ddp = config.model_copy(update={"engine": config.engine.model_copy(update={"wrap": "ddp"})})
     more = needs_of(ddp, 10**9, 4, has_gpus=False).host_memory - on_cpu.host_memory
     assert more == 3 * 8 * 10**9, "weights and gradients on each of four ranks"

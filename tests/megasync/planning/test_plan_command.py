@@ -77,6 +77,12 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     assert all(word in said for word in ("weights", "KV cache", "activations", "binds", "tokens a day", "fits"))
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["predicted"]["memory/tensors_peak_bytes"] == found["trainer"][0]["tensors_peak_bytes"]
+    assert found["version_log"] == {"host_bytes": 0, "disk_bytes": 0} and "former versions" not in said
+    assert command.main([file, "sync.log=deltas", "--gpu", "h100", "--gpus", "2", "--json", str(tmp_path / "logged.json")]) == 0
+    logged, weights = json.loads((tmp_path / "logged.json").read_text()), found["parameters"] * 4
+    assert "kept of former versions, GiB:" in capsys.readouterr().out and logged["version_log"]["host_bytes"] == weights
+    more = logged["predicted"]["memory/host_bytes"] - found["predicted"]["memory/host_bytes"]
+    assert more == weights < logged["version_log"]["disk_bytes"]
     assert command.main([file, "rollout.gpu_memory_utilization=0.01", "--gpu", "h100", "--gpus", "2"]) == 1
     said = capsys.readouterr().out
     assert "KV cache holds" in said and "rollout.gpu_memory_utilization=0." in said

@@ -60,3 +60,13 @@ def test_a_stage_that_cannot_write_fails_on_every_rank(tmp_path: Path) -> None:
     arguments = {"path": str(model), "config": str(config), "overrides": LOGGED, "folder": str(tmp_path)}
     told = run_ranks(2, f"{CASES}:fail_to_log", arguments)
     assert told[0] == told[1] and told[0].startswith("sync.log: version 1 cannot be written: ")
+
+
+def test_old_versions_go_while_a_run_goes_on(tmp_path: Path) -> None:
+    model, config = write_tiny_model(tmp_path / "tiny", "qwen3", dtype=torch.bfloat16), write_runnable(tmp_path)
+    kept, layout = [*LOGGED, "sync.log_keep=2"], {"wrap": "ddp", "pipeline": 2}
+    arguments = {"path": str(model), "config": str(config), "overrides": kept, "layout": layout, "versions": 6}
+    ranks = run_ranks(2, f"{CASES}:train_and_log", arguments)
+    log = VersionReader(tmp_path / "runs" / "rl" / VERSIONS)
+    assert log.versions == [4, 5, 6], "4 is whole, 5 and 6 are made of it"
+    assert all(torch.equal(tensor, union(ranks, 6)[name]) for name, tensor in log.tensors(6))
