@@ -138,7 +138,8 @@ class RemoteProcess:
             if self._is_over:
                 return
             if (error := future.exception()) is not None:
-                self._lose(str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__)
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                self._lose(said[-1].partition(". ")[0])
             else:
                 follow(future.result())
 
