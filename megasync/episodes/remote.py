@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -198,7 +199,7 @@ class RemoteProcess:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        self._ray.kill(self._actor)
+        threading.Thread(target=self._ray.kill, args=(self._actor,), daemon=True).start()  # waits where the node says nothing
 
     def kill_with_stack(self) -> None:
         """Kill it a moment later, once it has written down where it stands."""
