@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -138,7 +139,8 @@ class RemoteProcess:
             if self._is_over:
                 return
             if (error := future.exception()) is not None:
-                self._lose(str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__)
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                self._lose(said[-1].partition(". ")[0])
             else:
                 follow(future.result())
 
@@ -197,7 +199,7 @@ class RemoteProcess:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        self._ray.kill(self._actor)
+        threading.Thread(target=self._ray.kill, args=(self._actor,), daemon=True).start()  # waits where the node says nothing
 
     def kill_with_stack(self) -> None:
         """Kill it a moment later, once it has written down where it stands."""

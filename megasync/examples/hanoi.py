@@ -22,9 +22,10 @@ from megasync.examples.chat_calculator import ASSISTANT, USER, build_tokenizer, 
 from megasync.examples.small_qwen3 import EOS, write_small_qwen3
 from megasync.examples.tasks import generate_task, score
 
-OPTIONS = {"min_disks": 2, "max_disks": 2, "min_pegs": 3, "max_pegs": 4}
-NUM_ENTRIES, NUM_HELD_OUT = 200, 4  # entries that are drawn, of 18 different ones
-NUM_GAMES, MOST_MOVES = 2000, 8  # of the warm-up's player, and of any
+OPTIONS = {"min_disks": 2, "max_disks": 2, "min_pegs": 3, "max_pegs": 3}
+NUM_ENTRIES, NUM_HELD_OUT = 100, 2  # entries that are drawn, of 6 different ones
+MOST_MOVES = 8
+NUM_GAMES, WARM_UP_MOVES = 4000, 5  # of the warm-up's player
 MOVE = re.compile(r"Move disk (\d) from Peg (\d) to Peg (\d)")
 
 Board = tuple[tuple[int, ...], ...]  # of each peg its disks, the lowest first
@@ -92,7 +93,7 @@ def warm_up(question: str, puzzle: Mapping[str, Any], draw: random.Random) -> It
     """The turns of one game as the chat template writes them, each with any legal move."""
     board, target = begin(puzzle)
     said = f"{USER}{question}{EOS}"
-    for _ in range(MOST_MOVES):
+    for _ in range(WARM_UP_MOVES):
         move, after = draw.choice(list(legal(board)))
         said += f"{USER}{shown(board, target)}{EOS}{ASSISTANT}"
         yield {"question": said, "answer": move}
