@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.config import ReplicaConfig
-from bridge.replicas.actors import ReplicaActor, ReplicaActors, TooFewReplicasError
+from bridge.replicas.actors import ReplicaActors, TooFewReplicasError
+from bridge.replicas.launched import ReplicaActor
 from bridge.replicas.answers import no_answer
 from bridge.transport.channel import open_store
 from megasync.config.load import load_config
