@@ -5,6 +5,7 @@ train.py       starts a run on this machine, or is one rank of it
 submit.py      the same program through Ray's job API
 quickstart.py  model, data, warm-up and RL in one command
 assets.py      writes a model and data to try it with
+scale.py       more or fewer replicas for a run that goes on
 export.py      a run's weights as a Hugging Face folder
 report.py      a run's report.html
 plan.py        what a run will take, before it starts

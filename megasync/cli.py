@@ -30,6 +30,7 @@ VERBS = {
     "submit": Verb("megasync.submit", "the same as a Ray job, on a cluster or on one of its own"),
     "quickstart": Verb("megasync.quickstart", "a small model, its data and RL, from nothing"),
     "assets": Verb("megasync.assets", "write a model and data to try it with"),
+    "scale": Verb("megasync.scale", "more or fewer replicas for a run that goes on"),
     "export": Verb("megasync.export", "a run's weights as a Hugging Face folder, adapters merged if wanted"),
     "report": Verb("megasync.report", "write a run's report.html"),
     "plan": Verb("megasync.plan", "memory and seconds that a run will take, before it starts"),

@@ -22,7 +22,7 @@ FORBIDDEN = {
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
     *("config.schema", "config.load", "checks.check", "config.json_schema", "bench.config"),
-    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "export", "plan", "doctor", "cli"),
+    *("launch.num_ranks", "submit", "quickstart", "train", "assets", "report", "scale", "export", "plan", "doctor", "cli"),
     *("generate", "evaluate", "bisect", "replay", "nodes.command", "launch.render"),
 ]
 COMMANDS = [
@@ -42,7 +42,7 @@ ROOMS = {
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
-        *("diagnosis", "run", "assets", "report", "export", "plan", "serving", "comparing"),
+        *("diagnosis", "run", "assets", "report", "scale", "export", "plan", "serving", "comparing"),
         *("generate", "evaluate", "bisect", "replay", "doctor"),
         *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
     ],

@@ -1,14 +1,15 @@
-"""Which nodes of a Ray the replicas are put on: GPUs that are free on each, and a placement group of theirs.
+"""Which nodes of a Ray the replicas are put on: GPUs that are free on each, and a placement group for each of theirs.
 
 The workers of one replica are on one node. Leaves out a Ray of one node, where replicas need no group.
 
-    group = reserve(num_replicas=2, tensor_parallel=4, cuda=True)      # None on one node
+    groups = reserve(replicas=[0, 1], tensor_parallel=4, cuda=True)      # {} on one node
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -20,19 +21,28 @@ SHARE_OF_CPU = 0.01  # a bundle must hold something: without GPUs a little of a 
 
 
 def free_gpus() -> dict[str, int]:
-    """By node: Ray's, without those that placement groups hold; actors of other runs may be on some."""
+    """By node; see free_resources."""
+    return free_resources("GPU")
+
+
+def free_resources(kind: str, besides: Collection[str] = ()) -> dict[str, int]:
+    """Of `kind`, GPU or CPU, by node: Ray's, without those that placement groups hold; actors of other runs may be on some.
+
+    `besides`: ids of placement groups, in hexadecimal digits, whose part counts as free.
+    """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    free = {key: node["Resources"].get("GPU", 0.0) for key, node in nodes.items()}
-    for group in placement_group_table().values():
-        for number, bundle in group["bundles"].items() if group["state"] != "REMOVED" else ():
+    free = {key: node["Resources"].get(kind, 0.0) for key, node in nodes.items()}
+    groups = [group for name, group in placement_group_table().items() if name not in besides and group["state"] != "REMOVED"]
+    for group in groups:
+        for number, bundle in group["bundles"].items():
             key = group.get("bundles_to_node_id", {}).get(number) or next(iter(free), "")
             if key in free:
-                free[key] -= bundle.get("GPU", 0.0)
+                free[key] -= bundle.get(kind, 0.0)
     return {f"{nodes[key]['NodeManagerHostname']} {key[:6]}": int(count) for key, count in free.items()}
 
 
-def room_problem(free: Mapping[str, int], num_replicas: int, tensor_parallel: int) -> str:
-    """Why replicas have no room on these free GPUs by node, empty where they have. Pure."""
+def room_problem(free: Mapping[str, int], num_replicas: int, tensor_parallel: int, kind: str = "GPU") -> str:
+    """Why replicas have no room on these free GPUs, or CPUs, by node, empty where they have. Pure."""
     room = sum(max(0, count) // tensor_parallel for count in free.values())
     if room >= num_replicas:
         return ""
@@ -40,31 +50,31 @@ def room_problem(free: Mapping[str, int], num_replicas: int, tensor_parallel: in
     needs = (
         f"rollout.replicas={num_replicas} times rollout.tensor_parallel={tensor_parallel} needs {num_replicas * tensor_parallel}"
     )
-    there = f"{needs} GPUs, Ray has {total} beside those of placement groups, such as the trainer's"
+    there = f"{needs} {kind}s, Ray has {total} beside those of placement groups, such as the trainer's"
     if total >= num_replicas * tensor_parallel:
         on_nodes = ", ".join(f"{name}: {count}" for name, count in free.items())
         there += f", but they have room for {room} replicas, since each is on one node ({on_nodes})"
     return f"{there}; lower one of them"
 
 
-def reserve(num_replicas: int, tensor_parallel: int, *, cuda: bool) -> Any:
-    """A placement group with a bundle a replica, spread over the nodes as far as there is room; None where Ray has one node.
+def reserve(replicas: Sequence[int], tensor_parallel: int, *, cuda: bool) -> dict[int, Any]:
+    """A placement group for each of these replicas, on the nodes with most room; {} where Ray has one node.
 
-    A bundle of a node that dies is placed on another one by Ray, once there is room.
+    One of a node that dies is placed on another one by Ray, once there is room.
 
     Raises:
         RuntimeError: there was no room within RESERVE_SECONDS, since others have it.
     """
     if num_nodes() == 1:
-        return None
+        return {}
     bundle = {"GPU": float(tensor_parallel)} if cuda else {"CPU": SHARE_OF_CPU}
-    group = placement_group([bundle] * num_replicas, strategy="SPREAD")
-    if not group.wait(RESERVE_SECONDS):
-        remove_placement_group(group)
-        raise RuntimeError(
-            f"Ray had no room for {num_replicas} replicas of {bundle} within {RESERVE_SECONDS:g} s: others have it"
-        )
-    return group
+    groups = {replica: placement_group([bundle], strategy="SPREAD") for replica in replicas}
+    deadline = time.monotonic() + RESERVE_SECONDS
+    if not all(group.wait(max(0.1, deadline - time.monotonic())) for group in groups.values()):
+        for group in groups.values():
+            remove_placement_group(group)
+        raise RuntimeError(f"Ray had no room for {len(groups)} replicas of {bundle} within {RESERVE_SECONDS:g} s: others have it")
+    return groups
 
 
 def num_nodes() -> int:

@@ -20,8 +20,9 @@ import ray
 
 from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.messages import BeginSync, ReplicaState, StageSpan
-from bridge.replicas.actors import ReplicaActor, ReplicaActors
+from bridge.replicas.actors import ReplicaActors
 from bridge.replicas.answers import wait_while_alive
+from bridge.replicas.launched import ReplicaActor
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from dataclasses import asdict
 from typing import Any
 
@@ -72,6 +73,9 @@ class Replica:
     async def host(self) -> str:
         """Equal to that of other processes that see the same processes."""
         return processes.host_identity()
+
+    async def host_name(self) -> str:
+        return socket.gethostname()
 
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
         """See Generator."""

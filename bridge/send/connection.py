@@ -5,13 +5,14 @@ Leaves out the syncs themselves (publish.py).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from bridge import processes
-from bridge.config import SyncConfig
+from bridge.config import SyncConfig, Transport
 from bridge.export.source import WeightSource
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.lanes import Holder, LanePlan, lane_bucket_bytes, plan_lanes
@@ -64,6 +65,13 @@ class RankRole(NamedTuple):
     host: str = ""
 
 
+class Way(NamedTuple):
+    """How buckets travel; with lanes all ranks that hold a stage may send, each a share."""
+
+    transport: Transport
+    has_lanes: bool
+
+
 class Readers(NamedTuple):
     """The vLLM workers of all replicas."""
 
@@ -90,9 +98,9 @@ def connect(
     problems = [problem for *_, problem in told if problem] + _check_stages(roles, source.num_stages)
     if problems:
         raise SyncError(version, problems)
-    transport = resolve_transport(config.transport, num_hosts=len({*reader_hosts, *(role.host for role in roles)}))
-    shared = assign_readers(roles, len(names), spread=transport == "ipc")
-    lanes = assign_lanes(roles, names, reader_hosts) if transport == "nccl" and config.lanes else None
+    way = choose_way(config, {*reader_hosts, *(role.host for role in roles)})
+    shared = assign_readers(roles, len(names), spread=way.transport == "ipc")
+    lanes = assign_lanes(roles, names, reader_hosts) if way.has_lanes else None
     manifests = [Manifest.from_json(text) for _, text in sorted((role.stage, text) for _, role, text, _ in told if text)]
     writer: Writer | None = None
     try:
@@ -102,7 +110,7 @@ def connect(
             stage = stage.lane(own.buckets(stage.num_buckets))
             writer = LaneWriter(stage, own, lanes, own_device())
         elif lanes is None and ranks.rank in shared:
-            writer = open_writer(transport, stage, names, shared[ranks.rank], log)
+            writer = open_writer(way.transport, stage, names, shared[ranks.rank], log)
     except (ValueError, OSError, RuntimeError) as error:
         problem = f"rank {ranks.rank}: {error}"
     entries = ranks.gather((writer.endpoint if writer is not None else "", problem))
@@ -131,13 +139,18 @@ def _plan_buckets(manifests: list[Manifest], bucket_bytes: int, lanes: LanePlan 
     return SyncPlan(manifest, tuple(len(each.tensors) for each in manifests), bucket_bytes)
 
 
-def assign_lanes(roles: list[RankRole], names: list[str], reader_hosts: list[str]) -> LanePlan | None:
-    """None where all ranks and readers are on one host: there one group a stage has nothing to gain from more senders.
+def choose_way(config: SyncConfig, hosts: Collection[str], *, shares_devices: bool = False) -> Way:
+    """By whether the run spans several hosts, which is decided here alone. `hosts`: of all trainer ranks and readers.
 
-    A GPU is taken to have a link to the network of its own, all processes of a host without GPUs to share one.
+    On one host there are no lanes: one group a stage has nothing to gain from more senders.
     """
-    if len({*reader_hosts, *(role.host for role in roles)}) == 1:
-        return None
+    num_hosts = len(set(hosts))
+    transport = resolve_transport(config.transport, shares_devices=shares_devices, num_hosts=num_hosts)
+    return Way(transport, has_lanes=transport == "nccl" and config.lanes and num_hosts > 1)
+
+
+def assign_lanes(roles: list[RankRole], names: list[str], reader_hosts: list[str]) -> LanePlan:
+    """A GPU is taken to have a link to the network of its own, all processes of a host without GPUs to share one."""
     holders = [Holder(rank, role.stage, role.host) for rank, role in enumerate(roles) if role.has_tensors]
     return plan_lanes(holders, reader_hosts, names, links=None if torch.cuda.is_available() else 1)
 

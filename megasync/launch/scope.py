@@ -47,16 +47,12 @@ def ray_address(config: Config) -> str:
     return os.environ.get(RAY_ADDRESS, config.rollout.ray_address)
 
 
-def num_hosts() -> int:
-    """On which ranks and replicas may be, by what the launcher has told this rank."""
-    return int(os.environ.get(HOSTS, "1"))
-
-
 def is_one_machine(config: Config) -> bool:
     """Whether all trainer ranks and replicas are on this machine, by what the launcher has told this rank."""
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"  # torchrun's
     is_local = os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost", "::1")
-    return ray_address(config) == "local" and num_hosts() == 1 and (is_one_node or is_local)
+    is_one_host = int(os.environ.get(HOSTS, "1")) == 1
+    return ray_address(config) == "local" and is_one_host and (is_one_node or is_local)
 
 
 def listen_on_loopback() -> None:

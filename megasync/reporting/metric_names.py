@@ -125,6 +125,7 @@ METRICS = (
         ("sync/bytes", "Sync size", BYTES, "Weights that one sync sends."),
         ("sync/gb_per_second", "Sync bandwidth", "GB/s", "Size over time."),
         ("sync/verified", "Verified", "0 or 1", "1 where every bucket's digest was compared and agreed."),
+        ("sync/replicas", "Replicas", "", "That were brought to the version."),
         ("sync/canary_seconds", "Canary time", SECONDS, "What scoring the canary prompt on both sides took."),
         ("sync/log_seconds", "Log time", SECONDS, "What writing the version into sync.log took."),
         ("sync/log_bytes", "Log size", BYTES, "Of the version in sync.log."),

@@ -61,7 +61,11 @@ class Dispatcher:
     @property
     def num_replicas(self) -> int:
         """That groups are handed to."""
-        return sum(lane.is_open for lane in self._lanes.values())
+        return len(self._open_lanes())
+
+    def _open_lanes(self) -> dict[int, _Lane]:
+        """Of those that take groups; who is to leave takes none any more."""
+        return {replica: lane for replica, lane in self._lanes.items() if lane.is_open and replica in self.pool.wanted}
 
     @property
     def is_busy(self) -> bool:
@@ -79,6 +83,16 @@ class Dispatcher:
                 self.start(self._collect(replica, self._lanes[replica]))
             self._lanes[replica].is_open = True
         self._feed()
+
+    def let_go(self) -> set[int]:
+        """Forget those that the pool wants no more and that have nothing to do; those that still have something."""
+        busy = set()
+        for replica in [replica for replica in self._lanes if replica not in self.pool.wanted]:
+            if self._lanes[replica].load.samples:
+                busy.add(replica)
+            else:
+                del self._lanes[replica]
+        return busy
 
     def add(self, groups: Sequence[Group]) -> None:
         """These are to be generated; what has a lower place comes first."""
@@ -101,7 +115,7 @@ class Dispatcher:
         chosen: dict[int, list[Group]] = {}
         while self._waiting:
             group = self._waiting[0]
-            loads = {replica: lane.load for replica, lane in self._lanes.items() if lane.is_open}
+            loads = {replica: lane.load for replica, lane in self._open_lanes().items()}
             held_by, num_held = group.held(self.version)
             if held_by is not None:
                 replica = choose_for_turn(loads, held_by, num_held, self.settings.slots)
@@ -191,7 +205,8 @@ class Dispatcher:
             return
         del self._lanes[replica]
         lost = [group for group in self._handed_out.values() if group.replica == replica]
-        self.note(f"replica {replica}: {reason}; {len(lost)} groups go to others, and it is started anew")
+        then = "it is started anew" if replica in self.pool.wanted else "it was to leave anyway"
+        self.note(f"replica {replica}: {reason}; {len(lost)} groups go to others, and {then}")
         self.pool.replace(replica)
         self._take_back(lost)
         self.on_change()

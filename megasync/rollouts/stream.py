@@ -81,6 +81,10 @@ class RolloutStream:
         """The pool's members serve `version` from now on."""
         self.run(self._serve(version))
 
+    def let_go(self) -> set[int]:
+        """Forget replicas that the pool wants no more and that have nothing to do; those that still have something."""
+        return self.run(self._let_go())
+
     def admit(self, step: int) -> None:
         """Let groups begin that `step`, the next to be trained, makes room for."""
         self.run(self._admit(step))
@@ -138,6 +142,9 @@ class RolloutStream:
     async def _serve(self, version: int) -> None:
         self._dispatcher.serve(version)
         self._changed.set()
+
+    async def _let_go(self) -> set[int]:
+        return self._dispatcher.let_go()
 
     async def _admit(self, step: int) -> None:
         self.step = step

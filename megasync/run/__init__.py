@@ -6,6 +6,8 @@ checkpoints.py the one that it goes on from, and those that it writes
 weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
 versions.py    the log of every version
 canary.py      scores that tell damaged weights
+scaling.py     more or fewer replicas, as somebody asks for them
+scale_request.py  how it is asked, and answered
 placement.py   who uses shared GPUs when
 clock.py       where the time goes, by phase
 ending.py      the summary, the last lines, a report in any case

@@ -40,6 +40,8 @@ from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
 from megasync.run.sameness import compare
+from megasync.run.scale_request import forget_request
+from megasync.run.scaling import Scaling
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
@@ -91,9 +93,16 @@ class Session:
             self.log.note(problem)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
 
+    def _forget_what_was_asked(self) -> None:
+        """Of the process; on rank 0."""
+        forget_stop(self.config.run.folder)
+        forget_request(self.config.run.folder)
+
     def _begin_folder(self) -> Path | None:
         """Where the results of a former run are now, from which this one does not go on. On rank 0."""
         forget_stop(self.config.run.folder)
+        if not self.checkpoints.last:
+            forget_request(self.config.run.folder)
         return None if self.checkpoints.last else set_aside(self.config.run.folder)
 
     def _write_plan(self) -> str | None:
@@ -173,6 +182,8 @@ class Session:
         if pool is not None:
             rewards = RewardPool(self.config.rollout)
             self.rollouts = Rollouts(self.config, pool, self._data, rewards, self.log, self.progress, self.first_step)
+            if not self.config.rollout.is_colocated:
+                self.weights.scaling = Scaling(self.config, pool, self.rollouts.stream.let_go, self.log.note)
 
     def publish(self, version: int, trained: dict[str, float] | None = None) -> dict[str, float]:
         """Bring the replicas to the trainer's weights; they generate with them from now on. Metrics of the sync.
@@ -302,7 +313,7 @@ class Session:
         done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
         if self.is_stopped:
             return self._stop(done)
-        on_rank_zero(lambda: forget_stop(self.config.run.folder))
+        on_rank_zero(self._forget_what_was_asked)
         if self.checkpoints.is_unsaved(done) and self.config.checkpoint.every_steps:
             self._checkpoint(done, waits=True)
         if done not in self.evaluated:

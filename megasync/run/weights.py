@@ -24,6 +24,7 @@ from bridge.processes import host_identity
 from bridge.replicas import actors as bridge_actors
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.collectives import Ranks
+from bridge.send.connection import choose_way
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
 from engine.checkpoint import hf_folder
@@ -33,11 +34,12 @@ from megasync.config.files import VERSIONS
 from megasync.config.schema import Config
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
-from megasync.launch.scope import num_hosts, ray_address
+from megasync.launch.scope import ray_address
 from megasync.reporting.log import RunLog
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
 from megasync.run.rank_zero import TooFewReplicasError, control_group, on_rank_zero
+from megasync.run.scaling import Scaling
 from megasync.run.versions import VersionLog
 
 MERGE_ERROR_NOTE = 0.5
@@ -49,10 +51,11 @@ class Weights:
 
     def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
         self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
-        self.exporter = build_exporter(engine, on_all_ranks=transport(config) == "ipc")  # of syncs
+        self.exporter = build_exporter(engine, on_all_ranks=uses_ipc(config))  # of syncs
         self.pool: ReplicaPool | None = None  # rank 0's
         self.publisher: Publisher | None = None
         self.canary: Canary | None = None
+        self.scaling: Scaling | None = None  # rank 0's
         self.version_log: VersionLog | None = None
         self.syncs: list[dict[str, float]] = []
         self.devices = DeviceSharing(config, engine, log.timeline)
@@ -66,17 +69,13 @@ class Weights:
         self.devices.give_to_replicas()
         on_rank_zero(self._start_pool)
         self.devices.pool = self.pool
-        if self._uses_lanes():
+        hosts = on_rank_zero(lambda: self.pool.reader_hosts() if self.pool is not None else [])
+        everywhere = {*hosts, *Ranks(control_group()).gather(host_identity())}
+        if choose_way(self.config.sync, everywhere, shares_devices=self.config.rollout.is_colocated).has_lanes:
             self.exporter = self._all_ranks_exporter
         source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
         self.publisher = build_publisher(source, self.pool, self.config)
         self._ends.callback(self.publisher.close)
-
-    def _uses_lanes(self) -> bool:
-        """Whether all ranks send, each a share: as bridge/send/connection.py does, where there are several hosts."""
-        hosts = on_rank_zero(lambda: self.pool.reader_hosts() if self.pool is not None else [])
-        everywhere = {*hosts, *Ranks(control_group()).gather(host_identity())}
-        return len(everywhere) > 1 and self.config.sync.lanes and transport(self.config) not in ("ipc", "delta")
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
@@ -101,6 +100,7 @@ class Weights:
             "sync/gb_per_second": report.gb_per_second,
             "sync/pause_seconds": report.pause_seconds,
             "sync/verified": float(report.verified),
+            **({"sync/replicas": float(len(self.pool.members))} if self.pool is not None else {}),
             **found,
         }
         if report.sent_bytes is not None:
@@ -120,7 +120,7 @@ class Weights:
     def _publish(self, version: int) -> SyncReport:
         assert self.publisher is not None
         for _ in range(SYNC_ATTEMPTS - 1):
-            self._let_rejoin()
+            self._let_rejoin(version)
             try:
                 return self.publisher.publish(version)
             except SyncError as error:
@@ -129,26 +129,34 @@ class Weights:
                 self.log.note(f"{error}; the sync is repeated")
                 if self.pool is not None:
                     self.pool.replace(*error.failed_replicas)
-        self._let_rejoin()
+        self._let_rejoin(version)
         return self.publisher.publish(version)
 
-    def _let_rejoin(self) -> None:
-        """Replicas that were started anew take part from now on; waits for some where there are too few."""
+    def _let_rejoin(self, version: int) -> None:
+        """Replicas that were started anew, or that were asked for, take part from now on, and those that were to leave and have
+        nothing to do take none; waits for some where there are too few.
+        """
         assert self.publisher is not None
-        is_changed, too_few = on_rank_zero(self._rejoin)
+        is_changed, too_few = on_rank_zero(lambda: self._rejoin(version))
         if too_few:
             raise TooFewReplicasError(too_few)
         if is_changed:
             self.publisher.close()  # the next sync connects to the members that there are then
 
-    def _rejoin(self) -> tuple[bool, str]:
+    def _rejoin(self, version: int) -> tuple[bool, str]:
         """On rank 0: whether the members changed, and why there are too few. Says which replicas did not start anew."""
         assert self.pool is not None
         rollout = self.config.rollout
         try:
-            return self.pool.rejoin(rollout.min_replicas, rollout.restart_timeout_seconds), ""
+            if self.scaling is not None:
+                self.scaling.look(version)
+            is_changed = self.pool.rejoin(rollout.min_replicas, rollout.restart_timeout_seconds)
+            if self.scaling is not None:
+                self.scaling.tell(version)
         except bridge_actors.TooFewReplicasError as error:
             return False, str(error)
+        else:
+            return is_changed, ""
         finally:
             for problem in self.pool.take_start_problems():
                 self.log.note(problem)
@@ -186,7 +194,7 @@ class Weights:
     def _all_ranks_exporter(self) -> Exporter:
         """That of syncs where all ranks of a stage have its tensors, or are one."""
         is_alone = self.layout.world_size == self.layout.pipeline_size
-        is_everywhere = is_alone or transport(self.config) == "ipc"
+        is_everywhere = is_alone or uses_ipc(self.config)
         return self.exporter if is_everywhere else build_exporter(self.engine, on_all_ranks=True)
 
     def close(self) -> None:
@@ -245,19 +253,17 @@ def replica_config(config: Config) -> ReplicaConfig:
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
     """Of whole weights, with adapters merged, or of the adapters alone."""
-    is_shared = transport(config) == "ipc"
-    sync = config.sync.model_copy(update={"transport": "ipc"}) if is_shared else config.sync  # auto: by the hosts there are
+    ipc = config.sync.model_copy(update={"transport": "ipc"})
+    sync = ipc if uses_ipc(config) else config.sync  # auto: by the hosts that there are
     if isinstance(source, AdapterSource):
         return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
     log = (config.run.folder / VERSIONS).resolve() if config.sync.log == "deltas" else None
     return Publisher(source, pool, sync, control_group(), log=log)
 
 
-def transport(config: Config) -> str:
-    """sync.transport, with what `auto` means for this run: shared memory is one host's."""
-    if num_hosts() > 1 and config.sync.transport == "auto" and not config.rollout.is_colocated:
-        return "nccl"
-    return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated)
+def uses_ipc(config: Config) -> bool:
+    """Whether trainer and replicas share GPUs, so that each rank sends to the worker on its own."""
+    return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated) == "ipc"
 
 
 def build_exporter(engine: Engine, *, on_all_ranks: bool = False) -> Exporter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.config import LoraConfig
 from engine.model.lora import adapted_linears
 from megasync.bench.common.rank import BenchRank
-from megasync.run.weights import build_adapter_source, build_exporter, transport
+from megasync.run.weights import build_adapter_source, build_exporter, uses_ipc
 
 
 class LoraSide:
@@ -21,7 +21,7 @@ class LoraSide:
         rank = bench.config.bench.lora_rank
         lora = LoraConfig(rank=rank, alpha=2.0 * rank)
         self.engine = bench.build_engine(bench.config.engine.model_copy(update={"lora": lora}))
-        self.merged = build_exporter(self.engine, on_all_ranks=transport(bench.config) == "ipc")
+        self.merged = build_exporter(self.engine, on_all_ranks=uses_ipc(bench.config))
         self.adapter = build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=rank)
         self.publisher = bench.publisher(self.adapter, self.pool)

@@ -47,7 +47,7 @@ from megasync.bench.config import CPU_METHODS, GPU_METHODS, METHODS, BenchRoot
 from megasync.bench.replicas.nccl import NcclBaselines
 from megasync.bench.replicas.replica import BenchPool
 from megasync.config.files import flush
-from megasync.run.weights import build_exporter, transport
+from megasync.run.weights import build_exporter, uses_ipc
 
 
 class SwappableSource:
@@ -86,7 +86,7 @@ class SyncMethods(BenchRank):
         self.manifest = Manifest.concatenate(stages[stage] for stage in sorted(stages))
         self.pool = self.start_pool()
         self.nccl = NcclBaselines(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
-        self.sync_exporter = build_exporter(self.engine, on_all_ranks=transport(config) == "ipc")
+        self.sync_exporter = build_exporter(self.engine, on_all_ranks=uses_ipc(config))
         self.swappable = SwappableSource(self.sync_exporter)
         self.whole = self.publisher(cast("WeightSource", self.swappable), self.pool)
         usual = GPU_METHODS if self.has_gpus else CPU_METHODS

@@ -245,7 +245,7 @@ def test_every_metric_that_varies_is_drawn_or_named_elsewhere() -> None:
     groups = charts([record_of([{"step": step, **dict.fromkeys(keys, float(step))} for step in range(3)])])
     drawn = {curve["key"] for group in groups for chart in group.charts for curve in chart["curves"]}
     ratios = {"ratio/mean", "ratio/first_minibatch_mean", "importance/mean"}
-    constant = {"version", "sync/bytes", "sync/verified", "memory/device_total_bytes"}
+    constant = {"version", "sync/bytes", "sync/verified", "sync/replicas", "memory/device_total_bytes"}
     of_log = {"sync/log_bytes", "sync/log_seconds", "sync/changed_fraction", "sync/sent_bytes"}
     of_resume = {"episode/resumed", "episode/anew"}
     others = {"loss/total", "train/skipped_steps", "train/response_tokens"}

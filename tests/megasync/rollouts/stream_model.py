@@ -123,10 +123,32 @@ class ModelPool:
         self.version = 0
         self.replicas = {number: ModelReplica(self) for number in range(num_replicas)}
         self.lost: set[int] = set()
+        self.wanted = set(self.replicas)
+        self.gone: set[int] = set()  # wanted no more, and let go
 
     @property
     def members(self) -> list[int]:
-        return sorted(self.replicas.keys() - self.lost)
+        return sorted(self.replicas.keys() - self.lost - self.gone)
+
+    @property
+    def leaving(self) -> set[int]:
+        """Those that are there and wanted no more."""
+        return set(self.members) - self.wanted
+
+    def scale(self, wanted: Collection[int]) -> None:
+        """These are to be there; those that were gone, or never there, come with the next `sync`."""
+        self.wanted = set(wanted)
+        for replica in self.wanted - (self.replicas.keys() - self.gone):
+            self.replicas[replica] = ModelReplica(self)
+            self.lost.add(replica)
+        self.gone -= self.wanted
+
+    def dismiss(self, replicas: Collection[int]) -> None:
+        """They end."""
+        self.gone |= set(replicas)
+        for replica in replicas:
+            assert not self.replicas[replica].running and not self.replicas[replica].waiting, "it was in the midst of a group"
+            self._die(self.replicas[replica])
 
     @property
     def starting(self) -> set[int]:
@@ -157,7 +179,9 @@ class ModelPool:
         return type("Reference", (), {"future": lambda self: asked})()
 
     def replace(self, replica: int) -> None:
-        """It is there again after a later `sync`."""
+        """It is there again after a later `sync`, if it is wanted."""
+        if replica not in self.wanted:
+            self.gone.add(replica)
         if replica not in self.lost:
             self.kill(replica)
 
@@ -179,14 +203,14 @@ class ModelPool:
         Who was there until now and is absent says what it has finished, and dies a moment later.
         """
         now = self.loop.time()
-        for replica in self.lost - set(absent):
+        for replica in self.lost - set(absent) - self.gone:
             self.replicas[replica] = ModelReplica(self, last_seconds=now)
-        for replica in set(absent) - self.lost:
+        for replica in set(absent) - self.lost - self.gone:
             chosen = self.replicas[replica]
             chosen.advance()
             chosen.lost_seconds = now
             self.loop.call_later(START_SECONDS / 2, self._die, chosen)
-        self.lost = set(absent)
+        self.lost = set(absent) - self.gone
         for replica in self.members:
             self.replicas[replica].advance()
             self.replicas[replica].is_open = True

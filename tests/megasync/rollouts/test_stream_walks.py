@@ -116,12 +116,23 @@ class Walk:
         if self.source.random() < 0.2:  # it breaks off at one of them, and works the next time
             self.source.choice(list(pool.replicas.values())).is_open = False
             await asyncio.sleep(0.3)
-        absent = {replica for replica in pool.replicas if self.source.random() < (0.5 if replica in pool.lost else 0.1)}
-        while len(pool.replicas) - len(absent | pool.starting) < stream.settings.min_replicas:
+        await self._scale(stream, pool)
+        there = sorted(pool.replicas.keys() - pool.gone)
+        absent = {replica for replica in there if self.source.random() < (0.5 if replica in pool.lost else 0.1)}
+        while len(pool.wanted - absent - pool.starting) < stream.settings.min_replicas:
             absent = set()
             await asyncio.sleep(START_SECONDS)  # they are waited for
         pool.sync(version, absent | pool.starting)
         await stream._serve(version)
+
+    async def _scale(self, stream: RolloutStream, pool: ModelPool) -> None:
+        """Now and then there are to be others, or more or fewer; who is to leave goes once it has nothing to do."""
+        if self.source.random() < 0.2:
+            count = self.source.randint(stream.settings.min_replicas, stream.settings.min_replicas + 2)
+            pool.scale(self.source.sample(range(count + 1), count))
+        busy = await stream._let_go()
+        assert busy <= pool.leaving | pool.lost
+        pool.dismiss(pool.leaving - busy)
 
     def _disturb(self, pool: ModelPool) -> None:
         if self.source.random() < 0.3:

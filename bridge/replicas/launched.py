@@ -1,0 +1,134 @@
+"""Actors of replicas are launched, all at once, and ended with all of their processes.
+
+Leaves out which replicas there are to be, and who is asked (actors.py), and which node one is on (places.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from bridge import processes
+from bridge.config import ReplicaConfig
+from bridge.replicas import places
+from bridge.replicas.answers import gather
+from bridge.replicas.replica import Replica
+from bridge.vllm.serving import api
+
+CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
+UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
+
+
+@dataclass
+class ReplicaActor:
+    """One actor, from its launch until it is killed."""
+
+    handle: Any
+    pid: int = 0  # once it has started
+    shared_memory: set[str] = field(default_factory=set)  # vLLM's, for when it is killed
+    family: set[int] = field(default_factory=set)  # ids of its processes
+    num_sent: int = 0  # calls to generate
+    is_here: bool = False  # on this host, so that what its processes leave is ours to remove
+    host: str = ""  # its name
+    manifest_digest: str = ""  # of the manifest that its workers hold
+
+
+class ActorLauncher:
+    """Launches actors, each an AsyncLLM of `tensor_parallel` workers, and ends them; several threads may."""
+
+    replica_class: type[Replica] = Replica
+    gather = staticmethod(gather)
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self.config = config
+        self._starting: dict[int, ReplicaActor] = {}
+        self._is_closed = False
+        self._groups: dict[int, Any] = {}  # the placement group of each replica, on several nodes
+
+    def _release(self, *replicas: int) -> None:
+        """Their places are others'."""
+        for replica in replicas:
+            if (group := self._groups.pop(replica, None)) is not None:
+                remove_placement_group(group)
+
+    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
+        """Started actors by number; where one does not start, none is left."""
+        cuda = torch.cuda.is_available()
+        if not self.config.devices and (new := [replica for replica in replicas if replica not in self._groups]):
+            self._groups |= places.reserve(new, self.config.tensor_parallel, cuda=cuda)
+        actor_class: Any = ray.remote(self.replica_class)
+        actors = {}
+        for replica in replicas:
+            options = placement_options(self.config, replica, cuda=cuda) | {"num_cpus": 0, "max_concurrency": 1000}
+            if replica in self._groups:
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._groups[replica], 0)
+            handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
+            actors[replica] = self._starting[replica] = ReplicaActor(handle)
+        try:
+            pids = self._wait_for_start([actor.handle.start.remote() for actor in actors.values()])
+            hosts = self.gather([actor.handle.host.remote() for actor in actors.values()])
+            names = self.gather([actor.handle.host_name.remote() for actor in actors.values()])
+            for actor, pid, host, name in zip(actors.values(), pids, hosts, names, strict=True):
+                actor.pid, actor.is_here, actor.host = pid, host == processes.host_identity(), name
+                if actor.is_here:
+                    actor.shared_memory = processes.shared_memory_below(pid)
+                    actor.family = {pid, *(child.pid for child in processes.descendants(pid))}
+        except BaseException:
+            self._end(list(actors.values()))
+            raise
+        finally:
+            for replica in replicas:
+                self._starting.pop(replica, None)
+        return actors
+
+    def _wait_for_start(self, refs: list[Any]) -> list[int]:
+        """The actors' process ids. The first error ends the wait for the others."""
+        deadline = time.monotonic() + self.config.start_timeout_seconds
+        waiting = refs
+        while waiting and time.monotonic() < deadline and not self._is_closed:
+            finished, waiting = ray.wait(waiting, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+            self.gather(finished)
+        if waiting:
+            raise RuntimeError(
+                f"{len(waiting)} of {len(refs)} replicas did not start within {self.config.start_timeout_seconds:g} "
+                "seconds (rollout.start_timeout_seconds)"
+            )
+        return self.gather(refs)
+
+    def _end(self, actors: list[ReplicaActor], seconds: float = CLOSE_SECONDS) -> None:
+        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (api.py)."""
+        if not actors:
+            return
+        seconds = seconds if all(actor.pid for actor in actors) else UNSTARTED_CLOSE_SECONDS
+        ray.wait([actor.handle.close.remote() for actor in actors], num_returns=len(actors), timeout=seconds)
+        for actor in actors:
+            ray.kill(actor.handle)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while any(psutil.pid_exists(actor.pid) for actor in actors if actor.is_here) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for actor in (each for each in actors if each.is_here):
+            # left when Ray killed the processes before they could remove it
+            for path in actor.shared_memory | processes.cuda_memory(actor.family):
+                Path(path).unlink(missing_ok=True)
+            processes.remove_sockets(actor.pid)
+
+
+def placement_options(config: ReplicaConfig, replica: int, *, cuda: bool) -> dict[str, Any]:
+    """Ray's options for a replica's actor: on this node and the GPUs that `config.devices` names, or on GPUs of its own."""
+    variables = api.environment(cuda=cuda)
+    if not config.devices:
+        return {"num_gpus": config.tensor_parallel if cuda else 0, "runtime_env": {"env_vars": variables}}
+    return {
+        "num_gpus": 0,
+        "runtime_env": {"env_vars": variables | {"CUDA_VISIBLE_DEVICES": config.devices[replica]}},
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }

@@ -1,0 +1,123 @@
+"""More or fewer replicas for a run that goes on, as somebody asks for them: rank 0's side, between two syncs.
+
+New replicas start in the background, as one that was lost does, and take part in the first sync after that, which brings them the
+weights. One that is to leave gets no more groups; it takes part in syncs until those that it works on have ended, and is then
+ended. Leaves out how it is asked (scale_request.py) and the actors (bridge/replicas/actors.py). No torch in here.
+
+    scaling = Scaling(config, pool, stream.let_go, log.note)
+    scaling.look(version)       # before the members of the next sync are settled
+    scaling.tell(version)       # after that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from bridge.messages import name_replicas
+from megasync.run.scale_request import Answer, Request, answer, read_answer, read_request
+
+if TYPE_CHECKING:
+    from bridge.replicas.pool import ReplicaPool
+    from megasync.config.schema import Config
+
+DONE, FAILED, REFUSED = 0, 1, 2
+
+
+def asked_number(request: Request, wanted: set[int], hosts: Mapping[int, str]) -> tuple[int, list[int]]:
+    """How many replicas there are to be, and which shall not be among them. Pure.
+
+    `wanted`: those that there are to be now; `hosts`: the host name of each that is there, which may have a domain.
+    """
+    if not request.without:
+        return request.replicas, []
+    short = request.without.partition(".")[0]
+    there = sorted(replica for replica, host in hosts.items() if host.partition(".")[0] == short)
+    return len(wanted.difference(there)), there
+
+
+def refusal(request: Request, number: int, there: list[int], min_replicas: int) -> str:
+    """Why there cannot be so many; empty where room is all that is asked for. `there`: those on the host `without`. Pure."""
+    if request.without and not there:
+        return f"no replica is on {request.without}"
+    if number < min_replicas:
+        left = f"{number} replicas would be left" if request.without else f"{number} replicas"
+        return f"{left}, rollout.min_replicas = {min_replicas} are needed"
+    return ""
+
+
+class Scaling:
+    """Of one run; methods are called on rank 0, on the trainer's thread."""
+
+    def __init__(self, config: Config, pool: ReplicaPool, let_go: Callable[[], set[int]], note: Callable[[str], None]) -> None:
+        """`let_go`: forgets replicas that are wanted no more and have nothing to do; it gives those that still have something."""
+        self.folder, self.min_replicas, self.configured = config.run.folder, config.rollout.min_replicas, config.rollout.replicas
+        self.pool, self.let_go, self.note = pool, let_go, note
+        former = read_answer(self.folder)
+        self._answer = Answer("")
+        self._refused = former.key if former is not None and former.code == REFUSED else ""
+        self._is_first = True
+        self._members: set[int] = set(pool.members)
+        self._unreadable = ""
+
+    def look(self, version: int) -> None:
+        """Take what is asked for, and let go who has nothing to do any more."""
+        request = self._read()
+        if request is not None and request.key not in (self._answer.key, self._refused):
+            self._take(request, version)
+        self._is_first = False
+        if self.pool.leaving:
+            self.pool.dismiss(*(self.pool.leaving - self.let_go()))
+
+    def _read(self) -> Request | None:
+        try:
+            return read_request(self.folder)
+        except ValueError as error:
+            if str(error) != self._unreadable:
+                self._unreadable = str(error)
+                self.note(str(error))
+            return None
+
+    def _take(self, request: Request, version: int) -> None:
+        """At the first look the request is that of a process which this one goes on from: it holds for as long as the config has
+        the same number, and what was said of a host is over.
+        """
+        self._answer = Answer(request.key)
+        former = read_answer(self.folder)
+        is_known = self._is_first and former is not None and former.key == request.key
+        if is_known and (request.without or request.configured != self.configured):
+            return
+        number, without = asked_number(request, self.pool.wanted, self.pool.hosts())
+        problem = refusal(request, number, without, self.min_replicas)
+        if not problem and number > len(self.pool.wanted):
+            problem = self.pool.room_problem(number)
+        if problem:
+            self._say(f"refused at version {version}: {problem}", REFUSED)
+            return
+        before = set(self.pool.members)
+        self.pool.scale(number, without)
+        new, leaving = sorted(self.pool.wanted - before), sorted(before - self.pool.wanted)
+        told = [f"{name_replicas(new)} to start"] if new else []
+        told += [f"{name_replicas(leaving)} to leave"] if leaving else []
+        self._say(f"taken at version {version}: {number} replicas; {', '.join(told) or 'they are there'}")
+
+    def tell(self, version: int) -> None:
+        """Who has come and gone with the sync that brings `version`, and whether all of it is done."""
+        members = set(self.pool.members)
+        came, went, self._members = sorted(members - self._members), sorted(self._members - members), members
+        if not self._answer.key or self._answer.code is not None:
+            return
+        for replicas, words in ((came, f"in the sync from version {version} on"), (went, f"ended before version {version}")):
+            if replicas:
+                self._say(f"{name_replicas(replicas)} {words}; {len(members)} replicas")
+        given_up = self.pool.given_up
+        if members == self.pool.wanted:
+            self._say(f"done: {len(members)} replicas", DONE)
+        elif given_up and members == self.pool.wanted - given_up.keys():
+            told = "; ".join(f"replica {replica} did not start: {text}" for replica, text in given_up.items())
+            self._say(f"{told}; the run goes on with {len(members)} replicas", FAILED)
+
+    def _say(self, line: str, code: int | None = None) -> None:
+        self._answer = Answer(self._answer.key, (*self._answer.lines, line), code)
+        answer(self.folder, self._answer)
+        self.note(f"scale: {line}")

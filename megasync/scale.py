@@ -1,0 +1,115 @@
+"""More or fewer replicas for a run that goes on: asks, and says what the run answers until it is done.
+
+The run takes the request at its next sync. New replicas start beside it and take part in the first sync after that; those that
+are to leave get no more groups, and end once what they work on has. Leaves out what the trainer does (run/scaling.py).
+
+    megasync scale runs/rl --replicas 4
+    megasync scale runs/rl --without node3      # before that node goes: those on it leave, and none comes in their place
+
+Exit codes: 0 done, or asked with --no-wait; 1 replicas did not start, or the run ended before; 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.diagnosis.storage import lock_holder
+from megasync.reporting.log import CONFIG_FILE
+from megasync.run.scale_request import Request, ask, read_answer
+
+POLL_SECONDS = 0.3
+LONG_SECONDS = 15.0  # without an answer
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megasync scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run that goes on")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--replicas", type=int, metavar="N", help="how many there are to be in all")
+    what.add_argument("--without", default="", metavar="HOST", help="those on this host are to leave")
+    parser.add_argument("--no-wait", action="store_true", help="leave once it is asked")
+    return parser.parse_args(list(arguments))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    given = parse(arguments)
+    with main_errors():
+        config = run_config(given.run_folder)
+        check(config, given)
+        request = Request(secrets.token_hex(8), given.replicas or 0, given.without, config.rollout.replicas)
+        ask(given.run_folder, request)
+    if given.no_wait:
+        print("asked; the run takes it at its next sync")
+        return 0
+    return wait(given.run_folder, request)
+
+
+def run_config(run_folder: Path) -> Config:
+    """Of a run that goes on.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not (run_folder / CONFIG_FILE).is_file():
+        siblings = sorted(path.parent.name for path in run_folder.parent.glob(f"*/{CONFIG_FILE}"))
+        near = nearest_name(run_folder.name, siblings)
+        there, nearest = ", ".join(siblings[:12]), str(run_folder.parent / near) if near else ""
+        remedy = "name a run's folder, which is run.dir/run.name of its config"
+        raise ConfigError(f"{run_folder}: there is no such run folder", nearest=nearest, there=there, remedy=remedy)
+    config = load_config(run_folder / CONFIG_FILE)
+    remedy = f"write rollout.replicas=NUMBER (now {config.rollout.replicas}) when you start it"
+    refuse_if(lock_holder(run_folder) is None, f"{run_folder}: no run goes on in this folder", remedy=remedy)
+    return config
+
+
+def check(config: Config, given: argparse.Namespace) -> None:
+    """What the run would refuse in any case.
+
+    Raises:
+        ConfigError: it does.
+    """
+    message = f"{given.run_folder}: algorithm.name = {config.algorithm.name} has no replicas"
+    refuse_if(config.algorithm.name != "grpo", message, remedy="name the folder of a run with rollouts")
+    remedy = "start the run with rollout.placement=separate"
+    message = "rollout.placement = colocated: replicas share the GPUs of the trainer's ranks, and are as many as at the start"
+    refuse_if(config.rollout.is_colocated, message, remedy=remedy)
+    least = config.rollout.min_replicas
+    message = f"--replicas {given.replicas}: fewer than rollout.min_replicas = {least}, without which the run stops"
+    remedy = f"write --replicas {least} or more; touch {given.run_folder}/stop ends the run with a checkpoint"
+    refuse_if(given.replicas is not None and given.replicas < least, message, remedy=remedy)
+
+
+def wait(run_folder: Path, request: Request) -> int:
+    """Say what the run answers until it is done; the exit code."""
+    num_said, begin, has_told = 0, time.monotonic(), False
+    while True:
+        is_over = lock_holder(run_folder) is None  # before the last look at the answer
+        answer = read_answer(run_folder)
+        if answer is not None and answer.key == request.key:
+            for line in answer.lines[num_said:]:
+                print(line, file=sys.stderr if answer.code else sys.stdout, flush=True)
+            num_said = len(answer.lines)
+            if answer.code is not None:
+                return answer.code
+        if is_over:
+            print(f"{run_folder}: the run has ended", file=sys.stderr)
+            return 1
+        if not num_said and not has_told and time.monotonic() - begin > LONG_SECONDS:
+            print("asked; the run takes it at its next sync", flush=True)
+            has_told = True
+        time.sleep(POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Which replicas there are to be, and that they are there in the end, whatever starts and ends meanwhile: without a Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.config import ReplicaConfig
+from bridge.replicas.actors import ReplicaActors, choose_wanted
+from bridge.replicas.launched import ReplicaActor
+from bridge.replicas.places import room_problem
+
+NUMBERS = st.sets(st.integers(0, 6))
+
+
+@given(st.integers(1, 8), NUMBERS, NUMBERS, NUMBERS)
+def test_those_that_are_there_stay_as_long_as_they_may(count: int, there: set[int], starting: set[int], taken: set[int]) -> None:
+    wanted = choose_wanted(count, there, starting, taken - there - starting)
+    assert len(wanted) == count
+    assert wanted <= there or wanted >= there
+    new = wanted - there - starting
+    assert not new or wanted >= there | starting
+    assert not new & (taken - there - starting)
+    assert choose_wanted(count, there, starting, taken - there - starting) == wanted
+
+
+class SlowActors(ReplicaActors):
+    """Starts and ends take a moment; `alive` are the actors that were launched and not ended."""
+
+    def __init__(self, num_replicas: int, seconds: float) -> None:
+        super().__init__(ReplicaConfig("nowhere"), num_replicas)
+        self.seconds, self.alive = seconds, list[int]()
+        self._log = threading.Lock()
+        self._actors = self._launch(range(num_replicas), serves_folder=True)
+        self.members = sorted(self._actors)
+
+    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
+        time.sleep(self.seconds)
+        with self._log:
+            assert not set(replicas) & set(self.alive), "two actors of one number"
+            self.alive += replicas
+        return {replica: ReplicaActor(replica) for replica in replicas}
+
+    def _end(self, actors: Collection[ReplicaActor], seconds: float = 0.0) -> None:
+        time.sleep(self.seconds)
+        with self._log:
+            for actor in actors:
+                self.alive.remove(actor.handle)
+
+
+def is_busy(actors: SlowActors) -> bool:
+    return bool(actors._endings) or any(thread.is_alive() for thread in list(actors._restarts.values()))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=6), st.sampled_from((0.0, 0.001, 0.004)))
+def test_after_any_changes_those_that_are_wanted_are_there_and_no_others(
+    changes: list[tuple[int, bool, bool]], seconds: float
+) -> None:
+    """Each change asks for a number; some wait a moment, some let replicas fail."""
+    actors = SlowActors(2, seconds)
+    for count, waits, fails in changes:
+        actors.scale(count)
+        assert len(actors.wanted) == count
+        if fails and actors.members:
+            actors.replace(max(actors.members))
+        actors.dismiss(*actors.leaving)
+        if waits:
+            time.sleep(0.005)
+        actors.rejoin(0, 0.0)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (set(actors.members) != actors.wanted or is_busy(actors)):
+        actors.dismiss(*actors.leaving)
+        actors.rejoin(1, 10.0)
+        time.sleep(0.002)
+    assert set(actors.members) == actors.wanted
+    assert sorted(actors.alive) == sorted(actors.wanted)
+    assert actors.given_up == {} and actors.take_start_problems() == []
+    actors.close()
+    assert actors.alive == []
+
+
+def test_what_has_no_room_is_told_with_the_numbers() -> None:
+    assert room_problem({"a": 4}, 4, 1, "CPU") == ""
+    assert "rollout.replicas=9 times rollout.tensor_parallel=1 needs 9 CPUs, Ray has 4" in room_problem({"a": 4}, 9, 1, "CPU")

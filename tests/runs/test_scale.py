@@ -1,0 +1,80 @@
+"""A run that gets a second replica in its midst and gives it up again: each prompt once, no token too old, nothing left."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megasync import scale
+from megasync.config.files import STOP_FILE, newest_checkpoint
+from megasync.launch.processes import REFUSED, STOPPED
+from megasync.rollouts.progress import load_progress
+from megasync.rollouts.records import load_record, paths_of
+from megasync.run.scale_request import read_answer
+from tests.runs.train_cases import TORCHRUN, Run, endless_run, metrics, processes_with, write_config
+
+
+def num_engines(run: Run) -> int:
+    return sum("EngineCor" in process.name() for process in processes_with(run.marker))
+
+
+def test_a_replica_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, rollout={"max_staleness": 2, "record": "all"}, engine={"wrap": "ddp"})
+    with endless_run(TORCHRUN, config, "checkpoint.every_steps=0", "--nproc", "1") as run:
+        folder = str(run.folder)
+
+        def ask(*arguments: str) -> tuple[int, str]:
+            capsys.readouterr()
+            code = scale.main([folder, *arguments])
+            said = capsys.readouterr()
+            return code, said.out + said.err
+
+        run.wait_for(2)
+        code, said = ask("--replicas", "2")
+        assert code == 0 and "replica 1 in the sync from version" in said and "done: 2 replicas" in said, said
+        assert num_engines(run) == 2
+        run.wait_for(len(metrics(run.folder)) + 3)
+        code, said = ask("--without", socket.gethostname())
+        assert code == REFUSED and "0 replicas would be left, rollout.min_replicas = 1 are needed" in said
+        code, said = ask("--replicas", "1")
+        assert code == 0 and "replica 1 to leave" in said and "done: 1 replicas" in said, said
+        code, said = ask("--replicas", "99")
+        assert code == REFUSED and "rollout.replicas=99 times rollout.tensor_parallel=1 needs 99 CPUs, Ray has" in said
+        run.wait_for(len(metrics(run.folder)) + 3)
+        assert num_engines(run) == 1
+        (run.folder / STOP_FILE).touch()
+    assert run.process.returncode == STOPPED, run.said.read_text()
+    check_run(run.folder, run.said.read_text())
+
+
+def check_run(folder: Path, said: str) -> None:
+    """That each prompt was trained once, and by fresh enough weights."""
+    assert "is started anew" not in said, said
+    lines, trained = metrics(folder), list[int]()
+    counts = [int(line["sync/replicas"]) for line in lines]
+    assert counts[0] == counts[-1] == 1 and 2 in counts
+    assert [count for count, before in zip(counts, [0, *counts], strict=False) if count != before] == [1, 2, 1]
+    assert all(0 <= line["staleness/max"] <= 2 for line in lines)
+    assert [line["version"] for line in lines] == list(range(1, len(lines) + 1))
+    for step, path in sorted(paths_of(folder).items()):
+        record = load_record(path)
+        trained += [group.key for group in record.groups]
+        versions = np.concatenate([done.weight_versions for group in record.groups for done in group.members.values()])
+        assert step - 3 <= versions.min() and versions.max() <= step - 1
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    progress = load_progress(checkpoint)
+    assert progress is not None and len(trained) == len(set(trained)) == progress.num_trained == 8 * len(lines)
+    assert sorted([*trained, *(group.key for group in progress.groups)]) == list(range(progress.num_begun))
+    answered = read_answer(folder)
+    assert answered is not None and answered.code == REFUSED and json.loads((folder / "scale.json").read_text())["replicas"] == 99
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        scale.main([str(tmp_path / "nothing"), "--replicas", "2"])
+    assert left.value.code == REFUSED and "there is no such run folder" in capsys.readouterr().err
