@@ -55,7 +55,7 @@ def chosen_log_probs(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
     return results
 
 
-def first_ratios_with_dropout(cases: list[dict[str, Any]], num_steps: int = 4) -> list[list[float]]:
+def first_ratios_with_dropout(cases: list[dict[str, Any]], num_steps: int = 2) -> list[list[float]]:
     """ratio/first_minibatch_mean of steps in which the adapters have grown."""
     results = []
     for case in cases:

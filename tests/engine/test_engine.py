@@ -77,15 +77,24 @@ def test_untied_families_train_alike(models: dict[tuple[str, bool], str]) -> Non
         assert_close(result, reference, 1e-5)
 
 
+GRADIENT_NORMS = "tests.engine.wrap.fsdp_cases:gradient_norms"
+
+
+@pytest.fixture(scope="module")
+def gradients_alone(models: dict[tuple[str, bool], str], shallow: str) -> dict[str, Any]:
+    """Of DDP on one rank, by the model's path."""
+    paths = (shallow, models["llama", False])
+    results = run_ranks(1, GRADIENT_NORMS, {"cases": [{"path": path, "tokens": 60} for path in paths], "num_steps": 4})[0]
+    return {path: result["history"] for path, result in zip(paths, results, strict=True)}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_unclipped_gradients_are_equal_over_many_microbatches(
-    models: dict[tuple[str, bool], str], shallow: str, num_ranks: int
-) -> None:
+def test_unclipped_gradients_are_equal_over_many_microbatches(gradients_alone: dict[str, Any], num_ranks: int) -> None:
     """Megatron-FSDP alone, sharded, in stages and both, against DDP on one rank; embeddings tied across the stages and not.
 
     On four ranks the untied model's stages are chunks, under DDP, too, where reductions and gathers overlap.
     """
-    paths, tokens = (shallow, models["llama", False]), 60 if num_ranks == 1 else 30
+    paths, tokens = list(gradients_alone), 60 if num_ranks == 1 else 30
     staged = {"pipeline": 2, "logits_chunk_tokens": 16}
     layouts: list[dict[str, Any]] = [staged] if num_ranks == 4 else [{}, staged][:num_ranks]
     cases = [{"path": path, "wrap": "megatron_fsdp", "tokens": tokens, **layout} for path in paths for layout in layouts]
@@ -93,14 +102,11 @@ def test_unclipped_gradients_are_equal_over_many_microbatches(
         cases[1] |= {"stages": {"virtual_pipeline": 2}}
         overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         cases.append({**cases[1], "wrap": "ddp", "overrides": overlaps})
-    alone = [{"path": case["path"], "tokens": 60} for case in cases]
-    target = "tests.engine.wrap.fsdp_cases:gradient_norms"
-    references = run_ranks(1, target, {"cases": alone, "num_steps": 4})[0]
-    ranks = run_ranks(num_ranks, target, {"cases": cases, "num_steps": 4}, alone=num_ranks == 4)
-    for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
+    ranks = run_ranks(num_ranks, GRADIENT_NORMS, {"cases": cases, "num_steps": 4}, alone=num_ranks == 4)
+    for number, case in enumerate(cases):
         print(case)
         assert all(rank[number]["num_microbatches"] >= 4 for rank in ranks)
-        assert_close(ranks[0][number]["history"], reference["history"], 1e-5)
+        assert_close(ranks[0][number]["history"], gradients_alone[case["path"]], 1e-5)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

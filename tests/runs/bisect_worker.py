@@ -1,4 +1,4 @@
-"""A replica in whose modules tests put faults. Imported by its processes alone."""
+"""What tests do to the modules of a replica, in its worker. Imports vLLM, so that the worker alone imports it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from bridge.replicas.pool import ReplicaPool
-from bridge.replicas.replica import Replica
 from bridge.receive.receiver import WorkerExtension
 
 
@@ -40,17 +38,3 @@ class FaultyWorkerExtension(WorkerExtension):
             sampler.apply_temperature = lambda logits, *_: logits
         else:
             del sampler.apply_temperature
-
-
-class FaultyReplica(Replica):
-    async def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        (answer,) = await self._engine.collective_rpc(method, args=arguments)
-        return answer
-
-
-class FaultyPool(ReplicaPool):
-    replica_class = FaultyReplica
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        (answer,) = self._call(lambda actor: actor.call.remote(method, arguments), 60.0)
-        return answer

@@ -44,20 +44,25 @@ def matches_greedy(built: Engine, samples: list[Sample], answers: list[list[int]
     return built.greedy_matches([Sample(sample.prompt_ids, answer) for sample, answer in zip(samples, answers, strict=True)])
 
 
-def resumed(path: str, root: str, samples: list[Sample], expected: list[torch.Tensor], wrap: str) -> dict[str, Any]:
-    """Log-probs and greedy answers before training; a step, a checkpoint, a step, and the last one again after it."""
+def trained(path: str, samples: list[Sample], expected: list[torch.Tensor], wrap: str, root: str = "") -> dict[str, Any]:
+    """Log-probs and greedy answers before training, then two steps; with a `root` a checkpoint between them, see `resumed`."""
     with engine(path, wrap=wrap, **STEP) as built:
         result: dict[str, Any] = {"gap": worst_difference(built.score(samples), expected)}
         result["greedy"] = built.greedy_matches(samples)
-        first = step(built, samples)
-        saved = checkpoint.save(Path(root) / wrap, 1, built, everywhere(built), Path(path), 1).wait()
-        scores = built.score(samples)
-        result["losses"] = [first, step(built, samples)]
+        result["losses"] = [step(built, samples)]
+        if root:
+            saved = checkpoint.save(Path(root), 1, built, everywhere(built), Path(path), 1).wait()
+            scores = built.score(samples)
+        result["losses"].append(step(built, samples))
     del built  # two engines at a time take more memory than this is worth
+    return result | (resumed(path, samples, wrap, saved, scores) if root else {})
+
+
+def resumed(path: str, samples: list[Sample], wrap: str, saved: Path, scores: list[torch.Tensor]) -> dict[str, Any]:
+    """How far an engine and transformers are from the `scores` of the engine that was saved, and the step that it did next."""
     with engine(path, wrap=wrap, **checkpoint.engine_arguments(saved), **STEP) as built:
         checkpoint.restore(saved, built)
-        result["restored"] = worst_difference(built.score(samples), scores)
-        result["again"] = step(built, samples)
+        result = {"restored": worst_difference(built.score(samples), scores), "again": step(built, samples)}
     return {**result, "exported": worst_difference(hf_log_probs(str(saved / "hf"), samples), scores)}
 
 

@@ -23,7 +23,7 @@ from megasync.export import export
 from megasync.launch.ray_cluster import start_ray
 from megasync.run.weights import replica_config
 from tests.megasync.test_export_cli import adapter_run
-from tests.runs.bisect_worker import FaultyPool
+from tests.runs.bisect_pool import FaultyPool
 from tests.support.config_files import write_runnable
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model

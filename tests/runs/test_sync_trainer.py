@@ -57,8 +57,8 @@ def follow(path: str, cases: list[dict[str, Any]], transport: str, *, num_steps:
 
 
 def test_replica_follows_the_trainer_bit_for_bit(untied: str) -> None:
-    follow(untied, CASES, "shm", num_steps=10)
-    follow(untied, CASES[1:3], "nccl", num_steps=5)
+    follow(untied, CASES, "shm", num_steps=5)
+    follow(untied, CASES[1:3], "nccl", num_steps=3)
 
 
 def test_a_canary_agrees_until_a_replica_holds_other_weights(root: Path, untied: str) -> None:
@@ -86,9 +86,9 @@ def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(untied: str) -> No
 
 
 def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Path, tied: str) -> None:
-    """fp32: after each of 10 steps both replicas' greedy tokens are PEFT's; neither takes what the other is sent."""
+    """fp32: after each of 4 steps both replicas' greedy tokens are PEFT's; neither takes what the other is sent."""
     case = {"name": "sft", "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}, "wrap": "megatron_fsdp"}
-    arguments = {"path": tied, "folder": str(root / "published"), "case": case, "num_steps": 10}
+    arguments = {"path": tied, "folder": str(root / "published"), "case": case, "num_steps": 4}
     result = run_ranks(2, "tests.runs.lora_vllm_cases:publish_both_ways", arguments)[0]
     assert len({str(step["peft"]) for step in result["tokens"]}) > 1, "training changes the tokens"
     for tokens, gaps in zip(result["tokens"], result["gaps"], strict=True):

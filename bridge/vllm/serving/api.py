@@ -65,7 +65,7 @@ def environment(*, cuda: bool) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not every host has flashinfer
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # on CPUs see patches.fork_processes
     }
     if cuda:
         return common
@@ -109,6 +109,7 @@ def build_engine(config: ReplicaConfig) -> Any:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
     arguments = AsyncEngineArgs(**engine_arguments(config))
     made = arguments.create_engine_config()
+    patches.fork_processes()
     made.scheduler_config.scheduler_cls = SCHEDULERS[bool(made.scheduler_config.async_scheduling)]
     return AsyncLLM.from_vllm_config(made, disable_log_stats=arguments.disable_log_stats)
 

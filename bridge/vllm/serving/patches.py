@@ -6,6 +6,11 @@ weight_transfer_config, worker_extension_cls, scheduler_cls, distributed_executo
 
 from __future__ import annotations
 
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
 CPU_SPIN_SECONDS = 0.01
 
 
@@ -21,3 +26,39 @@ def spin_less() -> None:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         SpinCondition.__init__.__defaults__ = (CPU_SPIN_SECONDS,)  # busy_loop_s, which no caller gives
+
+
+def fork_processes() -> None:
+    """On CPUs the core and the workers of a replica are forked from its actor, which has imported what they need.
+
+    That is vLLM's default, but not on CPUs (platforms/cpu.py:409) nor in a Ray actor (utils/system_utils.py:130): each of them
+    would import vLLM anew, for five seconds. A fork has none of the threads that Ray has started in the actor, and needs none; of
+    PyTorch's there are none, since an actor computes nothing. What a title is written over has been moved by Ray.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import setproctitle
+        from ray import _raylet
+        from vllm.utils import system_utils
+
+        setproctitle.setproctitle = _raylet.setproctitle  # type: ignore[attr-defined]
+        system_utils.is_in_ray_actor = lambda: False
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.register_at_fork(after_in_child=_begin_as_started)
+
+
+def _begin_as_started() -> None:
+    """In a fork: it loads plug-ins as a process that was started does, and holds no socket of the actor's open.
+
+    An actor ends for Ray when its sockets close. What has one keeps its number, since Python's objects may close it once more.
+    """
+    from vllm import plugins
+
+    plugins.plugins_loaded = False
+    null = os.open(os.devnull, os.O_RDWR)
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                os.dup2(null, int(path.name))
+    os.close(null)

@@ -103,6 +103,23 @@ def test_processes_of_a_replica_spin_for_a_second_after_a_message_unless_told(mo
     assert inspect.signature(start).parameters["busy_loop_s"].default == patches.CPU_SPIN_SECONDS
 
 
+def test_processes_of_a_replica_on_cpus_are_forked_by_what_vllm_looks_at() -> None:
+    """patches.fork_processes. What becomes of them with their actor is in tests/runs/test_sync_workers.py."""
+    from vllm import plugins
+    from vllm.platforms import current_platform
+    from vllm.utils import system_utils
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if not current_platform.is_cpu():
+        pytest.skip("of replicas on CPUs")
+    assert "if is_in_ray_actor():" in inspect.getsource(system_utils._maybe_force_spawn)
+    assert "multiprocessing.get_context(mp_method)" in inspect.getsource(system_utils.get_mp_context)
+    assert "import setproctitle\n" in inspect.getsource(system_utils.set_process_title)
+    assert "if plugins_loaded:" in inspect.getsource(plugins.load_general_plugins)
+    assert all("load_general_plugins()" in inspect.getsource(begins) for begins in (EngineCore, WorkerWrapperBase))
+
+
 def test_engine_arguments_are_known() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -1,4 +1,7 @@
-"""The official clients, unchanged, against the proxy: what they get, whose episode it is, retries, cancelled and bad calls."""
+"""The official clients, unchanged, against the proxy: what they get, whose episode it is, retries, cancelled and bad calls.
+
+Tests import them themselves: it takes two seconds, in each worker that collects this file.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
-import openai
 import pytest
 
 from megasync.episodes.chat import Model
 from megasync.episodes.proxy import Access, Proxy
 from tests.support.samplers import Lines, model_of
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OPENAI_TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
@@ -42,10 +47,14 @@ def through_proxy(sampler: Lines, talk: Callable[[Access], Awaitable[None]]) -> 
 
 
 def of_openai(access: Access, **options: Any) -> openai.AsyncOpenAI:
+    import openai
+
     return openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key, **options)
 
 
 def of_anthropic(access: Access, **options: Any) -> anthropic.AsyncAnthropic:
+    import anthropic
+
     return anthropic.AsyncAnthropic(base_url=access.anthropic_url, api_key=access.key, **options)
 
 
@@ -188,6 +197,8 @@ def test_tools_that_are_not_to_be_called_are_not_offered() -> None:
 
 
 def test_a_client_that_goes_away_cancels_the_sampling() -> None:
+    import openai
+
     sampler = Lines("", "", "Yes.")
 
     async def talk(access: Access) -> None:
@@ -203,6 +214,8 @@ def test_a_client_that_goes_away_cancels_the_sampling() -> None:
 
 
 def test_the_end_of_an_episode_cancels_what_it_waits_for() -> None:
+    import openai
+
     sampler = Lines("")
 
     async def talk(access: Access) -> None:
@@ -229,6 +242,7 @@ def test_the_end_of_an_episode_cancels_what_it_waits_for() -> None:
 
 def test_episodes_and_their_agents_side_by_side() -> None:
     """Each episode's answers are its own, whichever way its key comes; its agents fork from their common turn."""
+    import openai
 
     async def run() -> list[Model]:
         proxy = await Proxy.start()
@@ -273,6 +287,9 @@ def test_a_program_that_knows_nothing_of_the_proxy() -> None:
 
 
 def test_a_sampler_that_fails_is_told_once() -> None:
+    import anthropic
+    import openai
+
     sampler = Lines()  # has nothing to say: IndexError
 
     async def talk(access: Access) -> None:
