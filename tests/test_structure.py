@@ -34,7 +34,7 @@ ROOMS = {
     "exact": ["linear", "pointwise", "rotary", "attention", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("passes", "offload", "engine", "trace", "checkpoint"),
+        *("minibatch", "passes", "offload", "engine", "trace", "checkpoint"),
     ],
     "bridge": [
         *("config", "messages", "generation", "processes"),
