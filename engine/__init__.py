@@ -14,6 +14,7 @@ model/        a Hugging Face folder becomes megatron-core model chunks
 wrap/         DDP or Megatron-FSDP, the optimizer, whole parameters out of both
 peft/         adapters to and from PEFT's folders
 objective/    advantages, log-probs, losses, metrics
+minibatch.py  a batch's samples become mini-batches with advantages, packed for this rank
 passes.py     micro-batches through the model, by megatron-core's schedule
 offload.py    parameters, gradients and optimizer state to host memory and back
 engine.py     Engine: prepare, update, whole_parameters

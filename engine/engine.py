@@ -5,12 +5,10 @@ Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,27 +18,21 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from engine.objective import advantages, head, loss, metrics, logits
-from engine.attention import context, flash, fused
+from engine import minibatch
+from engine.objective import head, loss, metrics, logits
+from engine.attention import flash, fused
 from engine.runtime import device, parallel
 from engine.model import exact, families, lora, stages
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
-from engine.batch.batch import (
-    MicroBatch,
-    SampleTable,
-    needed_samples,
-    pack,
-    padding_fraction,
-    plan_microbatches,
-    split_members,
-)
+from engine.batch.batch import MicroBatch, SampleTable, needed_samples, split_members
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.objective.chosen import chosen_log_probs
 from engine.objective.correction import Sums
 from engine.runtime.megatron import finalize_model_grads
 from engine.model.build import balance, build_mbridge, build_chunks, gpt_model, pipeline_layers
+from engine.minibatch import MiniBatch
 from engine.offload import HostState
 from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm, loss_scale
 from engine.passes import PipelineRunner
@@ -48,17 +40,6 @@ from engine.runtime.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.wrap.items import WeightItem
 from engine.wrap.table import FrozenModel, WrappedModel
-
-
-@dataclass
-class MiniBatch:
-    """What one optimizer step sees on this rank; the counts are over all ranks, of what is in the loss."""
-
-    microbatches: list[MicroBatch]
-    num_tokens: int  # sampled tokens
-    num_members: int  # responses, or episodes with all of their branches
-    first_sample: int = 0  # of the batch, whose samples are consecutive here
-    padding: float = 0.0  # share of the tokens of all ranks' micro-batches
 
 
 class Engine:
@@ -166,7 +147,7 @@ class Engine:
         """
         table = SampleTable.from_samples(samples)
         if self.algorithm.name == "grpo":
-            table = dataclasses.replace(table, advantages=np.array(self._advantages(table)))
+            table = minibatch.with_advantages(table, self.algorithm, self.max_new_tokens)
         parts = split_members(table.members, self.algorithm.num_minibatches)
         minibatches = [self._minibatch(table.part(part), part.start) for part in parts if len(part)]
         microbatches = [micro for mini in minibatches for micro in mini.microbatches]
@@ -183,17 +164,6 @@ class Engine:
                 self.reference.release()
         return minibatches
 
-    def _advantages(self, table: SampleTable) -> list[float]:
-        """Of each sample that of its member."""
-        algorithm, members = self.algorithm, table.members
-        _, firsts = np.unique(members, return_index=True)
-        rewards, groups = (table.columns[name][firsts].tolist() for name in ("reward", "group"))
-        if algorithm.truncated == "penalise":
-            lengths = [int(number) for number in np.bincount(members, table.sampled_lengths)]
-            rewards = advantages.penalised_rewards(rewards, lengths, self.max_new_tokens, algorithm.overlong_buffer)
-        found = advantages.group_advantages(rewards, groups, algorithm.normalize_advantage_by_std, algorithm.baseline)
-        return [found[member] for member in members.tolist()]
-
     @property
     def _needs_old_log_probs(self) -> bool:
         """Whether the loss cannot take them from its own forward pass, because a step lies between or by configuration."""
@@ -207,8 +177,8 @@ class Engine:
             metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
                 those before the step.
         """
-        padding = sum(minibatch.padding for minibatch in minibatches) / len(minibatches)
-        found = metrics.step_metrics([self._step(minibatch) for minibatch in minibatches], self.algorithm)
+        padding = sum(mini.padding for mini in minibatches) / len(minibatches)
+        found = metrics.step_metrics([self._step(mini) for mini in minibatches], self.algorithm)
         return {**found, "train/padding_fraction": padding}
 
     def old_log_probs(
@@ -247,34 +217,19 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ one step
 
     def _minibatch(self, table: SampleTable, first_sample: int = 0) -> MiniBatch:
-        limit = self.config.tokens_per_microbatch
-        bins = plan_microbatches(table.lengths, self.layout.data_size, limit, self.balance)
-        split, chunks = self.config.parallel, context.num_chunks(self.config.parallel)
-        multiple = chunks * (split.tensor if split.sequence else 1)
-        microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
-        members, counted = table.members, table.sampled_lengths > 0
-        if self.algorithm.truncated == "mask":
-            is_cut = table.columns["finish_reason"] == "length"
-            counted = counted & ~np.isin(members, members[is_cut])
-        for micro in microbatches:
-            loss.leave_out(micro, counted[micro.samples].tolist())
-            if self.model_config.num_moe_experts:
-                num_microbatches = len(microbatches) * self.layout.data_size
-                router.set_routing(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
-        microbatches = context.shard_microbatches(microbatches, split)
-        padding = padding_fraction(table.lengths, bins, multiple, chunks)
-        num_tokens, num_members = int(table.sampled_lengths[counted].sum()), len(np.unique(members[counted]))
-        return MiniBatch(microbatches, num_tokens, num_members, first_sample, padding)
+        has_experts = bool(self.model_config.num_moe_experts)
+        choices = self.config, self.algorithm, self.layout, self.balance
+        return minibatch.cut(table, first_sample, *choices, has_experts=has_experts, device=self.device)
 
-    def _step(self, minibatch: MiniBatch) -> dict[str, float]:
+    def _step(self, mini: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
         with lora.training(self.chunks):
-            reports = self._runner.run(minibatch.microbatches, self.chunks, self._read, partial(self._loss, minibatch))
+            reports = self._runner.run(mini.microbatches, self.chunks, self._read, partial(self._loss, mini))
         scale = loss_scale(self.optimizer)
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
         if self.model_config.num_moe_experts:
-            sums |= router.take_sums(self.chunks, len(minibatch.microbatches), self.layout, self.device)
+            sums |= router.take_sums(self.chunks, len(mini.microbatches), self.layout, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
             self.schedule.step(increment=1)
@@ -303,9 +258,9 @@ class Engine:
     def _log_probs(self, temperature: float, *, has_entropy: bool = False) -> logits.LogProbs:
         return logits.LogProbs(temperature, self.use_fused, has_entropy, is_exact=self.mbridge.is_exact)
 
-    def _loss(self, minibatch: MiniBatch, micro: MicroBatch, values: head.Values) -> tuple[torch.Tensor, Sums]:
+    def _loss(self, mini: MiniBatch, micro: MicroBatch, values: head.Values) -> tuple[torch.Tensor, Sums]:
         log_probs, *entropy = values
-        sizes = minibatch.num_tokens, minibatch.num_members
+        sizes = mini.num_tokens, mini.num_members
         weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
         if self.algorithm.name == "grpo":
             micro.policy_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
@@ -315,7 +270,7 @@ class Engine:
         else:
             value, sums = loss.sft_loss(log_probs, micro, weights)
         # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size
-        return value * len(minibatch.microbatches) * self.layout.data_size, sums
+        return value * len(mini.microbatches) * self.layout.data_size, sums
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

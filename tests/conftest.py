@@ -38,10 +38,10 @@ if str(ROOT) not in sys.path:
 LONGEST_FIRST = (
     *("test_nodes", "test_train", "test_unsteady_run", "test_bench", "test_submit", "test_sync_trainer", "test_real_model"),
     *("test_episode_runs", "test_life", "test_stream_vllm", "test_engine", "test_objectives", "test_lora", "test_experts"),
-    *("test_faults", "test_exact_runs", "test_steps", "test_sync_vllm", "test_sync_workers", "test_template", "test_context"),
-    *("test_families", "test_float16", "test_python_tool", "test_router", "test_overrides", "test_bisect"),
+    *("test_faults", "test_exact_runs", "test_steps", "test_sync_vllm", "test_sync_workers", "test_reward_pool", "test_context"),
+    *("test_template", "test_families", "test_float16", "test_python_tool", "test_router", "test_overrides", "test_bisect"),
     *("test_generation_vllm", "test_plan_vllm", "test_resume", "test_checkpoint", "test_unshard", "test_upstream"),
-    *("test_quickstart_assets", "test_reward_pool", "test_heartbeat", "test_batch", "test_bench_train", "test_equivalence"),
+    *("test_quickstart_assets", "test_heartbeat", "test_batch", "test_bench_train", "test_equivalence"),
     *("test_config_check", "test_vllm_contract", "test_group_transport", "test_rank_zero", "test_stream_units"),
 )
 VLLM_ON_CPU = {

@@ -34,7 +34,7 @@ ROOMS = {
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("passes", "offload", "engine", "trace", "checkpoint"),
+        *("minibatch", "passes", "offload", "engine", "trace", "checkpoint"),
     ],
     "bridge": [
         *("config", "messages", "generation", "processes"),

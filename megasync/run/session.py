@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 from engine.batch.batch import SampleTable
-from engine.engine import Engine, MiniBatch
+from engine.engine import Engine
+from engine.minibatch import MiniBatch
 from engine.runtime import memory, parallel
 from engine.runtime.deterministic import use_deterministic
 from engine.sample import Sample

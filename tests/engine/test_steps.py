@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
-from engine.engine import Engine
+from engine.config import AlgorithmConfig, OptimizerConfig
 from engine.objective.loss import aggregation_weights, grpo_loss
 from engine.wrap.optimizer import build_schedule
 from tests.support.ranks import run_ranks
@@ -109,95 +108,6 @@ def test_the_temperature_of_rollouts_is_no_matter_of_supervised_steps(model: str
     plain, hot = run_ranks(1, "tests.engine.step_cases:supervised_metrics", {"path": model, "temperatures": [1.0, 0.5]})[0]
     print(plain, hot)
     assert plain == hot
-
-
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "GSPO": {"ratio_level": "sequence", "loss_aggregation": "sequence_mean", "clip_low": 3e-3, "clip_high": 4e-3},
-    "Dr. GRPO, RLOO": {
-        "loss_aggregation": "constant_length", "baseline": "leave_one_out", "normalize_advantage_by_std": False,
-        "dual_clip": 1.01, "importance_level": "sequence", "importance_cap": 1.5,
-    },
-    "masks by sequence": {
-        "importance_correction": "mask", "importance_level": "sequence", "importance_floor": 0.7,
-        "truncated": "penalise", "overlong_buffer": 9, "ratio_level": "sequence",
-    },
-    "masks by geometric mean": {
-        "importance_correction": "mask", "importance_level": "geometric", "importance_floor": 0.9, "importance_cap": 1.1,
-        "truncated": "mask", "kl_coefficient": 0.1,
-    },
-    "masks by token": {"importance_correction": "mask", "importance_floor": 0.8, "importance_cap": 1.3, "truncated": "mask"},
-}  # fmt: skip
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "DP2": {},
-    "TP2+SP": {"tensor": 2, "sequence": True, "fusions": "all"},
-    "PP2": {"pipeline": 2, "wrap": "megatron_fsdp"},
-}
-
-
-def without_padding(metrics: dict[str, float]) -> dict[str, float]:
-    """What a layout does not change; how much is padded is its own."""
-    return {name: value for name, value in metrics.items() if name != "train/padding_fraction"}
-
-
-def test_objectives_are_the_same_in_every_layout(model: str) -> None:
-    """All that is logged, to 1e-5, over two steps of two mini-batches of several micro-batches, as on one rank."""
-    common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}
-    alone = [{**common, **objective, "tokens": 120} for objective in OBJECTIVES.values()]
-    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": [*alone, common]})[0]
-    *references, default = references
-    for reference in references:
-        print(reference)
-        assert abs(reference[1]["grad_norm"] - default[1]["grad_norm"]) > 1e-3, "each objective is another one"
-        assert all(0 < step["importance/ess"] < 1 and 0 < step["entropy/mean"] < math.log(128) for step in reference)
-    masked = [[step["importance/masked_fraction"] for step in reference] for reference in references]
-    assert masked[:2] == [[0, 0], [0, 0]] and all(0 < share < 1 for shares in masked[2:] for share in shares)
-    assert references[1][1]["ratio/dual_clipped_fraction"] > 0
-    tokens = [reference[1]["train/response_tokens"] for reference in references]
-    assert tokens[:3] == [default[1]["train/response_tokens"]] * 3 and tokens[3] == tokens[4] < tokens[0]
-    cases = [{**common, **objective, **layout} for layout in LAYOUTS.values() for objective in OBJECTIVES.values()]
-    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
-    for case, steps, reference in zip(cases, results, references * len(LAYOUTS), strict=True):
-        print(case)
-        for found, wanted in zip(steps, reference, strict=True):
-            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
-
-
-def test_episodes_are_the_same_in_every_layout(model: str) -> None:
-    """With given tokens and branches, to 1e-5, as on one rank; the log-probs of given tokens have no effect."""
-    common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -50.0}
-    objectives = [OBJECTIVES[name] for name in ("GSPO", "Dr. GRPO, RLOO", "masks by sequence", "masks by token")]
-    alone = [{**common, **objective, "tokens": 120, "episodes": -3.0} for objective in objectives]
-    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": alone})[0]
-    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
-    cases = [{**common, **objective, **layout} for layout in layouts for objective in objectives]
-    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
-    for case, steps, reference in zip(cases, results, references * len(layouts), strict=True):
-        print(case)
-        for found, wanted in zip(steps, reference, strict=True):
-            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
-
-
-def test_the_gradient_of_episodes_is_that_of_transformers(model: str) -> None:
-    cases: list[dict[str, Any]] = [{"path": model, "wrap": wrap, "tokens": 60} for wrap in WRAPS]
-    for found in run_ranks(2, "tests.engine.step_cases:supervised_beside_transformers", {"cases": cases})[0]:
-        print(found)
-        assert found["loss"] < 1e-5 and found["gradient"] < 1e-5 and found["named"] > 5
-
-
-def test_entropy_is_that_of_transformers(model: str) -> None:
-    cases: list[dict[str, Any]] = [{"path": model, **layout} for layout in LAYOUTS.values()]
-    for case, (mine, theirs) in zip(
-        cases, run_ranks(2, "tests.engine.step_cases:entropies_beside_transformers", {"cases": cases})[0], strict=True
-    ):
-        print(case, mine, theirs)
-        assert mine == pytest.approx(theirs, abs=1e-5)
-
-
-def test_an_objective_that_counts_with_the_longest_response_needs_it(model: str) -> None:
-    choices: list[dict[str, Any]] = [{"loss_aggregation": "constant_length"}, {"truncated": "penalise", "overlong_buffer": 4}]
-    for choice in choices:
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            Engine(ModelConfig(path=model), EngineConfig(), AlgorithmConfig(**choice), num_steps=1)
 
 
 # --------------------------------------------------------------------------------------------------- what is not finite

@@ -44,9 +44,9 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return in_layer_order(load_file(folder / "model.safetensors"))
 
 
-def start(folder: Path, replicas: int = 1, **config) -> OpenPool:
+def start(folder: Path, replicas: int = 1, kind: type[OpenPool] = OpenPool, **config) -> OpenPool:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 32, "kv_cache_bytes": 2**26} | config
-    return OpenPool.start(ReplicaConfig(str(folder), **fields), replicas)
+    return kind.start(ReplicaConfig(str(folder), **fields), replicas)
 
 
 def differing(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:

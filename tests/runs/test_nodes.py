@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from megasync.nodes.facts import flat
-from tests.runs.train_cases import exact, launch, write_config
+from tests.runs.train_cases import exact, train, write_config
 from tests.support.nodes import Node, nodes, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +91,8 @@ def together(
 @pytest.fixture(scope="module")
 def of_one(config: Path) -> list[dict[str, Any]]:
     """The metrics of one node."""
-    done = launch(config, "run.name=one")
-    assert done.returncode == 0, done.stderr
+    code, said = train(config, "run.name=one")
+    assert code == 0, said
     return exact(config.parent / "runs" / "one")
 
 

@@ -277,6 +277,7 @@ def test_a_failing_start_says_what_vllm_said(tied_folders) -> None:
 
 
 def test_a_killed_engine_is_noticed_and_leaves_no_process(tied_pool, tied_folders) -> None:
+    """Nor does a killed actor, from which its engine was forked."""
     family = [process for actor in tied_pool._actors.values() for process in psutil.Process(actor.pid).children(recursive=True)]
     own = psutil.Process(tied_pool._actors[0].pid).children(recursive=True)
     (engine,) = [process for process in own if "VLLM::EngineCore" in " ".join(process.cmdline())]
@@ -288,5 +289,8 @@ def test_a_killed_engine_is_noticed_and_leaves_no_process(tied_pool, tied_folder
     assert caught.value.failed_replicas == (0,)
     with pytest.raises(RuntimeError, match="replica 0"):
         tied_pool.generate(GREEDY).result()
+    forked = psutil.Process(tied_pool._actors[1].pid).children(recursive=True)
+    os.kill(tied_pool._actors[1].pid, signal.SIGKILL)
+    assert forked and psutil.wait_procs(forked, timeout=20)[1] == []
     tied_pool.close()
     assert psutil.wait_procs(family, timeout=20)[1] == []

@@ -1,4 +1,4 @@
-"""Syncs into a replica of two workers: untied embeddings, biases, a vocabulary that vLLM pads.
+"""Syncs into a replica of two workers, started as on GPUs: untied embeddings, biases, a vocabulary that vLLM pads.
 
 Tests run in the order of the file: the last one leaves the replica broken.
 
@@ -33,6 +33,7 @@ from tests.runs.sync_pools import (
     start,
     write_seeds,
 )
+from tests.support.replicas import SpawnedPool
 from tests.support.sources import DictSource
 
 pytestmark = pytest.mark.timeout(400)
@@ -54,7 +55,8 @@ ELSEWHERE = ["another host"] * 2  # for what is done between hosts, on one of th
 
 @pytest.fixture(scope="module")
 def split_pool(split_folders, cluster):
-    pool = start(split_folders[0], tensor_parallel=2, max_num_seqs=64, engine_arguments={"enable_prefix_caching": False})
+    given = {"tensor_parallel": 2, "max_num_seqs": 64, "engine_arguments": {"enable_prefix_caching": False}}
+    pool = start(split_folders[0], kind=SpawnedPool, **given)
     yield pool
     pool.close()
 
@@ -170,12 +172,11 @@ def test_seeded_prompts_of_more_tokens_than_a_step_takes(split_pool, split_folde
 def test_a_killed_actor_leaves_neither_process_nor_shared_memory(split_pool) -> None:
     """Its two workers talk through vLLM's own shared memory, which nobody else would remove.
 
-    Which kinds there are depends on the CPU: with AVX-512 they sum there, too. Whatever they map by name is found. Locks of
-    forked processes have no name; those of others are in tests/bridge/replicas/test_processes.py.
+    Which kinds there are depends on the CPU: with AVX-512 they sum there, too. Whatever they map by name is found.
     """
     family = psutil.Process(split_pool._actors[0].pid).children(recursive=True)
     memory = shared_memory_below(split_pool._actors[0].pid)
-    assert [path for path in memory if "psm_" in path], memory
+    assert all([path for path in memory if kind in path] for kind in ("psm_", "sem.mp-")), memory
     mapped = {mapping.path for process in family for mapping in process.memory_maps()}
     assert {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()} <= memory
     sockets = [path for path in Path(socket_folder()).glob(f"megasync-vllm-{split_pool._actors[0].pid}-*/*") if path.is_socket()]

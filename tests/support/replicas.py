@@ -10,7 +10,7 @@ import torch
 
 from bridge.config import OnUpdate, ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
-from bridge.vllm.serving import api
+from bridge.vllm.serving import api, patches
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from tests.support.shards import assemble
@@ -87,6 +87,18 @@ class OpenPool(ReplicaPool):
         """Full tensors by HF name of what a replica computes with; all when `names` is None."""
         (tensors,) = self._call(lambda actor: actor.read_back.remote(names), None, [replica])
         return dict(tensors)
+
+
+class SpawnedReplica(OpenReplica):
+    """Its core and workers are started anew, as on GPUs, and not forked."""
+
+    async def start(self) -> int:
+        patches.fork_processes = lambda: None
+        return await super().start()
+
+
+class SpawnedPool(OpenPool):
+    replica_class = SpawnedReplica
 
 
 class StampedReplica(OpenReplica):

@@ -104,7 +104,7 @@ def test_processes_of_a_replica_spin_for_a_second_after_a_message_unless_told(mo
 
 
 def test_processes_of_a_replica_on_cpus_are_forked_by_what_vllm_looks_at() -> None:
-    """patches.fork_processes. What becomes of them with their actor is in tests/runs/test_sync_workers.py."""
+    """patches.fork_processes. That they end with their actor is in tests/runs/test_sync_vllm.py."""
     from vllm import plugins
     from vllm.platforms import current_platform
     from vllm.utils import system_utils
