@@ -52,7 +52,7 @@ def say_devices(config: Config, rank: int) -> None:
         return
     import ray
 
-    from bridge.replicas.actors import placement_options
+    from bridge.replicas.launched import placement_options
     from bridge.replicas.places import free_gpus
     from megasync.run.weights import replica_config
 

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from megasync.nodes.facts import flat
-from tests.runs.train_cases import exact, train, write_config
+from tests.runs.train_cases import exact, launch, metrics, train, write_config
 from tests.support.nodes import Node, nodes, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,6 +169,45 @@ def test_a_node_that_nobody_answers_gives_up(pair: Sequence[Node], supervised: P
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert f"waiting: the head node {pair[0].address}:29400 is not here" in said and "gave up after 5 s" in said
+
+
+@pytest.mark.skipif(not os.environ.get("MEGASYNC_LOST_NODES"), reason="minutes: MEGASYNC_LOST_NODES asks for it")
+def test_after_a_loss_a_run_goes_on_with_one_node(pair: Sequence[Node], supervised: Path) -> None:
+    """Once nobody has come in time; with the batches of two nodes, and sums in another order."""
+    flags = ["run.steps=40", "checkpoint.every_steps=5", "run.hung_rank_timeout_seconds=10"]
+    flags += ["--max-restarts", "1", "--min-nodes", "1", "--wait-seconds", "40"]
+    running = [start(node, supervised, "run.name=fewer", *flags, head=pair[0].address) for node in pair]
+    folder = supervised.parent / "runs" / "fewer"
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (folder / "metrics.jsonl").is_file() or len(metrics(folder)) < 7:
+            assert time.monotonic() < deadline and running[0].poll() is None, running[0].communicate()[0]
+            time.sleep(0.02)
+        pair[1].kill()
+        said, _ = running[0].communicate(timeout=SECONDS)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+        pair[1].revive()
+    assert running[0].returncode == 0, said
+    assert f"--min-nodes 1: the run goes on with 1 nodes, {pair[0].name}, and 1 trainer ranks" in said
+    assert launch(supervised, "run.name=whole", *flags[:3]).returncode == 0
+    lines, whole = metrics(folder), metrics(supervised.parent / "runs" / "whole")
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert [line["train/response_tokens"] for line in lines] == [line["train/response_tokens"] for line in whole]
+    assert [line["loss/sft"] for line in lines] == pytest.approx([line["loss/sft"] for line in whole], rel=1e-3)
+    assert pair[0].processes() == [] and list(pair[0].temporary.glob("*")) == []
+
+
+def test_a_number_of_nodes_that_can_never_do_is_refused(supervised: Path) -> None:
+    own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
+    flags = ["--nodes", "2", "--head", "127.0.0.1", "--max-restarts", "1", "checkpoint.every_steps=5", "engine.parallel.tensor=2"]
+    done = subprocess.run(
+        [COMMAND, str(supervised), *flags, "--min-nodes", "1"], env=own, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "--min-nodes 1: data parallelism cannot shrink to 1 nodes of 1 ranks" in done.stderr
+    assert "2 does not divide 1 ranks" in done.stderr
 
 
 SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() - 60\n"
