@@ -15,13 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.layout.bucket import SyncPlan
+from bridge.layout.bucket import ALIGNMENT_BYTES, StagePlan, SyncPlan
+from bridge.layout.manifest import ITEM_BYTES
+from bridge.send.sender import StageSender
 from bridge.transport import delta as transport
 from bridge.transport.delta import DeltaReader, DeltaWriter, Store, decode, encode, from_log
 from bridge.transport.errors import TransportError
+from bridge.transport.open import open_reader, open_writer
+from bridge.transport.protocol import Reader
 from bridge.versions.file import path_of
 from bridge.versions.writer import VersionWriter
+from tests.support.manifests import SPECS as SPECS_OF_ANY
 from tests.support.manifests import make_manifest
+from tests.support.sources import DictSource
 
 CPU = torch.device("cpu")
 SPECS: list[tuple[str, list[int]]] = [("bfloat16", [300, 7]), ("float32", [50]), ("bfloat16", [4000]), ("uint8", [33])]
@@ -181,3 +187,41 @@ def test_a_pass_that_broke_off_is_no_base() -> None:
     later = Link(sender, [reader])
     assert is_version(later.send(2), 2) and later.writer.sent_bytes >= STAGE.manifest.total_bytes
     later.close()
+
+
+@settings(deadline=None, max_examples=20)
+@given(SPECS_OF_ANY.filter(len), st.integers(ALIGNMENT_BYTES, 4000), st.integers(0, 2**16))
+def test_a_source_arrives_bit_for_bit_pass_after_pass(specs: list[tuple[str, list[int]]], bucket_bytes: int, seed: int) -> None:
+    """As a run opens both sides, through the sender that packs: the second pass changes one byte in eight, the third nothing."""
+    generator, names = torch.Generator().manual_seed(seed), [f"t{number}" for number in range(len(specs))]
+    shapes = [(*shape, ITEM_BYTES[dtype]) for dtype, shape in specs]
+    raw = [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for shape in shapes]
+    source, manifest = DictSource({}), make_manifest(specs)
+    stage = SyncPlan(manifest, (len(specs),), bucket_bytes).stages[0]
+    writer = open_writer("delta", stage, ["r"], [0])
+    sender, reader = StageSender(source, stage, writer), open_reader((writer.endpoint,), 0, 1, CPU)
+    with ThreadPoolExecutor(1) as thread:
+        for number in range(3):
+            source.tensors = {
+                name: one.clone().view(getattr(torch, dtype)).squeeze(-1)
+                for name, one, (dtype, _) in zip(names, raw, specs, strict=True)
+            }
+            coming = thread.submit(received, stage, reader, number)
+            assert sender.run(time.monotonic() + 20, lambda: None, "digest").problem is None
+            assert coming.result() == [one.numpy().tobytes() for one in raw]
+            assert isinstance(writer, DeltaWriter) and (number < 2 or writer.sent_bytes == 0)
+            if number == 0:
+                changed = [torch.rand(shape, generator=generator) < 0.125 for shape in shapes]
+                raw = [torch.where(mask, one ^ 1, one) for mask, one in zip(changed, raw, strict=True)]
+    reader.close()
+    writer.close()
+
+
+def received(stage: StagePlan, reader: Reader, sync_index: int) -> list[bytes]:
+    """Of each tensor."""
+    found = [bytearray(spec.num_bytes) for spec in stage.manifest.tensors]
+    for bucket, data in reader.buckets(stage, sync_index, time.monotonic() + 20, verify=True):
+        for piece in bucket.pieces:
+            part = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].numpy().tobytes()
+            found[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes] = part
+    return [bytes(each) for each in found]
