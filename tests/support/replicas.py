@@ -75,7 +75,7 @@ class OpenPool(ReplicaPool):
     @property
     def versions(self) -> list[int | None]:
         """What each replica serves; None while it has nothing that it may serve."""
-        return [self._serves(replica) for replica in range(self.num_replicas)]
+        return [self._serves(replica) for replica in sorted(self.wanted)]
 
     def _serves(self, replica: int) -> int | None:
         try:
