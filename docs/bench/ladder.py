@@ -42,7 +42,7 @@ def train(folder: Path, config: Path, rung: Rung, given: argparse.Namespace) -> 
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{rung}: {' '.join(own)}", flush=True)
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
-        code = subprocess.run([*launcher, str(config), *own], cwd=ROOT, stdout=log, stderr=log, check=False).returncode
+        code = subprocess.run([*launcher, str(config), *own], stdout=log, stderr=log, check=False).returncode
     if code:
         print(f"{rung}: exit code {code}, see {log.name}", file=sys.stderr, flush=True)
     return run
