@@ -20,7 +20,7 @@ HOPPER = 9  # first number of the compute capability
 FLASH_ATTENTION = 3
 # Where no sequence has more queries than 64 by heads that share a key, the kernel takes blocks of keys of another size (seen in
 # heads of 64); so it is told that one may have more.
-MOST_QUERIES = 65
+MANY_QUERIES = 65
 
 
 def prepare() -> None:
@@ -67,7 +67,7 @@ def attend(
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     found: torch.Tensor = flash_attn_varlen_func(
-        *(query, key, value, max(longest, MOST_QUERIES), ends, longest, ends),
+        *(query, key, value, max(longest, MANY_QUERIES), ends, longest, ends),
         softmax_scale=scale,
         causal=True,
         num_splits=1,
@@ -98,7 +98,7 @@ def attend_cached(
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     found: torch.Tensor = flash_attn_varlen_func(
-        *(query, *cache, max(longest[0], MOST_QUERIES), ends, longest[1]),
+        *(query, *cache, max(longest[0], MANY_QUERIES), ends, longest[1]),
         seqused_k=lengths,
         block_table=blocks,
         softmax_scale=scale,

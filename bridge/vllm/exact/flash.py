@@ -1,6 +1,6 @@
 """Attention of vLLM's GPU workers: its FlashAttention backend, told of more queries than there are where there are few.
 
-Its kernel takes blocks of keys of another size for few queries, and so adds in another order (exact/cuda.py:MOST_QUERIES).
+Its kernel takes blocks of keys of another size for few queries, and so adds in another order (exact/cuda.py:MANY_QUERIES).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
-from exact.cuda import MOST_QUERIES
+from exact.cuda import MANY_QUERIES
 
 
 class ExactFlashBackend(FlashAttentionBackend):  # type: ignore[misc] # mypy does not follow vLLM
@@ -21,5 +21,5 @@ class ExactFlashBackend(FlashAttentionBackend):  # type: ignore[misc] # mypy doe
 class ExactBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(*args, **kwargs)
-        metadata.max_query_len = max(metadata.max_query_len, MOST_QUERIES)
+        metadata.max_query_len = max(metadata.max_query_len, MANY_QUERIES)
         return metadata
