@@ -1,4 +1,4 @@
-"""Checks a config of `bench sync`, `rollout` or `staleness`, and writes a model where it names none."""
+"""Checks a config of `bench sync`, `lanes`, `rollout` or `staleness`, and writes a model where it names none."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     _check_lora(config, verb)
     if verb in ("rollout", "staleness"):
         _check_lengths(config)
+    if verb == "lanes":
+        _check_receivers(config)
     if verb == "staleness":
         _refuse(
             "algorithm.name", config.algorithm.name != "grpo", config.algorithm.name, "bench staleness trains by grpo", "grpo"
@@ -64,6 +66,15 @@ def _check_methods(config: BenchRoot) -> None:
     choices = ", ".join(name for name in METHODS if name not in NEED_GPUS)
     missing = [name for name in bench.methods if name in NEED_GPUS and not visible_devices()]
     _refuse("bench.methods", missing, missing, "needs GPUs", "[all]", choices=choices)
+
+
+def _check_receivers(config: BenchRoot) -> None:
+    """NCCL takes a GPU once into a group, so that each lane's first receiver has to be on another one than its sender."""
+    ranks, replicas = config.bench.num_ranks, config.rollout.replicas
+    why = f"the receivers of bench lanes are on the GPUs of bench.num_ranks = {ranks} ranks, as many on each"
+    _refuse("rollout.replicas", replicas % ranks, replicas, why, ranks)
+    why = "the one rank's threads would be on its own GPU, which NCCL takes once"
+    _refuse("bench.receivers", ranks == 1 and "threads" in config.bench.receivers, "threads", why, "[processes]")
 
 
 def _check_lora(config: BenchRoot, verb: str) -> None:
