@@ -106,7 +106,7 @@ kill_replica_at() { # RUN STEP: kills the process in which its vLLM computes
   local run=$out/runs/$1 step=$2 pid
   until [ -f "$run/metrics.jsonl" ] && [ "$(wc -l < "$run/metrics.jsonl")" -ge "$step" ]; do sleep 0.5; done
   for pid in $(grep -lsz "MEGASYNC_EXACT_SH=$run" /proc/[0-9]*/environ | cut -d/ -f3); do
-    if grep -q EngineCore "/proc/$pid/comm" || tr '\0' ' ' < "/proc/$pid/cmdline" | grep -q EngineCore; then
+    if grep -qs EngineCore "/proc/$pid/cmdline"; then
       kill -9 "$pid" && echo "killed the engine core $pid at step $step"
     fi
   done
