@@ -18,6 +18,26 @@ UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 GPU_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
+# variables that VLLM_BATCH_INVARIANT changes in a worker (model_executor/layers/batch_invariant.py:969), and as they were before
+NCCL = tuple(f"NCCL_{name}" for name in ("LAUNCH_MODE", "COLLNET_ENABLE", "NVLS_ENABLE", "P2P_NET_DISABLE", "MIN_NCHANNELS"))
+NCCL += tuple(f"NCCL_{name}" for name in ("MAX_NCHANNELS", "PROTO", "ALGO", "NTHREADS", "SOCKET_NTHREADS"))
+_nccl: dict[str, str] = {}
+
+
+def keep_nccl() -> None:
+    """Before a worker starts; safe to repeat."""
+    for name in NCCL:
+        _nccl.setdefault(name, os.environ.get(name, ""))
+
+
+def restore_nccl() -> None:
+    """Before the weights' process group is made: its sides have to choose one protocol, and take all channels that there are."""
+    for name, value in _nccl.items():
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
+
+
 def is_exact() -> bool:
     return os.environ.get(VARIABLE) == "1"
 

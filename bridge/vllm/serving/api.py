@@ -51,6 +51,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
+    exact.keep_nccl()
     if exact.is_exact():
         exact.register()
     replica = os.environ.get(REPLICA_PID)
