@@ -6,6 +6,7 @@ Starts the trainer ranks itself, then prints tables and, with --json, writes eve
     python -m megasync.bench lanes --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench staleness --config configs/bench_staleness.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench episodes --config configs/bench_episodes.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
     python -m megasync.bench gap --config configs/bench_gap.yaml [key=value ...] [--json FILE]
     python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [key=value ...] [--json FILE] [--to FILE.md]
@@ -40,6 +41,7 @@ REPORTS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]
     "lanes": (nodes.summarise_lanes, nodes.show_lanes),
     "rollout": (generation.summarise_rollout, generation.show_rollout),
     "staleness": (generation.summarise_staleness, generation.show_staleness),
+    "episodes": (generation.summarise_episodes, generation.show_episodes),
 }
 
 
@@ -54,6 +56,8 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
     paths = str(config_path), str(results_path)
     if verb == "rollout" and not config.bench.lora_rank:
         code = run_to_end([sys.executable, "-m", "megasync.bench.generation.throughput", *paths])
+    elif verb == "episodes":
+        code = run_to_end([sys.executable, "-m", "megasync.bench.generation.episodes", *paths])
     else:
         code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, *paths))
     if not results_path.exists():

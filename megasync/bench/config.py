@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine.config import OneOrMore, Section
 from megasync.config.schema import Config
@@ -59,6 +59,14 @@ class BenchConfig(Section):
     """gap: what is compared; head: with engine.head_dtype=float32."""
     num_batches: PositiveInt = 20
     """staleness: batches of data.batch_size prompts."""
+    turns: PositiveInt = 8
+    """episodes: of each of the bench.num_prompts episodes, which begin at once; each turn has rollout.max_new_tokens tokens."""
+    least_tool_seconds: NonNegativeFloat = 0.2
+    """episodes: what a tool takes at least, between two turns."""
+    most_tool_seconds: NonNegativeFloat = 2.0
+    """episodes: what it takes at most; seconds are drawn evenly."""
+    slots: Annotated[tuple[PositiveInt, ...], *OneOrMore] = (256,)
+    """episodes: turns that the replica is given at a time, at most rollout.max_num_seqs; measured one after another."""
 
 
 class Variant(NamedTuple):
