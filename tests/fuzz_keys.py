@@ -122,6 +122,22 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint.asynchronous": (True,),
     "checkpoint.keep": (1,),
 }
+WITH: dict[str, dict[str, Any]] = {  # what a key is nothing without; by its longest prefix
+    "engine.lora.": {"engine.lora.rank": 4},
+    "engine.recompute_modules": {"engine.recompute": "selective"},
+    "engine.parallel.virtual_pipeline": {"engine.parallel.pipeline": 2},
+    "engine.parallel.context_attention": {"engine.parallel.context": 2},
+    "engine.parallel.sequence": {"engine.parallel.tensor": 2},
+    "engine.gradient_dtype": {"model.dtype": "bfloat16"},
+    "rollout.on_update": {"rollout.max_staleness": 2},
+    "rollout.cache_on_update": {"rollout.max_staleness": 2, "rollout.on_update": "continue"},
+    "rollout.episode_": {"rollout.episode": VALUES["rollout.episode"][0]},
+    "sync.log_full_every": {"sync.log": "deltas"},
+    "sync.log_keep": {"sync.log": "deltas"},
+    "algorithm.log_router_gap": {"algorithm.router_replay": "rollout"},
+    "algorithm.overlong_buffer": {"algorithm.truncated": "penalise"},
+    "algorithm.filter_factor": {"algorithm.filter_groups": True},
+}
 AT_RESUME = (  # of a run that goes on, these may be others
     *("rollout.max_staleness", "rollout.on_update", "rollout.replicas", "rollout.group_size", "rollout.reward", "rollout.record"),
     *("algorithm.filter_groups", "algorithm.num_minibatches", "algorithm.kl_coefficient", "data.batch_size", "sync.transport"),
@@ -130,7 +146,12 @@ AT_RESUME = (  # of a run that goes on, these may be others
 
 
 def draw(source: random.Random, names: tuple[str, ...], most: int) -> dict[str, Any]:
-    return {name: source.choice(VALUES[name]) for name in source.sample(names, source.randint(2, most))}
+    keys = {name: source.choice(VALUES[name]) for name in source.sample(names, source.randint(2, most))}
+    for name in tuple(keys):
+        for prefix, more in WITH.items():
+            if name.startswith(prefix):
+                keys = {**more, **keys}
+    return keys
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
