@@ -15,6 +15,7 @@ environments.py  environments in the Gymnasium manner, played turn by turn
 resolve.py    `rollout.episode` becomes a function, checked and imported
 children.py   the processes that an episode starts, and what it prints
 wire.py       what travels between the trainer and the processes of episodes
+keeper.py     the parent of such a process: no program outlives it
 program.py    the program of such a process
 remote.py     where a process runs: beside the trainer, or in an actor on another node
 pool.py       the processes: who runs where, limits on time, who is to blame for an end
