@@ -2,8 +2,10 @@
 
 bench.num_prompts episodes begin at once, in the run's own processes, through its own stream, on a vLLM replica; each has
 bench.turns turns of exactly rollout.max_new_tokens tokens, with a tool between them that takes some time. Then the same episodes
-with tools that take none: the same turns and as many tokens. That is done for each number of bench.slots, turns that the replica
-is given at a time. Leaves out what an episode does (tools.py) and tables (report.py).
+with tools that take none: the same turns and as many tokens. Two figures of both are compared: tokens a second until the first
+episode has ended, while all are under way, as in a run whose next batches follow; and the seconds until the last one has. That is
+done for each number of bench.slots, turns that the replica is given at a time. Leaves out what an episode does (tools.py) and
+tables (report.py).
 
     python -m megasync.bench episodes --config configs/bench_episodes.yaml [key=value ...] [--json FILE]
 """
@@ -19,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bridge.messages import FOLDER_VERSION
 from bridge.replicas.pool import ReplicaPool
 from megasync.bench.config import BenchRoot
 from megasync.config.files import write_atomically
@@ -26,7 +29,11 @@ from megasync.config.load import load_config
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.pool import EpisodePool
-from megasync.episodes.task import Played
+from megasync.episodes.record import History
+from megasync.episodes.running import AskFunction
+from megasync.episodes.segments import Turn
+from megasync.episodes.task import Played, Task
+from megasync.episodes.wire import Ask
 from megasync.launch.devices import replica_devices, visible_devices
 from megasync.launch.processes import end_on_sigterm
 from megasync.launch.ray_cluster import start_ray
@@ -36,6 +43,36 @@ from megasync.rollouts.played import episode_metrics, episode_settings
 from megasync.rollouts.requests import make_request, task_of, training_sampling
 from megasync.rollouts.stream import RolloutStream
 from megasync.run.weights import replica_config
+
+
+class Watched:
+    """The processes of episodes, with the times at which turns and episodes end."""
+
+    def __init__(self, pool: EpisodePool) -> None:
+        self.pool = pool
+        self.begin()
+
+    def begin(self) -> float:
+        """Forget those until now."""
+        self.turns, self.ends = list[tuple[float, int]](), list[float]()
+        return time.perf_counter()
+
+    async def run(self, task: Task, ask: AskFunction, history: History | None = None) -> Any:
+        """Of EpisodePool."""
+
+        async def timed(asked: Ask) -> Turn:
+            turn = await ask(asked)
+            self.turns.append((time.perf_counter(), len(turn.token_ids)))
+            return turn
+
+        ended = await self.pool.run(task, timed, history)
+        self.ends.append(time.perf_counter())
+        return ended
+
+    def pace(self, begin: float) -> dict[str, float]:
+        """Tokens of turns that ended before the first episode did, and how long that was."""
+        end = min(self.ends)
+        return {"pace_seconds": end - begin, "pace_tokens": sum(tokens for at, tokens in self.turns if at <= end)}
 
 
 class EpisodesBench:
@@ -67,21 +104,21 @@ class EpisodesBench:
 
     def row(self, slots: int, *, waits: bool) -> dict[str, float]:
         """Figures of all episodes; one turn of each, before them, starts the processes and warms the replica up."""
-        config, episodes = self.config, EpisodePool(self.config)
+        config, episodes = self.config, Watched(EpisodePool(self.config))
         own = StreamSettings(1, 1, 0, slots, float(config.rollout.max_new_tokens), config.rollout.answer_timeout_seconds)
         stream = RolloutStream(self.pool, own, _nothing, _nothing, print, episodes=(episodes, episode_settings(config)))
         try:
-            stream.serve(0)
+            stream.serve(FOLDER_VERSION)
             self._play(stream, 1, waits=False)
-            begin = time.perf_counter()
+            begin = episodes.begin()
             played = self._play(stream, config.bench.turns, waits=waits)
             seconds = time.perf_counter() - begin
         finally:
             stream.close()
-            episodes.close()
+            episodes.pool.close()
         # these end after the stream's last calls, which would take the samples of the next row
         self.pool.gather([self.pool.collect(replica, COLLECT_SECONDS) for replica in self.pool.members])
-        return {"seconds": seconds, **figures(played, seconds, config)}
+        return {"seconds": seconds, **episodes.pace(begin), **figures(played, seconds, config)}
 
     def _play(self, stream: RolloutStream, turns: int, *, waits: bool) -> list[Played]:
         """Each with a prompt that the replica has not seen yet, which nothing but the number of tokens ends."""

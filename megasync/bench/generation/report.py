@@ -87,14 +87,19 @@ def show_staleness(results: Results) -> None:
 
 
 def summarise_episodes(results: Results) -> Results:
-    """Medians over the rounds, by slots; `busy`: the seconds without tools, as a share of those with tools, in the same round."""
+    """Medians over the rounds, by slots; in the same round, `busy`: the pace with tools, as a share of that without; `whole`: all
+    seconds without tools, as a share of those with them.
+    """
     rounds, summary = results["rounds"], Results()
     for slots in dict.fromkeys(one["slots"] for one in rounds):
         tools, none = ([one for one in rounds if one["slots"] == slots and one["waits"] is waits] for waits in (True, False))
         if not tools or not none:
             continue
         summary[str(slots)] = {
-            "busy": statistics.median(without["seconds"] / own["seconds"] for own, without in zip(tools, none, strict=False)),
+            "busy": statistics.median(_pace(own) / _pace(without) for own, without in zip(tools, none, strict=False)),
+            "whole": statistics.median(without["seconds"] / own["seconds"] for own, without in zip(tools, none, strict=False)),
+            "pace": statistics.median(map(_pace, tools)),
+            "pace_without": statistics.median(map(_pace, none)),
             "seconds": statistics.median(one["seconds"] for one in tools),
             "seconds_without": statistics.median(one["seconds"] for one in none),
             **{name: statistics.median(one[name] for one in tools) for name in EPISODE_FIGURES},
@@ -104,17 +109,23 @@ def summarise_episodes(results: Results) -> Results:
     return {"summary": summary, "targets": targets}
 
 
+def _pace(measured: Results) -> float:
+    return float(measured["pace_tokens"] / measured["pace_seconds"])
+
+
 def show_episodes(results: Results) -> None:
     """Tables for people."""
     bench, length = results["config"]["bench"], results["config"]["rollout"]["max_new_tokens"]
     least, most = bench["least_tool_seconds"], bench["most_tool_seconds"]
     turns = f"{bench['turns']} turns of {length} tokens"
     print(f"{bench['num_prompts']} episodes at a time, {turns}, tools of {least:g} to {most:g} s")
-    names = ("seconds", "seconds_without")
-    titles = ("slots", "busy", "seconds", "without tools", "in tools", "rendering", "of the processes", "prefix hits")
-    rows = [
-        [slots, f"{s['busy']:.3f}", *(f"{s[name]:.2f}" for name in names), *(f"{s[name]:.2%}" for name in EPISODE_FIGURES[:4])]
-        for slots, s in results["summary"].items()
-    ]
-    print_table("the replica's time without tools, as a share of that with them", titles, rows)
+    titles = ("slots", "tokens/s", "without tools", "busy", "seconds", "without tools", "whole")
+    names = ("pace", "pace_without", "busy", "seconds", "seconds_without", "whole")
+    formats = ("{:.0f}", "{:.0f}", "{:.3f}", "{:.2f}", "{:.2f}", "{:.3f}")
+    summary = results["summary"].items()
+    rows = [[slots, *(form.format(s[name]) for form, name in zip(formats, names, strict=True))] for slots, s in summary]
+    print_table("with tools and without, while all episodes are under way (busy), and until all have ended (whole)", titles, rows)
+    shares = ("slots", "in tools", "rendering", "of the processes", "prefix hits")
+    rows = [[slots, *(f"{s[name]:.2%}" for name in EPISODE_FIGURES[:4])] for slots, s in summary]
+    print_table("shares of the episodes' time, of that of their processes, and of prompts", shares, rows)
     print_targets(results["targets"])

@@ -202,19 +202,23 @@ def test_episodes_are_compared_with_those_of_the_same_slots(capsys: pytest.Captu
     """Also where the last row is missing."""
     shares = {"prefix_hits": 0.9, "tool_share": 0.5, "render_share": 0.001, "process_share": 0.2}
     common = {"tokens": 600, "given_tokens": 90, **shares}
+
+    def pace(seconds: float) -> dict[str, float]:
+        return {"pace_seconds": seconds / 2, "pace_tokens": 300}
+
     seconds = {8: ((10.0, 9.0), (12.0, 9.6)), 64: ((8.0, 4.0),)}
     rounds = [
-        {**common, "round": number, "slots": slots, "waits": waits, "seconds": pair[not waits]}
+        {**common, "round": number, "slots": slots, "waits": waits, "seconds": pair[not waits], **pace(pair[not waits])}
         for slots, pairs in seconds.items()
         for number, pair in enumerate(pairs)
         for waits in (True, False)
     ]
-    rounds.append({**common, "round": 1, "slots": 64, "waits": True, "seconds": 7.0})
+    rounds.append({**common, "round": 1, "slots": 64, "waits": True, "seconds": 7.0, **pace(8.0)})
     bench = {"num_prompts": 5, "turns": 3, "least_tool_seconds": 0.2, "most_tool_seconds": 2.0}
     results = {"rounds": rounds, "config": {"bench": bench, "rollout": {"max_new_tokens": 40}}}
     results |= summarise_episodes(results)
-    assert results["summary"]["8"]["busy"] == pytest.approx(0.85)
-    assert results["summary"]["64"]["busy"] == 0.5
+    assert results["summary"]["8"]["whole"] == pytest.approx(0.85)
+    assert results["summary"]["64"]["whole"] == results["summary"]["64"]["busy"] == 0.5
     show_episodes(results)
     assert "busy, 64 slots: 0.5; aimed at: at least 0.85" in capsys.readouterr().out
 
