@@ -21,7 +21,7 @@ from engine.runtime import device
 from engine.moe import experts, router
 from engine.model import exact, families, gemma, recompute, stages, vocabulary
 from engine.attention.core import CoreAttention, RMSNorm
-from engine.batch.batch import Balance
+from engine.batch.plan import Balance
 from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.runtime.megatron import get_gpt_decoder_block_spec
 
