@@ -48,11 +48,13 @@ NEEDS = {
     r"clients:by_agents": "needs pip install openai-agents",
     r"agents_gym\.yaml": "needs pip install skyrl-gym",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
+    r"^megasync scale runs/NAME": "needs a run that goes on",
     r"^(sbatch|kubectl)": "needs a cluster",
     r"IMAGE": "needs an image",
     r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
 }
 UNTIL_STOPPED = re.compile(r"--watch")
+JUDGES = re.compile(r"^megasync doctor")  # exit code 1: this machine is not fit, as it says
 SERVES_SECONDS, LIMIT_SECONDS = 20.0, 1800.0
 
 
@@ -117,7 +119,7 @@ def main() -> int:
             print(f"{command.page}: {command.line}" + (f"\n    not run: {command.needs}" if command.needs else ""))
             continue
         code, seconds, said = run(command, given.run)
-        failed += code != 0
+        failed += code not in ((0, 1) if JUDGES.search(command.line) else (0,))
         print(f"{command.page}: {command.line}\n    exit code {code}, {seconds:.0f} s" + (f"\n{said[-4000:]}" if code else ""))
         sys.stdout.flush()
     return int(failed > 0)
