@@ -42,7 +42,6 @@ NEEDS = {
     r"runs/smollm2|--compare runs/grpo-gpu": "needs the run on a GPU before it",
     r"staleness_accuracy\.py": "needs run folders of a GPU",
     r"configs/bench_train\.yaml": "needs a GPU",
-    r"runs/a runs/b": "needs two runs of the reader's own",
     r"^\./launch/test\.sh$": "it is the suite itself",
     r"-m tests\.": "takes an hour",
     r"clients:by_agents": "needs pip install openai-agents",
