@@ -42,17 +42,18 @@ NEEDS = {
     r"runs/smollm2|--compare runs/grpo-gpu": "needs the run on a GPU before it",
     r"staleness_accuracy\.py": "needs run folders of a GPU",
     r"configs/bench_train\.yaml": "needs a GPU",
-    r"runs/a runs/b": "needs two runs of the reader's own",
     r"^\./launch/test\.sh$": "it is the suite itself",
     r"-m tests\.": "takes an hour",
     r"clients:by_agents": "needs pip install openai-agents",
     r"agents_gym\.yaml": "needs pip install skyrl-gym",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
+    r"^megasync scale runs/NAME": "needs a run that goes on",
     r"^(sbatch|kubectl)": "needs a cluster",
     r"IMAGE": "needs an image",
     r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
 }
 UNTIL_STOPPED = re.compile(r"--watch")
+JUDGES = re.compile(r"^megasync doctor")  # exit code 1: this machine is not fit, as it says
 SERVES_SECONDS, LIMIT_SECONDS = 20.0, 1800.0
 
 
@@ -117,7 +118,7 @@ def main() -> int:
             print(f"{command.page}: {command.line}" + (f"\n    not run: {command.needs}" if command.needs else ""))
             continue
         code, seconds, said = run(command, given.run)
-        failed += code != 0
+        failed += code not in ((0, 1) if JUDGES.search(command.line) else (0,))
         print(f"{command.page}: {command.line}\n    exit code {code}, {seconds:.0f} s" + (f"\n{said[-4000:]}" if code else ""))
         sys.stdout.flush()
     return int(failed > 0)

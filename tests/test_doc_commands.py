@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 import pytest
 
 from megasync.bench.config import BenchRoot
+from megasync.checks.settings import check_settings
 from megasync.cli import VERBS
 from megasync.config.load import load_config
 from tests.doc_commands import ELSEWHERE, NEEDS, PLACEHOLDERS, ROOT, Command, collect
 
 COMMANDS = collect()
+NUM_RANKS = 8  # which all layouts divide
 SCRIPTS = {
     "./launch/torchrun_one_node.sh": "megasync.train",
     "./launch/torchrun_nodes.sh": "megasync.nodes.command",
@@ -80,7 +82,9 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         load_config(ROOT / "configs/quickstart.yaml", overrides)
     elif config := getattr(given, "config", None):
         is_bench = module.startswith("megasync.bench")
-        load_config(ROOT / config, overrides, **({"root": BenchRoot} if is_bench else {}))
+        loaded = load_config(ROOT / config, overrides, **({"root": BenchRoot} if is_bench else {}))
+        if module == "megasync.train":
+            check_settings(loaded, NUM_RANKS)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{Path(command.page).stem}: {command.line[:60]}")

@@ -2,6 +2,7 @@
 
 rollout.py     the samples of a run: prompts, rewards, batches
 stream.py      the stream of groups, in a thread beside the trainer
+loop_thread.py  an event loop in a thread of its own
 dispatch.py    groups on their way to the replicas and back
 scheduler.py   which groups begin, where, and which make a batch: pure functions
 turns.py       episodes of a group's members, whose turns are handed out

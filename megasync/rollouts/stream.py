@@ -1,7 +1,7 @@
 """The stream of groups on rank 0: lets them begin, scores samples as they end, and makes batches of groups that are done.
 
-It runs in a thread with an event loop of its own, beside the trainer. Leaves out the way to the replicas and back (dispatch.py),
-the decisions (scheduler.py), and prompts, rewards and metrics (rollout.py).
+It runs in a thread with an event loop of its own, beside the trainer. Leaves out that thread (loop_thread.py), the way to the
+replicas and back (dispatch.py), the decisions (scheduler.py), and prompts, rewards and metrics (rollout.py).
 
     stream = RolloutStream(pool, settings, make_group, score, note)
     stream.serve(version=0)           # after each publish
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from bridge.generation import Completion, GenerationRequest
 from engine.objective.advantages import is_group_worth_training
@@ -24,6 +23,7 @@ from megasync.episodes.task import Played, Task
 from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import Dispatcher
 from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.loop_thread import LoopThread, Result
 from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.rollouts.restore import restore_groups
 from megasync.rollouts.scheduler import Candidate, PrefetchController, choose_batch, num_admissible
@@ -32,12 +32,9 @@ from megasync.rollouts.turns import Episodes, EpisodeSettings, Player, TurnGroup
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
 
-Result = TypeVar("Result")
-CLOSE_SECONDS = 10.0  # for what still runs to hear that it is cancelled
 
-
-class RolloutStream:
-    """The public methods are for the trainer's thread, all others for the stream's own."""
+class RolloutStream(LoopThread):
+    """The public methods are for the trainer's thread, others for the stream's own. `close` leaves alone what is generated."""
 
     def __init__(
         self,
@@ -53,6 +50,7 @@ class RolloutStream:
 
         `loop`: with a clock of its own; None: a plain one. `episodes`: who plays those of the groups' members, which have tasks.
         """
+        super().__init__(loop)
         self.settings, self.make_group, self.score, self.note = settings, make_group, score, note
         self.step = 0  # the next to be trained
         self.num_begun = self.num_trained = 0  # the first ordinal that was never admitted; how many groups were taken
@@ -66,16 +64,13 @@ class RolloutStream:
         self._num_scoring = 0
         self._num_outside = 0
         self._failure: BaseException | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = loop or asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(pool, settings, self._start, self._take_in, self._fail, self._changed.set, note)
         self._episodes = None
         if episodes is not None:
             own = self._dispatcher
             self._episodes = Episodes(*episodes, own.add, own.drop, self._start, self._take_in_member)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-        self._thread.start()
+        self._begin_thread("rollouts")
 
     def serve(self, version: int) -> None:
         """The pool's members serve `version` from now on."""
@@ -113,29 +108,6 @@ class RolloutStream:
         config asks or scores in another way, or cannot train in time.
         """
         self.run(self._restore(progress, step))
-
-    def close(self) -> None:
-        """End the thread; what is generated is left alone. Safe to repeat."""
-        if self._thread.is_alive():
-            self.run(self._cancel())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _cancel(self) -> None:
-        for task in (tasks := list(self._tasks)):
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` on the stream's event loop gives."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:  # also a signal's: nobody waits for it any more
-            future.cancel()
-            raise
 
     # ------------------------------------------------------------------------------------------------ what the trainer asks
 
@@ -327,14 +299,3 @@ class RolloutStream:
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._changed.set()
-
-    def _start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_end)
-        return task
-
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)

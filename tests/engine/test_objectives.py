@@ -6,7 +6,6 @@ python -m pytest tests/engine/test_objectives.py
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +13,6 @@ import pytest
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.engine import Engine
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("steps")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> str:
-    return str(write_tiny_model(root / "model", "qwen3", True, num_hidden_layers=2))
-
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "GSPO": {"ratio_level": "sequence", "loss_aggregation": "sequence_mean", "clip_low": 3e-3, "clip_high": 4e-3},

@@ -24,16 +24,6 @@ LORA = {"rank": 4, "alpha": 8.0}
 FAST = {"learning_rate": 1e-2}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("steps")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> str:
-    return str(write_tiny_model(root / "model", "qwen3", True, num_hidden_layers=2))
-
-
 # ----------------------------------------------------------------------------------------------------- logits in chunks
 
 

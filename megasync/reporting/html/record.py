@@ -114,12 +114,22 @@ def read_record(folder: Path) -> Record:
 
 
 def read_records(folders: Sequence[Path]) -> list[Record]:
-    """Of several runs; those that share a name are told apart by their folders."""
+    """Of several runs; where some share a name, all have the ends of their folders' paths that tell them apart."""
     records = [read_record(folder) for folder in folders]
     names = [record.name for record in records]
     if len(set(names)) == len(names):
         return records
-    return [replace(record, name=str(record.folder)) for record in records]
+    return [replace(record, name=end) for record, end in zip(records, distinct_ends(folders), strict=True)]
+
+
+def distinct_ends(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of these paths, of as many parts each, of which no two are equal; a/b/rl, a/c/rl: b/rl, c/rl. Pure."""
+    parts = [folder.absolute().parts for folder in folders]
+    for number in range(1, max(map(len, parts))):
+        ends = [str(Path(*each[-number:])) for each in parts]
+        if len(set(ends)) == len(set(parts)):
+            return ends
+    return list(map(str, folders))
 
 
 def _json(path: Path) -> dict[str, Any]:

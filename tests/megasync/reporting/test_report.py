@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config, RunConfig
 from megasync.reporting.html.curves import CHARTS, charts
 from megasync.reporting.html.lanes import timeline
 from megasync.reporting.html.phases import covered, phases
-from megasync.reporting.html.record import Record, Span, read_record
+from megasync.reporting.html.record import Record, Span, distinct_ends, read_record
 from megasync.reporting.log import RunLog, write_summary
 from megasync.reporting.metric_names import METRICS, label, metric
 from megasync.reporting.page import advice_lines, write_comparison, write_report
@@ -207,7 +209,7 @@ def test_long_runs_make_no_larger_page(tmp_path: Path) -> None:
     points = curves_of(page)["reward/mean"]["x"]
     assert len(points) == 500 and (points[0], points[-1]) == (0, 599) and len(page.encode()) < MAX_BYTES
     page = write_comparison([tmp_path] * 4, tmp_path / "c.html").read_text()
-    assert len(curves_of(page)[f"reward/mean of {tmp_path}"]["x"]) == 375 and len(page.encode()) < MAX_BYTES
+    assert len(curves_of(page)[f"reward/mean of {tmp_path.name}"]["x"]) == 375 and len(page.encode()) < MAX_BYTES
 
 
 def test_comparison_of_runs(tmp_path: Path) -> None:
@@ -224,7 +226,17 @@ def test_comparison_of_runs(tmp_path: Path) -> None:
     fake_run(tmp_path / "c")
     fake_run(tmp_path / "d")
     page = write_comparison([tmp_path / "c", tmp_path / "d"], tmp_path / "c.html").read_text()
-    assert f"reward/mean of {tmp_path}/c" in curves_of(page), "runs of one name are told apart by their folders"
+    assert {"reward/mean of c", "reward/mean of d"} <= curves_of(page).keys(), "runs of one name are told apart by their folders"
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=2, max_size=4))
+def test_runs_of_one_name_get_the_shortest_ends_that_differ(parts: list[list[str]]) -> None:
+    folders = [Path("/", *each) for each in parts]
+    ends = distinct_ends(folders)
+    assert all(str(folder).endswith(end) for folder, end in zip(folders, ends, strict=True))
+    assert len(set(ends)) == len(set(folders))
+    shorter = [str(Path(*Path(end).parts[1:])) for end in ends]
+    assert len(set(shorter)) < len(set(folders)) or "." in shorter
 
 
 def test_metrics_have_one_row_each() -> None:

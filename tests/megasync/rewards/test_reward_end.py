@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,26 +16,9 @@ import pytest
 
 from megasync.config.schema import RolloutConfig
 from megasync.rewards.failure import RewardError
-from megasync.rewards.functions import RewardInput
 from megasync.rewards.pool import RewardPool
 from tests.support.config_files import ROOT
-
-CASES = "tests.megasync.rewards.reward_cases"
-
-
-def given(*responses: str, answer: str = "46", **extra: Any) -> list[RewardInput]:
-    return [RewardInput("12+34=", response, answer, 2, 8, extra, line) for line, response in enumerate(responses, start=1)]
-
-
-def children(pid: int | None = None) -> list[int]:
-    """Reward processes and what they have started."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            is_ours = "megasync.rewards.program" in command or command == "sleep 600"
-            found += [process.pid] if is_ours and process.status() != psutil.STATUS_ZOMBIE else []
-    return found
+from tests.support.rewards import CASES, children, given, until
 
 
 def test_a_cancelled_sample_makes_room() -> None:
@@ -88,7 +70,7 @@ PARENT = """
 import asyncio, sys, threading
 from megasync.config.schema import RolloutConfig
 from megasync.rewards.pool import RewardPool
-from tests.megasync.rewards.test_reward_pool import given
+from tests.support.rewards import given
 async def main():
     pool = RewardPool(RolloutConfig(reward="tests.megasync.rewards.reward_cases:deed", reward_processes=3))
     await pool.score_group(given("good", "good", "good", *sys.argv[1:]))
@@ -121,10 +103,3 @@ def test_processes_end_with_the_trainer_however_it_dies(kind: signal.Signals, pa
     process.send_signal(kind)
     process.wait()
     until(lambda: not any(map(psutil.pid_exists, ours)))
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -9,12 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given as given_data
 from hypothesis import settings
@@ -26,12 +22,7 @@ from megasync.rewards.functions import RewardInput
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rewards.wire import Unpacker, pack
 from tests.support.config_files import ROOT
-
-CASES = "tests.megasync.rewards.reward_cases"
-
-
-def given(*responses: str, answer: str = "46", **extra: Any) -> list[RewardInput]:
-    return [RewardInput("12+34=", response, answer, 2, 8, extra, line) for line, response in enumerate(responses, start=1)]
+from tests.support.rewards import CASES, children, given, until
 
 
 def score(reward: str | dict[str, float], *groups: list[RewardInput], **keys: Any) -> list[list[Scored]]:
@@ -48,17 +39,6 @@ def score(reward: str | dict[str, float], *groups: list[RewardInput], **keys: An
 
 def totals(*arguments: Any, **keys: Any) -> list[float]:
     return [one.total for group in score(*arguments, **keys) for one in group]
-
-
-def children(pid: int | None = None) -> list[int]:
-    """Reward processes and what they have started."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            is_ours = "megasync.rewards.program" in command or command == "sleep 600"
-            found += [process.pid] if is_ours and process.status() != psutil.STATUS_ZOMBIE else []
-    return found
 
 
 def failure(reward: str, *samples: RewardInput, **keys: Any) -> str:
@@ -272,10 +252,3 @@ def test_long_texts_are_cut() -> None:
     text = shown("a" * 5000 + "b" * 5000)
     assert len(text) < 400 and text.startswith("'aaa") and "bbb'" in text and "10000 characters" in text
     assert shown("a\nb") == r"'a\nb'"
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
