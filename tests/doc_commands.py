@@ -5,8 +5,8 @@
     python -m tests.doc_commands --run FOLDER --only evaluate.md
 
 A page's commands run in the order in which they stand, in one clone for all pages, with what is there in the place of
-PLACEHOLDERS and FILES. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its program takes
-(test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
+PLACEHOLDERS and FILES. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its
+program takes (test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
 """
 
 from __future__ import annotations
