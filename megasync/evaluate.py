@@ -21,8 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, main_errors
-from megasync.config.schema import Config, EvalSet
+from megasync.config.schema import Config
 from megasync.data.prompts import Prompts, load_data
 from megasync.rewards.failure import RewardError
 from megasync.rewards.resolve import resolve_rewards

@@ -4,9 +4,9 @@
     python -m tests.doc_commands --run FOLDER     # in a new clone of this repository at FOLDER: those that a CPU can run
     python -m tests.doc_commands --run FOLDER --only evaluate.md
 
-A page's commands run in the order in which they stand, in one clone for all pages, with files that are there in the place of
-PLACEHOLDERS. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its program takes
-(test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
+A page's commands run in the order in which they stand, in one clone for all pages, with what is there in the place of
+PLACEHOLDERS and FILES. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its
+program takes (test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BLOCKS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACEHOLDERS = {
     "model.path=FOLDER": "model.path=smollm2/model",
     "models/mine": "smollm2/model",
-    "--data test.jsonl": "--data smollm2/held_out.jsonl",
-    "--data prompts.jsonl": "--data smollm2/held_out.jsonl",
     "data.prompt_key=problem data.answer_key=solution": "data.prompt_key=question data.answer_key=answer",
     "data.prompt_key=problem": "data.prompt_key=question",
 }
+FILES = {"test.jsonl": "smollm2/held_out.jsonl", "prompts.jsonl": "smollm2/held_out.jsonl"}  # NUM_LINES of what is there
+NUM_LINES = 16
 # Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
     r"^docs/bench/gpus\.sh": "needs a GPU",
@@ -90,11 +90,20 @@ def lines_of(page: str) -> list[str]:
     return [re.sub(r"\s+", " ", line) for line in lines if line]
 
 
+def write_files(folder: Path) -> None:
+    """Those of FILES that can be written and are not there."""
+    for name, source in FILES.items():
+        if (folder / source).exists() and not (folder / name).exists():
+            lines = (folder / source).read_text(encoding="utf-8").splitlines(keepends=True)
+            (folder / name).write_text("".join(lines[:NUM_LINES]), encoding="utf-8")
+
+
 def run(command: Command, clone: Path) -> tuple[int, float, str]:
     """Exit code, seconds, what it said."""
     line = command.line
     for placeholder, remedy in PLACEHOLDERS.items():
         line = line.replace(placeholder, remedy)
+    write_files(clone)
     begin = time.monotonic()
     limit = SERVES_SECONDS if UNTIL_STOPPED.search(line) else LIMIT_SECONDS
     inherited = {name: value for name, value in os.environ.items() if name not in ("MEGASYNC_PYTHON", "PYTHONPATH")}

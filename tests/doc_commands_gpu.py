@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.doc_commands import PLACEHOLDERS, Command, collect
+from tests.doc_commands import PLACEHOLDERS, Command, collect, write_files
 
 FIRST = r"^\./launch/quickstart\.sh$"
 ASSETS, TRAIN = r"^megasync assets ", r"^megasync train configs/smollm2\.yaml"
@@ -64,6 +64,7 @@ class Runner:
         if begin > self._end:
             self._tell(figures | {"left_out": "no time"})
             return
+        write_files(Path.cwd())
         with (self._to / f"{number:02}.log").open("w", encoding="utf-8") as log:
             told = subprocess.Popen(["timeout", f"{self._limit:g}", "bash", "-c", line], stdout=log, stderr=subprocess.STDOUT)
             if re.search(FIRST, command.line):

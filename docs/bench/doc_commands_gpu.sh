@@ -16,7 +16,8 @@ mkdir -p "$fresh" "$fresh.bin"
 printf '#!/usr/bin/env bash\nexec "%s" -m megasync "$@"\n' "$PYTHON" > "$fresh.bin/megasync" # what pip would install
 printf '#!/usr/bin/env bash\nexec "%s" "$@"\n' "$PYTHON" > "$fresh.bin/python"
 chmod +x "$fresh.bin"/*
-export PATH=$fresh.bin:$PATH MEGASYNC_PYTHON=$PYTHON
+one=${CUDA_VISIBLE_DEVICES-0}
+export PATH=$fresh.bin:$PATH MEGASYNC_PYTHON=$PYTHON CUDA_VISIBLE_DEVICES=${one%%,*}
 cd "$fresh" || exit 1
 [ ! -d "${ASSETS:=/tmp/smollm2}" ] || ln -s "$ASSETS" smollm2
 source launch/setup.sh

@@ -143,6 +143,7 @@ class ExactAttention(CoreAttention):
         assert isinstance(packed, PackedSequences)
         assert packed.rotary is not None
         query, key = (_Rotate.apply(x, *packed.rotary) for x in (query, key))  # type: ignore[no-untyped-call]
+        value = value.contiguous()  # a view would keep the whole of what q, k and v are split from
         return _Attend.apply(query, key, value, packed, self).flatten(1)  # type: ignore[no-any-return, no-untyped-call]
 
 

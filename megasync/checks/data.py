@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 
 from bridge.vllm.serving import arguments
+from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.schema import Config, EvalSet
+from megasync.config.schema import Config
 
 SHOWN_FIELDS = 8
 

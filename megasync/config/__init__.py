@@ -1,6 +1,7 @@
 """A run's config: what the keys mean and how they are read. No torch.
 
-schema.py       all keys, joined once; the models of `model`, `engine`, `algorithm` and `sync` are in engine/ and bridge/
+schema.py       all keys, joined once; the models of `model`, `engine`, `algorithm` and `sync` are in engine/ and bridge/, that of
+data_section.py  `data` here
 keys.py         what those models say of a key: name, choices, bounds, nearest
 load.py         reads YAML files and `key=value` overrides
 invalid.py      what pydantic refuses, in words

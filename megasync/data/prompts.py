@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.sample import Sample
+from megasync.config.data_section import DataConfig, EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.schema import Config, DataConfig, EvalSet
+from megasync.config.schema import Config
 from megasync.data.data import Example, load_examples
 from megasync.hf.folder import DOWNLOAD_REMEDY, model_shape, read_json_object
 

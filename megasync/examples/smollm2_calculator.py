@@ -1,7 +1,7 @@
-"""A calculator for SmolLM2-135M-Instruct: products of two-digit numbers, which it cannot do, by calls that it rarely gets right.
+"""A calculator for SmolLM2-135M-Instruct: products of two-digit numbers, which it cannot do, by calls that it seldom gets right.
 
 A conversation of two turns comes before each question, as an example: the model writes CALC(12 * 31), is told 372, and answers
-372. Untrained it gets some six of a hundred calls right, and every answer after a right call. No torch in here. Leaves out the
+372. Untrained it gets about one call in five right, and nearly every answer after a right call. No torch in here. Leaves out the
 model's folder (megasync/assets.py).
 
     python -m megasync.examples.smollm2_calculator --to FOLDER        # products.jsonl, products_held_out.jsonl

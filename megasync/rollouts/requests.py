@@ -18,7 +18,8 @@ from megasync.rewards.functions import RewardInput
 from megasync.rollouts.token_lines import episode_line
 
 if TYPE_CHECKING:
-    from megasync.config.schema import Config, EvalSet, RolloutConfig
+    from megasync.config.data_section import EvalSet
+    from megasync.config.schema import Config, RolloutConfig
     from megasync.data.prompts import Prompts
     from megasync.rewards.pool import RewardPool
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from megasync.checks.data import check_data, check_engine_arguments
+from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from megasync.config.errors import ConfigError, refuse_if
-from megasync.config.schema import MAX_TEMPERATURE, MIN_TEMPERATURE, Config
+from megasync.config.schema import Config
 from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.task import Played
 from megasync.hf.folder import check_model_folder

@@ -32,6 +32,8 @@ run() { # NAME COMMAND...: what it wrote until its end or the limit counts
   "$python" "$here/docs/bench/peers/compare.py" "$out" --json "$out/peers.json" | tee "$out/peers.txt" | tail -1
 }
 
+one=${CUDA_VISIBLE_DEVICES-0}
+export CUDA_VISIBLE_DEVICES=${one%%,*} # of several GPUs TRL would take all
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 for seed in "$@"; do
   rm -rf "$out/trl$seed" "$out/megasync$seed"

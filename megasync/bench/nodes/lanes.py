@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
-from multiprocessing.connection import Listener
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ class LanesBench(BenchRank):
             ports = self._start_threads() if kind == "threads" else self._start_processes()
             connections = [connect(LOOPBACK, port) for port in ports] if self.layout.rank == 0 else []
             for connection in connections:
-                ends.callback(connection.close)
+                ends.callback(_let_go, connection)
             if apart:
                 self.ways[f"one group, {kind}"] = self._way(sender, [connections[r] for r in apart if connections], lanes=False)
             self.ways[f"lanes, {kind}"] = self._way(everywhere, connections, lanes=True)
@@ -176,6 +176,12 @@ class _Elsewhere(ReceiverPool):
 
     def reader_hosts(self) -> list[str]:
         return ["another host"] * len(self.reader_names)
+
+
+def _let_go(connection: Connection[Any, Any]) -> None:
+    """A receiver, which may be gone."""
+    with suppress(OSError), connection:
+        connection.send(None)
 
 
 def _serve_beside(listener: Listener, device: torch.device) -> None:
