@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megasync.config.errors import ConfigError, nearest_name
-from megasync.config.keys import ADVICE, ANY_NAME, all_keys, below, bounds, choices, kind_of, nearest_key, with_any_name
+from megasync.config.keys import ADVICE, ANY_NAME, all_keys, below, bounds, choices, item_of, kind_of, nearest_key, with_any_name
 
 KINDS = {
     bool: "true or false",
@@ -17,8 +17,9 @@ KINDS = {
     float: "a number",
     str: "a text",
     dict: "a mapping of names to values",
-    list: "a list of texts",
+    list: "a list",
 }
+ITEMS = {int: "whole numbers", str: "texts"}
 EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
 OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
@@ -49,12 +50,14 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
     if "example" in context:  # from a validator of ours, which says what it expects
         remedy = f"write for example {key}={context['example']}"
         return ConfigError(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy)
-    example = _example(kind, allowed, value)
+    item = item_of(field)
+    example = _example(kind, allowed, item, value)
+    expected = f"{KINDS[kind]} of {ITEMS[item]}" if kind is list else KINDS[kind]
     below_it = f"{'.'.join(generic[:end])}."
     inside = next((full for full in keys if full.startswith(below_it) and kind_of(keys[full]) is not dict), f"{below_it}NAME")
     inside = f"{key}.{inside.removeprefix(below_it)}"
     remedy = f"write for example {key}={example}" if example else f"set for example {inside}=..."
-    return ConfigError(f"{message}: {KINDS[kind]} is expected", **lines, remedy=remedy)
+    return ConfigError(f"{message}: {expected} is expected", **lines, remedy=remedy)
 
 
 def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: object, given_in: str) -> ConfigError:
@@ -75,7 +78,7 @@ def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: ob
     return ConfigError(f"{unknown}: there is no such key", **lines)
 
 
-def _example(kind: type, allowed: list[str], value: object) -> str:
+def _example(kind: type, allowed: list[str], item: type, value: object) -> str:
     if kind is int and isinstance(value, float) and value.is_integer():
         return f"{value:.0f}"
-    return f"[{', '.join(allowed) or EXAMPLES[str]}]" if kind is list else allowed[0] if allowed else EXAMPLES.get(kind, "")
+    return f"[{', '.join(allowed) or EXAMPLES[item]}]" if kind is list else allowed[0] if allowed else EXAMPLES.get(kind, "")

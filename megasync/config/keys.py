@@ -172,6 +172,17 @@ def kind_of(field: FieldInfo) -> type:
     return {Literal: str, tuple: list}.get(origin) or (origin if origin in (bool, int, float, str) else dict)
 
 
+def item_of(field: FieldInfo) -> type:
+    """What a list should hold: int or str."""
+    kinds: list[Any] = [field.annotation]
+    while kinds:
+        kind = kinds.pop()
+        if kind is int:
+            return int
+        kinds += [] if get_origin(kind) is Literal else get_args(kind)
+    return str
+
+
 def nearest_key(keys: Iterable[str], unknown: str) -> str:
     """The key that was probably meant; empty when none is near.
 

@@ -171,6 +171,8 @@ def test_a_stop_text_is_not_empty(empty: Path) -> None:
     assert message.startswith("rollout.stop = ['x', '']: a text that ends a response is not empty")
     assert "rollout.stop = 5: a list of texts is expected" in refused(empty, "rollout.stop=5")
     assert "a list of texts is expected" in refused(empty, "rollout.stop=[5]")
+    layers = refused(empty, "engine.parallel.pipeline_layers=[all]")
+    assert "a list of whole numbers is expected" in layers and "pipeline_layers=[8]" in layers
 
 
 # -------------------------------------------------------------------------------------------------------- bad syntax
