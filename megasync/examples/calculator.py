@@ -13,7 +13,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,17 @@ def lines(seed: int) -> dict[str, list[dict[str, str]]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the files."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.examples.calculator", description="Write the calculator's data.")
+    return write_files("megasync.examples.calculator", lines, arguments)
+
+
+def write_files(module: str, made: Callable[[int], Mapping[str, Sequence[object]]], arguments: Sequence[str]) -> int:
+    """What `module` does as a program: a JSONL file for each name that `made` gives lines for, of a seed."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Write the data.")
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
     parser.add_argument("--seed", default=0, type=int)
     given = parser.parse_args(arguments)
     given.to.mkdir(parents=True, exist_ok=True)
-    for name, rows in lines(given.seed).items():
+    for name, rows in made(given.seed).items():
         (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0
 

@@ -10,15 +10,12 @@ model's folder (megasync/assets.py).
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from megasync.examples.calculator import pairs_of
+from megasync.examples.calculator import pairs_of, write_files
 
 LEAST = 10  # of both factors; the most is 99
 CALL = re.compile(r"CALC\((\d{1,4}) \* (\d{1,4})\)")
@@ -63,15 +60,7 @@ def lines(seed: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the files."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.examples.smollm2_calculator", description="Write the data.")
-    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--seed", default=0, type=int)
-    given = parser.parse_args(arguments)
-    given.to.mkdir(parents=True, exist_ok=True)
-    for name, rows in lines(given.seed).items():
-        (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return 0
+    return write_files("megasync.examples.smollm2_calculator", lines, arguments)
 
 
 if __name__ == "__main__":
