@@ -111,16 +111,16 @@ def sync() -> str:
 
 
 def learning() -> str:
-    """The run of docs/bench/smollm2_h200.json: sampled reward a step, and greedy reward on held-out problems."""
-    run = json.loads((Path(__file__).parent / "bench" / "smollm2_h200.json").read_text(encoding="utf-8"))
-    picture = Picture(860, 300, "SmolLM2-135M-Instruct learns sums: held-out reward 0.11 to 0.25 in 100 steps")
+    """The run of docs/bench/smollm2_h200_two.json: sampled reward a step, and greedy reward on held-out problems."""
+    run = json.loads((Path(__file__).parent / "bench" / "smollm2_h200_two.json").read_text(encoding="utf-8"))
+    picture = Picture(860, 300, "SmolLM2-135M-Instruct learns sums: held-out reward 0.12 to 0.31 in 100 steps")
     left, right, bottom, top = 60, 840, 250, 30
 
     def place(step: float, value: float) -> tuple[float, float]:
-        return left + (right - left) * step / 100, bottom - (bottom - top) * value / 0.35
+        return left + (right - left) * step / 150, bottom - (bottom - top) * value / 0.4
 
-    for value in (0.0, 0.1, 0.2, 0.3):
-        picture.curve([place(0, value), place(100, value)], "grid")
+    for value in (0.0, 0.1, 0.2, 0.3, 0.4):
+        picture.curve([place(0, value), place(150, value)], "grid")
         picture.text(left - 8, place(0, value)[1] + 4, f"{value:.1f}", "small", "end")
     picture.curve([place(step, reward) for step, reward, *_ in run["steps"]], "line")
     for step, reward in run["evaluations"]:

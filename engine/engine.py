@@ -26,7 +26,8 @@ from engine.model import exact, families, lora, stages
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
-from engine.batch.batch import MicroBatch, SampleTable, needed_samples, split_members
+from engine.batch.batch import MicroBatch, SampleTable
+from engine.batch.plan import needed_samples, split_members
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.objective.chosen import chosen_log_probs
 from engine.objective.correction import Sums

@@ -16,7 +16,8 @@ from engine.objective import advantages, loss
 from engine.attention import context
 from engine.runtime.parallel import Layout
 from engine.moe import router
-from engine.batch.batch import Balance, MicroBatch, SampleTable, pack, padding_fraction, plan_microbatches
+from engine.batch.batch import MicroBatch, SampleTable, pack
+from engine.batch.plan import Balance, padding_fraction, plan_microbatches
 from engine.config import AlgorithmConfig, EngineConfig
 
 

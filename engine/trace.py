@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from engine.attention import flash, fused, rope
-from engine.batch.batch import MicroBatch, SampleTable, pack, plan_microbatches
+from engine.batch.batch import MicroBatch, SampleTable, pack
+from engine.batch.plan import plan_microbatches
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.engine import with_head
 from engine.model import lora

@@ -31,9 +31,41 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (1.0 / torch.sqrt(row_sums(x * x) / x.shape[-1] + eps)) * weight
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm of x + residual, and that sum."""
+    if x.is_cuda:
+        from exact import kernels
+
+        return kernels.add_rms_norm(x, residual, weight, eps)
+    whole = x + residual
+    return rms_norm(whole, weight, eps), whole
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)); torch's own treats the end of its input otherwise on CPUs."""
-    return F.silu(x) if x.is_cuda else x / (1.0 + torch.exp(-x))
+    """x / (1 + exp(-x)), on CPUs, where torch's own treats the end of its input otherwise."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU: [..., 2 n], gate and up side by side, to [..., n]."""
+    if x.is_cuda:
+        from exact import kernels
+
+        return kernels.silu_and_mul(x)
+    gate, up = x.chunk(2, -1)
+    return silu(gate) * up
+
+
+def silu_and_mul_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Of x, by that of `silu_and_mul`."""
+    if x.is_cuda:
+        from exact import kernels
+
+        return kernels.silu_and_mul_gradient(x, gradient)
+    gate, up = x.chunk(2, -1)
+    return torch.cat([torch.ops.aten.silu_backward(gradient * up, gate), gradient * silu(gate)], -1)
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -41,11 +41,16 @@ def table(of: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat(blocks)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, size] by the cosines and sines of its positions' angles, each [T, 1, size / 2]."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, heads, size] by the cosines and sines of its positions' angles, each [T, 1, size / 2].
+
+    `rows`: which rows of cos and sin are each token's, int64 [T]; there may be others then.
+    """
     if x.is_cuda:
         from exact import kernels
 
-        return kernels.rotate(x, cos, sin)
+        return kernels.rotate(x, cos, sin, rows)
+    if rows is not None:
+        cos, sin = cos[rows], sin[rows]
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

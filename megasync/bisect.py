@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             answers.check_servable(config)
             prompts = Prompts(config.model.path, config.data)
             response = recorded(given.run, prompts, chosen.step, given.prompt)
+        threading.Thread(target=import_engine, daemon=True).start()
         try:
             with serve(config) as pool:
                 response, passes = traced(pool, response, prompts, config, scratch)
@@ -89,6 +91,12 @@ def traced(
 
     response = response or generated(pool, prompts, config)
     return response, trace_replica(pool, response, config.rollout.temperature, scratch)
+
+
+def import_engine() -> None:
+    """What the trainer's side needs, while the replica starts: seconds of either."""
+    import engine.trace  # noqa: F401
+    import megasync.comparing.compare  # noqa: F401
 
 
 def judged(chosen: Chosen, passes: Passes, response: Response, swap: str) -> Found:

@@ -24,6 +24,7 @@ from bridge.receive.bake import bake
 from bridge.receive.unpack import Unpacker
 from bridge.transport.open import abort_endpoints, open_reader
 from bridge.transport.protocol import Reader
+from bridge.vllm.exact import register as exact
 from bridge.vllm.serving import routing
 from bridge.vllm.serving.trace import Tracing
 from bridge.vllm.weights import adapter, latent, readback, reload
@@ -98,6 +99,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             rank = self.parallel_config.rank
             lanes = LanePlan.from_json(message.lanes_json) if message.lanes_json is not None else None
             own = message.endpoints[rank], message.first_reader + rank, message.num_readers
+            exact.restore_nccl()
             self._reader = open_reader(*own, self.device, lanes)
         load_plan = self._load_plan
         if message.adapter is None and (load_plan is None or load_plan.manifest is not manifest or not load_plan.is_current):

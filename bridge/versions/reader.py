@@ -89,11 +89,33 @@ class VersionReader:
         """Raises VersionLogError as `tensors` does."""
         tensors: dict[str, torch.Tensor] = {}
         for path, header in self.chain(version, stage):
-            with path.open("rb") as file:
-                for entry in header.entries:
-                    file.seek(entry.offset)
-                    _take(path, tensors, entry, file.read(entry.num_bytes))
+            _take_all(path, header, tensors)
         return tensors
+
+    def walk(self, stage: int) -> Iterator[tuple[Header, dict[str, torch.Tensor]]]:
+        """Every version of a stage in order, each made out of the one before it; the tensors are the same, and change.
+
+        Raises VersionLogError as `tensors` does.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        former = ""
+        for version in self.versions:
+            path, header = self.chain(version, stage)[-1]
+            if header.kind != DELTA:
+                tensors.clear()
+            elif header.parent_state != former:
+                raise VersionLogError(f"{path}: is out of order: it was added to version {header.parent}")
+            _take_all(path, header, tensors)
+            former = header.state
+            yield header, tensors
+
+
+def _take_all(path: Path, header: Header, tensors: dict[str, torch.Tensor]) -> None:
+    """One file's, into the tensors that it was added to."""
+    with path.open("rb") as file:
+        for entry in header.entries:
+            file.seek(entry.offset)
+            _take(path, tensors, entry, file.read(entry.num_bytes))
 
 
 def _take(path: Path, tensors: dict[str, torch.Tensor], entry: Entry, data: bytes) -> None:

@@ -19,6 +19,13 @@ sync() { # CASE GPUS [key=value ...]
   end "$case" $? "│|aimed at"
 }
 
+lanes() { # CASE GPUS [key=value ...]: without vLLM
+  local case=$1 gpus=${GPUS:-$2}; shift 2
+  CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-150}" "$python" -m megasync.bench lanes --config "$here/configs/bench_gpu.yaml" \
+    run.name="$case" run.dir=/tmp/runs bench.lora_rank=0 "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
+  end "$case" $? "│"
+}
+
 grpo() { # CASE GPUS RANKS [key=value ...]
   local case=$1 gpus=${GPUS:-$2} ranks=${RANKS:-$3}; shift 3
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-900}" "$python" -m megasync.launch.torchrun --nproc-per-node "$ranks" \
@@ -103,6 +110,12 @@ for case in "$@"; do
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
+    3b-lanes) lanes 3b-lanes 0,1 rollout.replicas=1 'bench.receivers=[processes]' ;; # a GPU for each side
+    3b-lanes-dp2) lanes 3b-lanes-dp2 0,1 bench.num_ranks=2 rollout.replicas=2 ;;     # both sides on both GPUs
+    3b-lanes-fsdp) lanes 3b-lanes-fsdp 0,1 bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step ;;
+    3b-lanes-tp2) # the same with vLLM, whose two workers pass on to each other
+      sync 3b-lanes-tp2 0,1 bench.apart=true 'bench.methods=[stream]' bench.num_ranks=2 engine.wrap=megatron_fsdp bench.update=step \
+        rollout.tensor_parallel=2 rollout.gpu_memory_utilization=0.2 bench.lora_rank=0 ;;
     3b-rollout)
       rollout 3b-rollout 0 bench.num_prompts=256 bench.prompt_tokens=64 bench.median_tokens=430 bench.rounds=5 \
         rollout.max_new_tokens=2048 rollout.max_model_len=2560 rollout.max_num_seqs=256 rollout.kv_cache_bytes=24GiB \

@@ -118,6 +118,24 @@ def _logits_gradient(
     return ((hit.float() - probs) * (gradient / temperature)[:, None]).to(logits.dtype)
 
 
+def _dynamic_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, normalizer: torch.Tensor, gradient: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    for x in (logits, labels, normalizer, gradient):
+        _mark_dynamic(x, 0)
+    return _logits_gradient(logits, labels, normalizer, gradient, temperature)  # type: ignore[no-any-return]
+
+
+def logits_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, normalizer: torch.Tensor, gradient: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """That of logits [T, vocabulary], in their dtype, by that of their labels' log-probs.
+
+    `normalizer`: float32 [T], the log-sum-exp of logits / temperature.
+    """
+    return _dynamic_gradient(logits, labels, normalizer, gradient, torch.full((), temperature, device=logits.device))
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, group: Any) -> torch.Tensor:
@@ -141,10 +159,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, labels, normalizer, temperature = ctx.saved_tensors
-        (gradient,) = gradients
-        for x in (logits, labels, normalizer, gradient):
-            _mark_dynamic(x, 0)
-        return _logits_gradient(logits, labels, normalizer, gradient, temperature), None, None, None
+        return _dynamic_gradient(logits, labels, normalizer, gradients[0], temperature), None, None, None
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, group: Any) -> torch.Tensor:

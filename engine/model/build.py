@@ -21,7 +21,7 @@ from engine.runtime import device
 from engine.moe import experts, router
 from engine.model import exact, families, gemma, recompute, stages, vocabulary
 from engine.attention.core import CoreAttention, RMSNorm
-from engine.batch.batch import Balance
+from engine.batch.plan import Balance
 from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.runtime.megatron import get_gpt_decoder_block_spec
 
@@ -116,7 +116,6 @@ def build_mbridge(
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
     bridge.is_exact = model.exact
-    of_family |= {"activation_func": exact.silu} if model.exact else {}
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=adds_gradients,

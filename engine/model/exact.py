@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.attention import fused
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.packed import PackedSequences
-from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear
+from engine.model.recompute import RecomputingMLP
+from engine.runtime.megatron import MLP, ColumnParallelLinear, RowParallelLinear
 from exact import attention, cuda, linear, machine, pointwise, rotary
 
 
@@ -98,22 +100,34 @@ class ExactNorm(RMSNorm):
         return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Silu(torch.autograd.Function):
+class _SiluAndMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return pointwise.silu(x)
+        return pointwise.silu_and_mul(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        of_x: torch.Tensor = torch.ops.aten.silu_backward(gradients[0], x)
-        return of_x
+        return pointwise.silu_and_mul_gradient(x, gradients[0])
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """megatron-core's activation_func of the gate."""
-    return _Silu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of what an MLP's first linear gives."""
+    return _SiluAndMul.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ExactMLP(MLP):  # type: ignore[misc]
+    """megatron-core's with another activation."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(silu_and_mul(gate_and_up))  # type: ignore[no-any-return]
+
+
+class ExactRecomputingMLP(RecomputingMLP):
+    def _activate(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_and_up)
 
 
 class ExactAttention(CoreAttention):
@@ -129,6 +143,7 @@ class ExactAttention(CoreAttention):
         assert isinstance(packed, PackedSequences)
         assert packed.rotary is not None
         query, key = (_Rotate.apply(x, *packed.rotary) for x in (query, key))  # type: ignore[no-untyped-call]
+        value = value.contiguous()  # a view would keep the whole of what q, k and v are split from
         return _Attend.apply(query, key, value, packed, self).flatten(1)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -198,8 +213,9 @@ def use_exact_layers(spec: Any) -> None:
         own.core_attention, own.linear_qkv, own.linear_proj = ExactAttention, ExactQkvLinear, ExactRowParallelLinear
         if own.q_layernorm is RMSNorm:
             own.q_layernorm = own.k_layernorm = ExactNorm
-        mlp = layer.submodules.mlp.submodules
-        mlp.linear_fc1, mlp.linear_fc2 = ExactColumnParallelLinear, ExactRowParallelLinear
+        mlp = layer.submodules.mlp
+        mlp.module = ExactRecomputingMLP if mlp.module is RecomputingMLP else ExactMLP
+        mlp.submodules.linear_fc1, mlp.submodules.linear_fc2 = ExactColumnParallelLinear, ExactRowParallelLinear
 
 
 class Rotation:
@@ -237,19 +253,26 @@ def prepare_machine(chunks: list[torch.nn.Module], hf_config: Any) -> None:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-        ctx.save_for_backward(logits, labels)
-        ctx.temperature = temperature
-        return pointwise.token_log_probs(logits, labels, temperature)
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float, use_fused: bool) -> torch.Tensor:
+        found = pointwise.token_log_probs(logits, labels, temperature)
+        ctx.save_for_backward(logits, labels, found)
+        ctx.temperature, ctx.use_fused = temperature, use_fused
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, labels = ctx.saved_tensors
+        logits, labels, log_probs = ctx.saved_tensors
+        if ctx.use_fused:  # without float32 logits in memory
+            own = (logits.gather(1, labels[:, None]).squeeze(1) / ctx.temperature).float()
+            return fused.logits_gradient(logits, labels, own - log_probs, gradients[0], ctx.temperature), None, None, None
         gradient = gradients[0][:, None] / ctx.temperature
         of_logits = torch.softmax(logits / ctx.temperature, -1, dtype=torch.float32).mul_(-gradient)
-        return of_logits.scatter_add_(1, labels[:, None], gradient).to(logits.dtype), None, None
+        return of_logits.scatter_add_(1, labels[:, None], gradient).to(logits.dtype), None, None, None
 
 
-def log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Natural log-prob of each label, float32 [T], of logits [1, T, vocabulary] and labels int64 [1, T]."""
-    return _LogProbs.apply(logits[0], labels[0], temperature)  # type: ignore[no-any-return, no-untyped-call]
+def log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, *, use_fused: bool) -> torch.Tensor:
+    """Natural log-prob of each label, float32 [T], of logits [1, T, vocabulary] and labels int64 [1, T].
+
+    `use_fused`: in the backward pass, see fused.py; the forward pass is the same.
+    """
+    return _LogProbs.apply(logits[0], labels[0], temperature, use_fused)  # type: ignore[no-any-return, no-untyped-call]

@@ -33,7 +33,7 @@ class LogProbs:
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Values:
         if self.is_exact:
-            log_probs = exact.log_probs(logits, labels, self.temperature)
+            log_probs = exact.log_probs(logits, labels, self.temperature, use_fused=self.use_fused)
         else:
             log_probs = loss.token_log_probs(logits, labels, self.temperature, self.use_fused)
         return (log_probs, token_entropy(logits, self.temperature, self.use_fused)) if self.has_entropy else (log_probs,)

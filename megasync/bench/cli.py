@@ -3,8 +3,10 @@
 Starts the trainer ranks itself, then prints tables and, with --json, writes every round down.
 
     python -m megasync.bench sync --config configs/bench_cpu.yaml [key=value ...] [--json FILE] [--picture FILE.svg]
+    python -m megasync.bench lanes --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench rollout --config configs/bench_cpu.yaml [key=value ...] [--json FILE]
     python -m megasync.bench staleness --config configs/bench_staleness.yaml [key=value ...] [--json FILE]
+    python -m megasync.bench episodes --config configs/bench_episodes.yaml [key=value ...] [--json FILE]
     python -m megasync.bench train --config configs/bench_train.yaml [key=value ...] [--json FILE]
     python -m megasync.bench gap --config configs/bench_gap.yaml [key=value ...] [--json FILE]
     python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [key=value ...] [--json FILE] [--to FILE.md]
@@ -24,6 +26,7 @@ from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import run as equivalence
 from megasync.bench.gap import run as gap
 from megasync.bench.generation import report as generation
+from megasync.bench.nodes import report as nodes
 from megasync.bench.prepare import prepare
 from megasync.bench.sync import report as sync
 from megasync.bench.sync.picture import check_picture, draw_sync
@@ -35,8 +38,10 @@ from megasync.launch.scope import listen_on_loopback
 
 REPORTS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]] = {
     "sync": (sync.summarise, sync.show),
+    "lanes": (nodes.summarise_lanes, nodes.show_lanes),
     "rollout": (generation.summarise_rollout, generation.show_rollout),
     "staleness": (generation.summarise_staleness, generation.show_staleness),
+    "episodes": (generation.summarise_episodes, generation.show_episodes),
 }
 
 
@@ -51,6 +56,8 @@ def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, 
     paths = str(config_path), str(results_path)
     if verb == "rollout" and not config.bench.lora_rank:
         code = run_to_end([sys.executable, "-m", "megasync.bench.generation.throughput", *paths])
+    elif verb == "episodes":
+        code = run_to_end([sys.executable, "-m", "megasync.bench.generation.episodes", *paths])
     else:
         code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, *paths))
     if not results_path.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine.config import OneOrMore, Section
 from megasync.config.schema import Config
@@ -28,6 +28,12 @@ class BenchConfig(Section):
     """Measured, after one that warms up."""
     methods: Annotated[tuple[Literal["all", Method], ...], *OneOrMore] = ("all",)
     """sync: how weights are brought over; stream is always among them, and what this machine or config does not allow never."""
+    apart: bool = False
+    """sync: the replicas are on the GPUs of the trainer ranks, each vLLM worker on that of the next rank, and taken to be on a
+    host of their own, so that weights travel on lanes; with bench.methods=[stream]."""
+    receivers: Annotated[tuple[Literal["threads", "processes"], ...], *OneOrMore] = ("threads", "processes")
+    """lanes: what takes the weights in vLLM's place; threads: of the trainer ranks, so that both compute on a GPU at once;
+    processes: which take turns on a GPU with the trainer rank there."""
     update: Literal["step", "negate"] = "step"
     """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
     shapes: Literal["none", ShapeName] = "none"
@@ -53,6 +59,14 @@ class BenchConfig(Section):
     """gap: what is compared; head: with engine.head_dtype=float32."""
     num_batches: PositiveInt = 20
     """staleness: batches of data.batch_size prompts."""
+    turns: PositiveInt = 8
+    """episodes: of each of the bench.num_prompts episodes, which begin at once; each turn has rollout.max_new_tokens tokens."""
+    least_tool_seconds: NonNegativeFloat = 0.2
+    """episodes: what a tool takes at least, between two turns."""
+    most_tool_seconds: NonNegativeFloat = 2.0
+    """episodes: what it takes at most; seconds are drawn evenly."""
+    slots: Annotated[tuple[PositiveInt, ...], *OneOrMore] = (256,)
+    """episodes: turns that the replica is given at a time, at most rollout.max_num_seqs; measured one after another."""
 
 
 class Variant(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks a config of `bench sync`, `rollout` or `staleness`, and writes a model where it names none."""
+"""Checks a config of `bench sync`, `lanes`, `rollout`, `staleness` or `episodes`, and writes a model where it names none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench.common.model import write_model
 from megasync.bench.config import METHODS, NEED_GPUS, BenchRoot
+from megasync.bench.generation.tools import NAME
 from megasync.checks.check import check_config
 from megasync.checks.sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, refuse_if
 from megasync.hf.folder import check_model_folder
 from megasync.launch.devices import visible_devices
+
+PROMPT_TOKENS, TOOL_TOKENS = 64, 64  # of an episode of `bench episodes`, and between two turns: more than they are
 
 
 def prepare(config: BenchRoot, verb: str) -> BenchRoot:
@@ -22,6 +25,8 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
         ConfigError: it cannot be measured; nothing was started.
     """
     bench = config.bench
+    if verb == "episodes":
+        config = _with_episodes(config)
     if config.model.path:
         config = config.model_copy(update={"bench": bench.model_copy(update={"shapes": "none"})})
     else:
@@ -33,6 +38,8 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     _check_lora(config, verb)
     if verb in ("rollout", "staleness"):
         _check_lengths(config)
+    if verb == "lanes":
+        _check_receivers(config)
     if verb == "staleness":
         _refuse(
             "algorithm.name", config.algorithm.name != "grpo", config.algorithm.name, "bench staleness trains by grpo", "grpo"
@@ -44,6 +51,22 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 
 def _refuse(key: str, is_wrong: object, value: Any, why: str, instead: Any, **lines: str) -> None:
     refuse_if(is_wrong, f"{key} = {value}: {why}", **lines, remedy=f"write {key}={instead}")
+
+
+def _with_episodes(config: BenchRoot) -> BenchRoot:
+    """What its turns are asked with."""
+    bench, rollout = config.bench, config.rollout
+    remedy = "write model.path=FOLDER, that of a model with a chat template"
+    refuse_if(not config.model.path, "model.path is not set: bench episodes renders chats", remedy=remedy)
+    least, most = bench.least_tool_seconds, bench.most_tool_seconds
+    _refuse("bench.least_tool_seconds", least > most, least, f"more than bench.most_tool_seconds = {most:g}", most)
+    slots = [number for number in bench.slots if number > rollout.max_num_seqs]
+    _refuse("bench.slots", slots, slots, "more than rollout.max_num_seqs", [rollout.max_num_seqs])
+    total = PROMPT_TOKENS + bench.turns * (rollout.max_new_tokens + TOOL_TOKENS)
+    message = f"rollout.max_model_len = {rollout.max_model_len}: too short for {bench.turns} turns"
+    refuse_if((rollout.max_model_len or total) < total, message, remedy=f"write rollout.max_model_len={total}")
+    played = {"episode": NAME, "episode_max_turns": bench.turns, "episode_on_failure": "retry"}
+    return config.model_copy(update={"rollout": rollout.model_copy(update=played)})
 
 
 def _with_model(config: BenchRoot) -> BenchRoot:
@@ -64,6 +87,15 @@ def _check_methods(config: BenchRoot) -> None:
     choices = ", ".join(name for name in METHODS if name not in NEED_GPUS)
     missing = [name for name in bench.methods if name in NEED_GPUS and not visible_devices()]
     _refuse("bench.methods", missing, missing, "needs GPUs", "[all]", choices=choices)
+
+
+def _check_receivers(config: BenchRoot) -> None:
+    """NCCL takes a GPU once into a group, so that each lane's first receiver has to be on another one than its sender."""
+    ranks, replicas = config.bench.num_ranks, config.rollout.replicas
+    why = f"the receivers of bench lanes are on the GPUs of bench.num_ranks = {ranks} ranks, as many on each"
+    _refuse("rollout.replicas", replicas % ranks, replicas, why, ranks)
+    why = "the one rank's threads would be on its own GPU, which NCCL takes once"
+    _refuse("bench.receivers", ranks == 1 and "threads" in config.bench.receivers, "threads", why, "[processes]")
 
 
 def _check_lora(config: BenchRoot, verb: str) -> None:

@@ -18,12 +18,14 @@ from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence.read_back import ReadBack
 from megasync.bench.generation.lora import LoraBench
 from megasync.bench.generation.staleness import StalenessBench
+from megasync.bench.nodes.lanes import LanesBench
 from megasync.bench.sync.rounds import SyncBench
 from megasync.config.load import load_config
 from megasync.launch.processes import end_on_sigterm
 
 BENCHES: dict[str, type[BenchRank]] = {
     "sync": SyncBench,
+    "lanes": LanesBench,
     "rollout": LoraBench,
     "staleness": StalenessBench,
     "equivalence": ReadBack,

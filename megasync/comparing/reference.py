@@ -155,7 +155,10 @@ class Reference:
     def _log_probs(self, site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         logits = side.double("lm_head")
         value = log_probs(logits, side.token_ids[side.num_prompt :][: len(logits)], self.temperature)
-        return value, SUM_ROUNDINGS * UNIT_FLOAT32 * (1 + logits.abs().amax(-1) / self.temperature)
+        # vLLM's second model runner rounds logits over the temperature to their dtype
+        unit = torch.finfo(side["lm_head"].dtype).eps if self.temperature != 1 else 0.0
+        largest, rounding = logits.abs().amax(-1) / self.temperature, SUM_ROUNDINGS * UNIT_FLOAT32
+        return value, rounding + (rounding + unit) * largest
 
 
 def _spacing(tensor: torch.Tensor) -> float:

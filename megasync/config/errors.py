@@ -9,10 +9,13 @@ Leaves out errors while training; those are raised where they happen.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+SPEAKER_SECONDS = 10.0  # by which ranks come to the same error at different times
 LEAST_LIKENESS = 0.65  # of names of which one may be meant by the other
 
 
@@ -59,11 +62,13 @@ def _likeness(word: str, other: str) -> float:
 def main_errors(*, speak: bool = True) -> Iterator[None]:
     """Around what a command does before it starts anything: a ValueError becomes its message and exit code 2.
 
-    Of several ranks that all meet the same error, one should `speak`.
+    Of several ranks that all meet the same error, one should `speak`. Its end ends the others, which so long wait: torchrun would
+    end it before it has spoken, if they were first. Where it does not meet the error, they speak after a while.
     """
     try:
         yield
     except ValueError as error:
-        if speak:
-            print(error, file=sys.stderr, flush=True)
+        if not speak:
+            time.sleep(SPEAKER_SECONDS + int(os.environ.get("LOCAL_RANK", "0")))  # one of them after another
+        print(error, file=sys.stderr, flush=True)
         sys.exit(2)

@@ -15,8 +15,10 @@ environments.py  environments in the Gymnasium manner, played turn by turn
 resolve.py    `rollout.episode` becomes a function, checked and imported
 children.py   the processes that an episode starts, and what it prints
 wire.py       what travels between the trainer and the processes of episodes
+keeper.py     the parent of such a process: no program outlives it
 program.py    the program of such a process
 remote.py     where a process runs: beside the trainer, or in an actor on another node
+running.py    an episode that has not ended, its clock, and what is known of its process
 pool.py       the processes: who runs where, limits on time, who is to blame for an end
 asking.py     what a program asks for over HTTP
 openai_form.py, anthropic_form.py  how the two protocols write it

@@ -15,14 +15,13 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megasync.episodes.record import History
 from megasync.episodes.remote import EpisodeProcess, Places, RemoteProcess
+from megasync.episodes.running import MOST_LATE, AskFunction, ProcessState, Running
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
@@ -36,13 +35,10 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for a process to import the episode and the tokenizer
 GRACE_SECONDS = 1.0  # from an episode's cancellation to its end; its process is killed where it does not come
 HELD_SECONDS = 0.2  # a step that takes longer holds the process up
-MOST_LATE = 8  # episodes of a process, whose threads may still hang: it gets no others then, and ends with its last one
 MOST_LOST = 5  # starts of processes on nodes that are gone then, one after another
 MOST_DEATHS = 3  # of processes that an episode was in, nobody being to blame
 LIMIT_KEY = "rollout.episode_timeout_seconds"
 CLOSED = "the processes of episodes have been closed"
-
-AskFunction = Callable[[Ask], Awaitable[Turn]]
 
 
 class EpisodeError(RuntimeError):
@@ -50,56 +46,6 @@ class EpisodeError(RuntimeError):
 
 
 Process = EpisodeProcess | RemoteProcess
-
-
-@dataclass(eq=False)
-class _Running:
-    """An episode that has not ended."""
-
-    number: int
-    task: Task
-    ask: AskFunction
-    ended: asyncio.Future[tuple[Ended, list[tuple[Any, Turn]]]]
-    limit_seconds: float
-    left_seconds: float = 0.0
-    since: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-    is_late: bool = False
-    num_deaths: int = 0
-    asking: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    turns: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # prompt and what was sampled
-    former: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # of a process that died, or of a checkpoint
-    history: History = field(default_factory=History)
-    of_checkpoint: frozenset[int] = frozenset()  # turns
-
-    def stop(self) -> None:
-        """Its clock."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer, self.left_seconds = None, self.left_seconds - (time.monotonic() - self.since)
-
-    def begin_anew(self) -> None:
-        self.stop()
-        for task in self.asking.values():
-            task.cancel()
-        self.former = {**self.former, **self.turns}
-        self.asking, self.turns, self.left_seconds, self.is_late = {}, {}, self.limit_seconds, False
-
-
-@dataclass(eq=False)
-class _State:
-    """Of a process."""
-
-    timer: asyncio.TimerHandle
-    is_ready: bool = False
-    ended_by_us: str = ""
-    late: _Running | None = None  # what it is ended for
-    num_late: int = 0
-    episodes: dict[int, _Running] = field(default_factory=dict)
-
-    @property
-    def is_usable(self) -> bool:
-        return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE
 
 
 class EpisodePool:
@@ -110,8 +56,8 @@ class EpisodePool:
         own = config.rollout
         limits = own.episode_memory_bytes, own.episode_open_files
         self.settings = Settings(config.model.path, config.data, *limits, own.episode_concurrency)
-        self.waiting: deque[_Running] = deque()
-        self.processes: dict[Process, _State] = {}
+        self.waiting: deque[Running] = deque()
+        self.processes: dict[Process, ProcessState] = {}
         self.places = Places(config.rollout)
         self.most_processes, self.is_closed, self._number, self._num_lost = sys.maxsize, False, 0, 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,7 +75,7 @@ class EpisodePool:
         if self.is_closed:
             raise EpisodeError(CLOSED)
         ended, limit = asyncio.get_running_loop().create_future(), self.rollout.episode_timeout_seconds
-        running = _Running(self._number, task, ask, ended, limit, history=history or History())
+        running = Running(self._number, task, ask, ended, limit, history=history or History())
         running.former, running.of_checkpoint = dict(running.history.turns), frozenset(running.history.turns)
         self._number += 1
         self.waiting.append(running)
@@ -140,7 +86,7 @@ class EpisodePool:
             if not running.ended.done() or running.ended.cancelled():
                 self._give_up(running)
 
-    def _give_up(self, running: _Running) -> None:
+    def _give_up(self, running: Running) -> None:
         """Nobody waits for it any more."""
         running.begin_anew()
         if running in self.waiting:
@@ -181,7 +127,7 @@ class EpisodePool:
             self._note_failed_start(f"could not be started: {error}")
             return
         why = f"was not ready after {START_SECONDS:g} s"
-        self.processes[process] = _State(process.loop.call_later(START_SECONDS, self._end, process, why))
+        self.processes[process] = ProcessState(process.loop.call_later(START_SECONDS, self._end, process, why))
         process.send(self.settings)
 
     def _note_failed_start(self, why: str, *, is_lost: bool = False) -> None:
@@ -205,12 +151,12 @@ class EpisodePool:
 
     # ------------------------------------------------------------------------------------------------ time
 
-    def _start_clock(self, process: Process, state: _State, running: _Running) -> None:
+    def _start_clock(self, process: Process, state: ProcessState, running: Running) -> None:
         running.stop()
         running.since = time.monotonic()
         running.timer = process.loop.call_later(max(0.0, running.left_seconds), self._run_out, process, state, running)
 
-    def _run_out(self, process: Process, state: _State, running: _Running) -> None:
+    def _run_out(self, process: Process, state: ProcessState, running: Running) -> None:
         """Of time; but what another one holds up is not late."""
         running.stop()
         begin, noted = process.begun()
@@ -222,11 +168,11 @@ class EpisodePool:
         running.is_late = True
         self._cancel(process, state, running)
 
-    def _cancel(self, process: Process, state: _State, running: _Running) -> None:
+    def _cancel(self, process: Process, state: ProcessState, running: Running) -> None:
         process.send(Cancel(running.number))
         process.loop.call_later(GRACE_SECONDS, self._kill_with, process, state, running)
 
-    def _kill_with(self, process: Process, state: _State, running: _Running) -> None:
+    def _kill_with(self, process: Process, state: ProcessState, running: Running) -> None:
         if state.episodes.get(running.number) is running and process in self.processes and state.late is None:
             begin, noted = process.begun()
             other = state.episodes.get(noted - 1)
@@ -276,7 +222,7 @@ class EpisodePool:
                 self._end(process, "had too many episodes that were late")
             self._dispatch()
 
-    async def _answer(self, process: Process, state: _State, running: _Running, asked: Ask) -> None:
+    async def _answer(self, process: Process, state: ProcessState, running: Running, asked: Ask) -> None:
         """From what it had sampled before its process died, where it asks the same, else anew."""
         former = running.former.pop(asked.turn, None)
         try:
@@ -305,7 +251,7 @@ class EpisodePool:
             if not running.asking:
                 self._start_clock(process, state, running)
 
-    def _finish(self, state: _State, running: _Running, message: Ended) -> None:
+    def _finish(self, state: ProcessState, running: Running, message: Ended) -> None:
         running.stop()
         for task in running.asking.values():  # those of tasks that it left behind
             task.cancel()

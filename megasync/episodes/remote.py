@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,11 +37,18 @@ ANSWER_KEY = "rollout.answer_timeout_seconds"
 
 
 class EpisodeProcess(RewardProcess):
-    """Its many threads take little of the address space that it may have."""
+    """Its many threads take little of the address space that it may have. `_process` is its keeper."""
 
-    module = "megasync.episodes.program"
+    module = "megasync.episodes.keeper"
+    program = "megasync/episodes/program.py"
     environment = ENVIRONMENT | {"MALLOC_ARENA_MAX": "2"}
     node, is_lost = "", False  # on this one
+
+    def kill(self) -> None:
+        """As RewardProcess; what has left its session ends, too."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, signal.SIGTERM)
 
 
 class Owner(Protocol):

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command goes on
 REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
@@ -27,6 +27,11 @@ ORPHAN_SECONDS = 15  # for a rank whose launcher is gone to take its replicas do
 def end_with_parent(kind: signal.Signals = signal.SIGTERM) -> None:
     """For `preexec_fn`, or first in a child: it gets `kind` when the thread that started it ends, or its process, in any way."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, kind)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents are gone become children of this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:

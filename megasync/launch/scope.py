@@ -9,7 +9,6 @@ The two launchers (torchrun.py, submit.py) run within `run_scope`. Linux only.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -24,8 +23,8 @@ import psutil
 
 from bridge.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
 from megasync.config.schema import Config
+from megasync.launch.processes import adopt_orphans
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 WATCH_SECONDS = 0.3
 # What a process that was killed cannot do: its pipe ends, its ranks end (processes.py:ORPHAN_SECONDS), and then its folder goes.
 SWEEP = 'read -r _; sleep 20; rm -rf "$0"'
@@ -70,7 +69,7 @@ def run_scope() -> Iterator[None]:
     """
     former = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
     sweeper = subprocess.Popen(["/bin/sh", "-c", SWEEP, folder], stdin=subprocess.PIPE, start_new_session=True)
     with environment({"TMPDIR": folder}), watched_descendants() as (segments, family):

@@ -44,6 +44,7 @@ TOLD = "MEGASYNC_TOLD"  # environment variable: where the cause of a failure is 
 STORE_SECONDS = 60
 TRAINER = "megasync.train"
 OF_MACHINE = (signal.SIGKILL, signal.SIGBUS)  # of Linux, where memory, or /dev/shm, is used up
+ENDED_WITH_OTHERS = (-signal.SIGTERM, 128 + signal.SIGTERM)  # before a rank has come to its handler, and by that
 MACHINE = ": is there too little memory? `megasync doctor CONFIG` looks at this machine"
 
 
@@ -96,8 +97,16 @@ def trainer_config(arguments: Sequence[str]) -> Config:
 
 
 def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
-    """Exit code and words for the rank that a signal ended, else for the one that failed first."""
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
+    """Exit code and words for the rank that a signal ended, else for the one that failed first.
+
+    SIGTERM comes last: torchrun ends the other ranks by it.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
+        code = item[1].exitcode
+        return 2 if code in ENDED_WITH_OTHERS else int(code > 0), item[1].timestamp
+
+    rank, failure = min(failures.items(), key=order)
     if failure.exitcode < 0:
         return 1, f"rank {rank} was ended by {failure.signal_name()}{MACHINE if -failure.exitcode in OF_MACHINE else ''}"
     message: Any = failure.message  # annotated as text, but what a rank has recorded is a dict

@@ -48,6 +48,13 @@ def problem_here(config: Config, num_ranks: int, free: int) -> str:
     return f"{found.check}: {found.seen}; {found.remedy}" if found.level == "error" else ""
 
 
+def warning_here(config: Config, host: str, free: int) -> str:
+    """What would make the run slow on this node; empty where nothing would. `free`: bytes of shared memory."""
+    found = check_shared_memory(free, Needs())[0]
+    is_short = config.algorithm.name == "grpo" and found.level == "warning"
+    return f"{host}: {found.check}: {found.seen}; {found.remedy}" if is_short else ""
+
+
 def code_digest(root: Path) -> str:
     """Of all source files, committed or not."""
     total = hashlib.sha256()

@@ -216,6 +216,7 @@ class Head:
             if errors:
                 self.end(REFUSED, "\n".join(errors))
                 return
+            warnings += [told["warning"] for told in ready if told and told["warning"]]
             self.store.set(f"fit/{number}", {"warnings": warnings})
             self._work = self._run
 

@@ -23,7 +23,7 @@ from megasync.launch.devices import devices_for_ray, visible_devices
 from megasync.launch.processes import REFUSED, end_group, end_with_parent
 from megasync.launch.scope import HOSTS, RAY_ADDRESS
 from megasync.launch.torchrun import ENDPOINT, NODE, TOLD, TRAINER
-from megasync.nodes.facts import problem_here
+from megasync.nodes.facts import problem_here, warning_here
 from megasync.nodes.head import Head
 from megasync.nodes.ray_node import RayNode, authentication
 from megasync.nodes.roll_call import Arrival
@@ -101,11 +101,11 @@ class Member:
 
     def _take_part(self, told: Mapping[str, Any], seat: int) -> None:
         number, (host, port) = told["round"], told["store"]
-        code, problem = 1, ""
+        code, problem, free = 1, "", free_bytes(SHARED_MEMORY)
         self.say(told["said"])
         try:
             probe = self._start_wire(told, seat)
-            if problem := problem_here(self.config, told["num_ranks"], free_bytes(SHARED_MEMORY)):
+            if problem := problem_here(self.config, told["num_ranks"], free):
                 code = REFUSED
             else:
                 self._join_ray()
@@ -113,7 +113,8 @@ class Member:
                 self._until(probe.poll, says=False)
         except RuntimeError as error:
             problem = str(error)
-        self.store.set(f"ready/{number}/{seat}", {"problem": problem, "code": code})
+        warning = warning_here(self.config, self.arrival.host, free)
+        self.store.set(f"ready/{number}/{seat}", {"problem": problem, "code": code, "warning": warning})
         fit = self._until(lambda: self.store.get(f"fit/{number}") or self.store.get(f"outcome/{number}"), says=False)
         if "warnings" not in fit:  # a node was lost before
             self.say(fit["told"])

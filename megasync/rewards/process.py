@@ -48,6 +48,7 @@ class RewardProcess:
     """
 
     module = "megasync.rewards.program"  # whose `main` runs in it
+    program = "megasync/rewards/program.py"  # the file that calls what is the user's
     environment: Mapping[str, str] = ENVIRONMENT
 
     def __init__(self, owner: Owner, names: list[str], limit_seconds: float) -> None:
@@ -141,7 +142,7 @@ class RewardProcess:
         how = _how(self._process.wait())
         self._read()
         written = os.pread(self._notes.fileno(), STACK_BYTES, BEGUN.size).decode(errors="replace")
-        stack = _stack(written, self.module.replace(".", "/") + ".py")
+        stack = _stack(written, self.program)
         self.loop.remove_reader(self._pid_file)
         self.loop.remove_reader(self._socket)
         self.loop.remove_writer(self._socket)

@@ -2,7 +2,7 @@
 
 Sizes and rewards of all samples are on every rank already (SampleTable), so that both sides know what a buffer holds. Rank 0
 sends each data-parallel rank's share to the first of its tensor- and pipeline-parallel peers, which passes it on to the others.
-Leaves out who needs which sample (engine.batch.needed_samples).
+Leaves out who needs which sample (engine.batch.plan.needed_samples).
 
     scatter = TokenScatter.from_layout(engine.layout)
     table = scatter(table, engine.needed_samples(table))      # collective

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from exact import cuda, cuda_machine, pointwise, rotary
+from exact import cuda, cuda_machine, kernels, pointwise, rotary
 
 pytestmark = pytest.mark.gpu
 # (in, out) of weights, heads, size of a head: SmolLM2-135M, Qwen3-0.6B, a 3 B model, Qwen2.5-7B
@@ -41,6 +41,28 @@ def test_rms_norm_is_right_and_knows_no_neighbours(columns: int) -> None:
         assert torch.equal(pointwise.rms_norm(x[:count].contiguous(), weight, 1e-6), found[:count])
 
 
+@pytest.mark.parametrize("columns", [64, 576, 1000, 2048, 3584, 5120])
+def test_a_norm_that_adds_first_has_the_bits_of_one_that_does_not(columns: int) -> None:
+    x, residual, weight = draw(700, columns), draw(700, columns), draw(columns)
+    assert kernels.sums_agree(columns, torch.bfloat16)
+    found, whole = pointwise.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(whole, x + residual) and torch.equal(found, pointwise.rms_norm(x + residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("columns", [8, 1536, 5000, 11008])
+def test_swiglu_and_its_gradient_are_right_and_know_no_neighbours(columns: int) -> None:
+    x, gradient = draw(300, 2 * columns), draw(300, columns)
+    found = pointwise.silu_and_mul(x)
+    exact = x.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    reference = F.silu(gate) * up
+    torch.testing.assert_close(found.double(), reference, rtol=2**-7, atol=1e-6)
+    (of_x,) = torch.autograd.grad(reference, exact, gradient.double())
+    torch.testing.assert_close(pointwise.silu_and_mul_gradient(x, gradient).double(), of_x, rtol=2**-7, atol=1e-4)
+    for count in (1, 3, 64, 299):
+        assert torch.equal(pointwise.silu_and_mul(x[:count].clone()), found[:count])
+
+
 @pytest.mark.parametrize(("heads", "size"), [(9, 64), (3, 64), (32, 128)])
 def test_rotation_is_right_and_knows_no_neighbours(heads: int, size: int) -> None:
     x = draw(300, 2 * heads * size)[:, heads * size :].view(300, heads, size)
@@ -51,6 +73,8 @@ def test_rotation_is_right_and_knows_no_neighbours(heads: int, size: int) -> Non
     reference = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     torch.testing.assert_close(found.double(), reference, rtol=2**-7, atol=1e-2)
     assert torch.equal(rotary.rotate(x[7:8].contiguous(), cos[7:8], sin[7:8]), found[7:8])
+    rows = torch.randperm(300, device="cuda")
+    assert torch.equal(rotary.rotate(x, cos, sin, rows), rotary.rotate(x, cos[rows], sin[rows]))
     back = rotary.rotate(found, cos, -sin)  # which lies otherwise in memory
     torch.testing.assert_close(back.double(), x.double(), rtol=2**-6, atol=4e-2)
 

@@ -56,6 +56,21 @@ def test_rows_of_elementwise_functions_have_the_same_bits_in_every_batch(count: 
         assert torch.equal(ours(x[chosen]), ours(x)[chosen]), name
 
 
+def test_kernels_for_gpus_compute_the_same() -> None:
+    command, environment = [sys.executable, "-m", "tests.exact.kernel_cases"], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gradients_of_swiglu_are_those_of_autograd() -> None:
+    x, gradient = numbers(5, 24), numbers(5, 12, seed=1)
+    reference = x.clone().requires_grad_()
+    gate, up = reference.chunk(2, -1)
+    torch.testing.assert_close(pointwise.silu_and_mul(x), F.silu(gate) * up)
+    (expected,) = torch.autograd.grad(F.silu(gate) * up, reference, gradient)
+    torch.testing.assert_close(pointwise.silu_and_mul_gradient(x, gradient), expected)
+
+
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 def test_a_table_of_angles_is_the_same_however_long(kind: str) -> None:
     from transformers import LlamaConfig

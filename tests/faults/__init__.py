@@ -8,6 +8,7 @@ worker.py    what that adds to a vLLM worker
 orders.py    what these processes share through a folder
 watch.py     starts a run, signals its ranks, and looks for what is left behind
 nodes.py     a run on two nodes, of which one is lost; tests/runs/test_lost_nodes.py runs it
+lost_table.py  many of these, at random moments: a table
 judge.py     whether what was recorded is right
 run.py       one case: prepared, run and judged
 """

@@ -1,7 +1,7 @@
 """A run of rollouts on two nodes of which one is lost in its midst, or whose link becomes slow: watched to its end and judged.
 
 Nodes are namespaces (tests/support/nodes.py). Leaves out faults of single processes (watch.py). Run by
-tests/runs/test_lost_nodes.py.
+tests/runs/test_lost_nodes.py, and for a table of many moments by lost_table.py.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from megasync.rollouts.records import load_record, paths_of
 from tests.support.nodes import Node
 
 COMMAND = Path(__file__).resolve().parents[2] / "launch" / "torchrun_nodes.sh"
-KINDS = ("replica-node", "trainer-node", "slow-link")
+KINDS = ("replica-node", "trainer-node", "head-node", "cut-5s", "cut", "slow-link")
 STALENESS = (0, 4)
-NUM_STEPS = 30
+FIRST_STEP, LAST_STEP = 4, 14  # after which a node is lost
+STEPS_AFTER = {"slow-link": 3}  # 40 s each; of the other kinds:
+USUAL_STEPS_AFTER = 6
 SLOW_RATE = "4mbit"  # 1 % of 400 Mbit/s
-LIMIT_SECONDS = 900.0
+CUT_SECONDS = 5.0
+LIMIT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class LostCase:
-    """The second node is lost `offset` seconds after `step` steps. On `replica-node` it has no trainer rank."""
+    """A node is lost `offset` seconds after `step` steps: the first, with the head, on `head-node`, else the second, which on
+    `replica-node` has no trainer rank.
+    """
 
     kind: str
     staleness: int
@@ -46,25 +51,31 @@ class LostCase:
     def name(self) -> str:
         return f"{self.kind}-staleness{self.staleness}-{self.point}"
 
+    @property
+    def num_steps(self) -> int:
+        return self.step + 1 + STEPS_AFTER.get(self.kind, USUAL_STEPS_AFTER)
+
 
 def lost_cases(num_points: int, seed: int = 0) -> list[LostCase]:
-    """`num_points` random moments of each kind and staleness."""
-    draw = random.Random(seed)
-    return [
-        LostCase(kind, staleness, point, draw.randrange(4, NUM_STEPS - 6), round(draw.random(), 2))
-        for kind in KINDS
-        for staleness in STALENESS
-        for point in range(num_points)
-    ]
+    """`num_points` random moments of each kind and staleness, the first moment of all before the second."""
+    found = []
+    for point in range(num_points):
+        for kind in KINDS:
+            for staleness in STALENESS:
+                draw = random.Random(f"{seed} {kind} {staleness} {point}")
+                step, offset = draw.randrange(FIRST_STEP, LAST_STEP), round(draw.random(), 2)
+                found.append(LostCase(kind, staleness, point, step, offset))
+    return found
 
 
 @dataclass
 class Seen:
-    """Exit codes of the launchers; what a lost node's first one left with is not among them. `lost_seconds`: from the fault to
-    the next step.
+    """Exit codes of the launchers that ended last, and before of those that were lost or had to end; `lost_seconds`: from the
+    fault to the next step.
     """
 
     codes: list[int] = field(default_factory=list)
+    first_codes: list[int] = field(default_factory=list)
     lost_seconds: float = 0.0
     said: str = ""
     problems: list[str] = field(default_factory=list)
@@ -76,84 +87,116 @@ def overrides(case: LostCase) -> list[str]:
     return [
         *own,
         f"run.name={case.name}",
-        f"run.steps={NUM_STEPS}",
+        f"run.steps={case.num_steps}",
         "checkpoint.every_steps=2",
         "run.hung_rank_timeout_seconds=20",
     ]
 
 
-def run_lost(case: LostCase, pair: Sequence[Node], config: Path) -> Seen:
-    """The run with its fault; a trainer's node comes back at once."""
-    folder, seen = config.parent / "runs" / case.name, Seen()
-    first, second = pair
-    ranks = ["--nproc", "0"] if case.kind == "replica-node" else []
-    running = [_start(first, case, config, first.address), _start(second, case, config, first.address, *ranks)]
-    output = config.parent / f"{case.name}.txt"
-    try:
-        _wait_for_steps(folder, case.step, running[0])
-        time.sleep(case.offset)
-        before, begin = _num_lines(folder), time.monotonic()
-        if case.kind == "slow-link":
+class LostRun:
+    """A case's run on two nodes. A node that was lost comes back at once, one that was cut off once its launcher has ended."""
+
+    def __init__(self, case: LostCase, pair: Sequence[Node], config: Path) -> None:
+        self.case, self.pair, self.config = case, pair, config
+        self.folder, self.seen = config.parent / "runs" / case.name, Seen()
+        self.running: list[subprocess.Popen[str]] = []
+        self.texts: list[str] = []
+
+    def run(self) -> Seen:
+        seen = self.seen
+        try:
+            self.running = [self._start(number) for number in (0, 1)]
+            self._wait_for_steps(self.case.step)
+            time.sleep(self.case.offset)
+            before, begin = num_lines(self.folder), time.monotonic()
+            self._break()
+            self._wait_for_steps(before + 1)
+            seen.lost_seconds = time.monotonic() - begin
+            left = self.running[:1] if self.case.kind == "replica-node" else self.running
+            seen.codes = [self._end(process) for process in left]
+        finally:
+            for process in self.running:
+                process.kill()
+            _slow(self.pair[1], ends=True)
+            self.pair[1].mend()
+        seen.said = "\n".join(self.texts)
+        (self.config.parent / f"{self.case.name}.txt").write_text(seen.said)
+        seen.problems = [] if set(seen.codes) == {0} else [f"exit codes {seen.codes}"]
+        seen.problems += problems(self.folder, self.case)
+        seen.problems += [f"left behind: {each}" for node in self.pair for each in _left(node)]
+        return seen
+
+    def _break(self) -> None:
+        kind, (first, second) = self.case.kind, self.pair
+        if kind == "slow-link":
             _slow(second)
+        elif kind == "cut-5s":
+            second.cut()
+            time.sleep(CUT_SECONDS)
+            second.mend()
+        elif kind == "cut":
+            second.cut()
+            self.seen.first_codes = [self._end(self.running[1])]
+            second.mend()
+            self.running[1] = self._start(1)
+        elif kind == "head-node":
+            first.kill()
+            self._end(self.running[0])
+            self.seen.first_codes = [self._end(self.running[1])]
+            first.revive()
+            self.running = [self._start(number) for number in (0, 1)]
         else:
             second.kill()
-            running[1].communicate(timeout=60)
+            self._end(self.running[1])
             second.revive()
-        if case.kind == "trainer-node":
-            running[1] = _start(second, case, config, first.address)
-        _wait_for_steps(folder, before + 1, running[0])
-        seen.lost_seconds = time.monotonic() - begin
-        left = [running[0]] if case.kind == "replica-node" else running
-        texts = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in left]
-        seen.codes, seen.said = [process.returncode for process in left], "\n".join(texts)
-    finally:
-        for process in running:
-            process.kill()
-        _slow(second, ends=True)
-    output.write_text(seen.said)
-    seen.problems = [] if set(seen.codes) == {0} else [f"exit codes {seen.codes}"]
-    seen.problems += problems(folder, case.staleness) + [f"left behind: {each}" for node in pair for each in _left(node)]
-    return seen
+            if kind == "trainer-node":
+                self.running[1] = self._start(1)
+
+    def _start(self, number: int) -> subprocess.Popen[str]:
+        ranks = ["--nproc", "0"] if self.case.kind == "replica-node" and number == 1 else []
+        arguments = ["--nodes", "2", "--head", self.pair[0].address, "--max-restarts", "3", *ranks]
+        command = [str(COMMAND), str(self.config), *overrides(self.case), *arguments]
+        own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
+        return self.pair[number].start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def _end(self, process: subprocess.Popen[str]) -> int:
+        """Wait for it; its exit code."""
+        self.texts.append(process.communicate(timeout=LIMIT_SECONDS)[0])
+        return process.returncode
+
+    def _wait_for_steps(self, steps: int) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while num_lines(self.folder) < min(steps, self.case.num_steps):
+            for process in self.running[:1]:
+                assert process.poll() is None, "\n".join([*self.texts, process.communicate()[0]])
+            assert time.monotonic() < deadline, f"no step {steps} after {LIMIT_SECONDS:g} s"
+            time.sleep(0.05)
 
 
-def problems(folder: Path, staleness: int, batch_size: int = 8) -> list[str]:
+def problems(folder: Path, case: LostCase, batch_size: int = 8) -> list[str]:
     """Of a run that has ended: prompts that were lost or trained twice, tokens that are too old, steps that are missing."""
     found = []
-    paths = paths_of(folder)
-    if list(paths) != list(range(1, NUM_STEPS + 1)) or _num_lines(folder) != NUM_STEPS:
-        found.append(f"steps with a record: {list(paths)}, in metrics.jsonl: {_num_lines(folder)}")
+    paths, num_steps = paths_of(folder), case.num_steps
+    if list(paths) != list(range(1, num_steps + 1)) or num_lines(folder) != num_steps:
+        found.append(f"steps with a record: {list(paths)}, in metrics.jsonl: {num_lines(folder)}")
     trained: Counter[int] = Counter()
     for step, path in paths.items():
         record = load_record(path)
         trained.update(group.key for group in record.groups)
         versions: Any = np.concatenate([done.weight_versions for group in record.groups for done in group.members.values()])
-        if len(record.groups) != batch_size or not step - 1 - staleness <= versions.min() <= versions.max() <= step - 1:
+        if len(record.groups) != batch_size or not step - 1 - case.staleness <= versions.min() <= versions.max() <= step - 1:
             found.append(f"step {step}: {len(record.groups)} prompts of versions {versions.min()} to {versions.max()}")
     found += [f"prompt {key} was trained {count} times" for key, count in trained.items() if count > 1]
     checkpoint = newest_checkpoint(folder)
     progress = load_progress(checkpoint) if checkpoint is not None else None
     there = {*trained, *(group.key for group in progress.groups)} if progress is not None else set(trained)
-    begun = progress.num_begun if progress is not None else NUM_STEPS * batch_size
+    begun = progress.num_begun if progress is not None else num_steps * batch_size
     return found + [f"prompt {key} was lost" for key in range(begun) if key not in there]
 
 
-def _start(node: Node, case: LostCase, config: Path, head: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [str(COMMAND), str(config), *overrides(case), "--nodes", "2", "--head", head, "--max-restarts", "3", *arguments]
-    own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
-    return node.start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def _num_lines(folder: Path) -> int:
+def num_lines(folder: Path) -> int:
     path = folder / METRICS_FILE
     return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-
-def _wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while _num_lines(folder) < min(steps, NUM_STEPS):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"no step {steps} after {LIMIT_SECONDS:g} s"
-        time.sleep(0.05)
 
 
 def _slow(node: Node, *, ends: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 from megasync import scale
 from megasync.config.files import STOP_FILE, newest_checkpoint
 from megasync.launch.processes import REFUSED, STOPPED
+from megasync.reporting.log import read_evaluations
 from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
-from megasync.run.scale_request import read_answer
 from tests.runs.train_cases import TORCHRUN, Run, endless_run, metrics, processes_with, write_config
 
 
@@ -22,9 +21,23 @@ def num_engines(run: Run) -> int:
     return sum("EngineCor" in process.name() for process in processes_with(run.marker))
 
 
-def test_a_replica_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path, rollout={"max_staleness": 2, "record": "all"}, engine={"wrap": "ddp"})
-    with endless_run(TORCHRUN, config, "checkpoint.every_steps=0", "--nproc", "1") as run:
+# What else goes on in the run: groups that are replaced, and evaluations; deltas of merged adapters, which a replica that comes
+# late reads out of the log of versions; adapters alone.
+BESIDE = {
+    "filter": ["algorithm.filter_groups=true", "rollout.evaluate_every_steps=2"],
+    "delta": ["sync.transport=delta", "sync.log=deltas", "engine.lora.rank=4"],
+    "adapter": ["engine.lora.rank=4", "engine.lora.sync=adapter"],
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_replica_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str) -> None:
+    """And the run is stopped and goes on with two."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
+    rollout = {"max_staleness": 2, "record": "all", "reward": "tests.runs.train_cases:parity_reward"}
+    config = write_config(tmp_path, rollout=rollout, engine={"wrap": "ddp"}, data={"eval": str(held_out)})
+    with endless_run(TORCHRUN, config, "checkpoint.every_steps=3", *BESIDE[beside], "--nproc", "1") as run:
         folder = str(run.folder)
 
         def ask(*arguments: str) -> tuple[int, str]:
@@ -46,18 +59,30 @@ def test_a_replica_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert code == REFUSED and "rollout.replicas=99 times rollout.tensor_parallel=1 needs 99 CPUs, Ray has" in said
         run.wait_for(len(metrics(run.folder)) + 3)
         assert num_engines(run) == 1
+        assert ask("--replicas", "2", "--no-wait")[0] == 0
+        run.wait_for(len(metrics(run.folder)) + 1)
         (run.folder / STOP_FILE).touch()
     assert run.process.returncode == STOPPED, run.said.read_text()
     check_run(run.folder, run.said.read_text())
+    with endless_run(TORCHRUN, config, "checkpoint.every_steps=3", *BESIDE[beside], "--nproc", "1") as again:
+        again.wait_for(len(metrics(run.folder)) + 1)
+        while metrics(run.folder)[-1]["sync/replicas"] < 2:
+            again.wait_for(len(metrics(run.folder)) + 1)
+        (run.folder / STOP_FILE).touch()
+    assert again.process.returncode == STOPPED, again.said.read_text()
+    check_run(run.folder, again.said.read_text(), is_resumed=True)
+    if beside == "filter":
+        steps, num_steps = [line["step"] for line in read_evaluations(run.folder)], len(metrics(run.folder))
+        assert steps == sorted(set(steps)) and {0, *range(2, num_steps, 2)} <= set(steps)
 
 
-def check_run(folder: Path, said: str) -> None:
+def check_run(folder: Path, said: str, *, is_resumed: bool = False) -> None:
     """That each prompt was trained once, and by fresh enough weights."""
     assert "is started anew" not in said, said
     lines, trained = metrics(folder), list[int]()
     counts = [int(line["sync/replicas"]) for line in lines]
-    assert counts[0] == counts[-1] == 1 and 2 in counts
-    assert [count for count, before in zip(counts, [0, *counts], strict=False) if count != before] == [1, 2, 1]
+    assert [count for count, before in zip(counts, [0, *counts], strict=False) if count != before][:3] == [1, 2, 1]
+    assert not is_resumed or counts[-1] == 2
     assert all(0 <= line["staleness/max"] <= 2 for line in lines)
     assert [line["version"] for line in lines] == list(range(1, len(lines) + 1))
     for step, path in sorted(paths_of(folder).items()):
@@ -69,9 +94,10 @@ def check_run(folder: Path, said: str) -> None:
     assert checkpoint is not None
     progress = load_progress(checkpoint)
     assert progress is not None and len(trained) == len(set(trained)) == progress.num_trained == 8 * len(lines)
-    assert sorted([*trained, *(group.key for group in progress.groups)]) == list(range(progress.num_begun))
-    answered = read_answer(folder)
-    assert answered is not None and answered.code == REFUSED and json.loads((folder / "scale.json").read_text())["replicas"] == 99
+    known = {*trained, *(group.key for group in progress.groups)}
+    replaced = sum(int(line.get("rollout/filtered_groups", 0)) for line in lines)
+    assert len(known) == len(trained) + len(progress.groups) and known <= set(range(progress.num_begun))
+    assert (replaced > 0) == (len(known) < progress.num_begun)
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,6 +263,11 @@ def break_rewards(folder: Path) -> None:
     (folder / BROKEN).touch()
 
 
+def parity_reward(sample: RewardInput) -> float:
+    """Differs within most groups, also of a model that is not trained."""
+    return float(sum(sample.response.encode()) % 2)
+
+
 def troubled_reward(sample: RewardInput) -> float:
     """Fails in one of four ways on every eighth line of the data file."""
     deeds = ("raises", "nan", "is killed", "hangs")

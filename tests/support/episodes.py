@@ -131,6 +131,20 @@ async def program(task: Task, model: Any) -> Result:
     return Result(float(started.returncode == 0), info={"said": said.decode().strip()})
 
 
+async def programs(task: Task, model: Any) -> float:
+    """Starts four that would outlive it, writes their ids and its own into the file that the prompt names, and hangs."""
+    started = [subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"], start_new_session=True)]
+    stopped = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    stopped.send_signal(signal.SIGSTOP)
+    daemon = subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True)
+    ids = [os.getpid(), *(each.pid for each in (*started, stopped)), int(daemon.stdout)]
+    path = Path(task.prompt)
+    path.with_suffix(".new").write_text(" ".join(map(str, ids)), encoding="utf-8")
+    path.with_suffix(".new").rename(path)
+    await asyncio.sleep(600)
+    return 1.0
+
+
 class Guess:
     """An environment in Gymnasium's manner: the action is a number of tokens."""
 

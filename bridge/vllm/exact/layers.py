@@ -20,17 +20,15 @@ from exact import linear, pointwise, rotary
 
 class ExactRMSNorm(layernorm.RMSNorm):  # type: ignore[misc] # mypy does not follow vLLM
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        whole = x if residual is None else x + residual
-        normed = pointwise.rms_norm(whole, self.weight.data, self.variance_epsilon)
-        return normed if residual is None else (normed, whole)
+        weight, eps = self.weight.data, self.variance_epsilon
+        return pointwise.rms_norm(x, weight, eps) if residual is None else pointwise.add_rms_norm(x, residual, weight, eps)
 
     forward_cpu = forward_cuda = forward_native
 
 
 class ExactSiluAndMul(activation.SiluAndMul):  # type: ignore[misc]
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        return pointwise.silu(gate) * up
+        return pointwise.silu_and_mul(x)
 
     forward_cpu = forward_cuda = forward_native
 
@@ -55,8 +53,8 @@ class _Rotary(torch.nn.Module):
     def forward_native(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.cos_sin_cache[positions.flatten(), None].chunk(2, -1)
-        turned = (rotary.rotate(x.view(len(cos), -1, self.head_size), cos, sin).view(x.shape) for x in (query, key))
+        rows, (cos, sin) = positions.flatten(), self.cos_sin_cache[:, None].chunk(2, -1)
+        turned = (rotary.rotate(x.view(len(rows), -1, self.head_size), cos, sin, rows).view(x.shape) for x in (query, key))
         query, key = turned
         return query, key
 

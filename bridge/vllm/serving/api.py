@@ -51,8 +51,11 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
+    exact.keep_nccl()
     if exact.is_exact():
         exact.register()
+    elif exact.is_steady():
+        exact.register_attention()
     replica = os.environ.get(REPLICA_PID)
     if replica is not None and int(replica) != os.getpid():
         processes.die_with(int(replica))
@@ -105,7 +108,7 @@ def build_engine(config: ReplicaConfig) -> Any:
         os.environ[exact.VARIABLE] = "1"
         os.environ |= exact.GPU_ENVIRONMENT if torch.cuda.is_available() else {}
     if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        os.environ |= {"VLLM_BATCH_INVARIANT": "1", exact.STEADY: "1"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
     arguments = AsyncEngineArgs(**engine_arguments(config))
     made = arguments.create_engine_config()
@@ -144,8 +147,8 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
     }
     if config.is_exact:
         arguments["quantization"] = exact.METHOD
-        if not arguments["enforce_eager"]:
-            arguments["compilation_config"] = exact.UNCOMPILED
+    if (config.is_exact or config.is_deterministic) and not arguments["enforce_eager"]:
+        arguments["compilation_config"] = exact.UNCOMPILED  # how compiled kernels add is chosen by their time
     if config.head_dtype:
         arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
     if config.returns_experts:

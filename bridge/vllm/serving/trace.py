@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 Keep = Callable[[str, torch.Tensor], None]
+SECOND_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"  # the one of the model runner that 0.26 has for dense models on GPUs
 
 
 class Tracing:
@@ -136,8 +137,12 @@ class Tracing:
 
     def _sample(self, logits: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the sampler's own, but for which token it is."""
-        sampled, log_probs = self._plain_sample(logits, *rest, **options)
+        sampled, values = self._plain_sample(logits, *rest, **options)
         token = self._tokens[min(self._next, len(self._tokens) - 1)]
-        if log_probs is not None and self._next >= self._num_prompt:
-            self._keep("log_probs", log_probs[-1:, token])
-        return torch.full_like(sampled, token), log_probs
+        if values is not None and self._next >= self._num_prompt:
+            self._keep("log_probs", self._log_probs(values[-1:])[:, token])
+        return torch.full_like(sampled, token), values
+
+    def _log_probs(self, values: torch.Tensor) -> torch.Tensor:
+        """Of what a sampler gives besides tokens: logits over the temperature the second runner's, log-probs the first's."""
+        return values.float().log_softmax(-1) if type(self._sampler).__module__ == SECOND_SAMPLER else values

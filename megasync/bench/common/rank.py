@@ -24,7 +24,7 @@ from engine.runtime import parallel
 from engine.sample import Sample
 from megasync.bench.common.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.config import BenchRoot
-from megasync.bench.replicas.replica import WORKER_EXTENSION, BenchPool
+from megasync.bench.replicas.replica import WORKER_EXTENSION, BenchPool, ElsewherePool
 from megasync.config.files import write_atomically
 from megasync.hf.shapes import SHAPES
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
@@ -39,10 +39,11 @@ Measured = dict[str, Any]
 class BenchRank(ABC):
     """Methods are collective unless they say otherwise; rank 0 alone has pools and results. `ends` takes down what is started."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack, *, shares_memory: bool = False) -> None:
+        """`shares_memory`: other processes map memory of this rank's GPU, as replicas on the trainer's GPUs do."""
         self.config, self.results_path, self.ends = config, results_path, ends
-        is_colocated = config.rollout.is_colocated
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
+        shares_memory |= config.rollout.is_colocated
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=shares_memory)
         self.from_all = Ranks(control_group()).gather
 
     @abstractmethod
@@ -82,7 +83,8 @@ class BenchRank(ABC):
         if self.layout.rank != 0:
             return None
         rollout, visible = self.config.rollout, visible_devices()
-        gpus = devices_for_ray(visible, self.config.bench.num_ranks, is_colocated=rollout.is_colocated)
+        is_apart = self.config.bench.apart
+        gpus = devices_for_ray(visible, self.config.bench.num_ranks, is_colocated=rollout.is_colocated or is_apart)
         if (stop_ray := start_ray("local", gpus)) is not None:
             self.ends.callback(stop_ray)
         arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
@@ -90,11 +92,15 @@ class BenchRank(ABC):
             arguments["load_format"] = "dummy"
         replica = replica_config(self.config)
         replica = replace(replica, adapter_rank=adapter_rank, engine_arguments=replica.engine_arguments | arguments)
-        if stop_ray is None:  # the second pool
+        if is_apart:
+            own = visible[: self.config.bench.num_ranks]
+            devices = replica_devices(own[1:] + own[:1], rollout.replicas, rollout.tensor_parallel)
+            replica = replace(replica, devices=devices)
+        elif stop_ray is None:  # the second pool
             devices = replica_devices(visible if gpus is None else gpus, rollout.replicas, rollout.tensor_parallel)
             replica = replace(replica, devices=devices)
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
-        pool = BenchPool.start(replica, rollout.replicas)
+        pool = (ElsewherePool if is_apart else BenchPool).start(replica, rollout.replicas)
         self.ends.callback(pool.close)
         return pool
 

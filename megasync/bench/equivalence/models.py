@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.batch.batch import plan_microbatches
+from engine.batch.plan import plan_microbatches
 from engine.config import GEMMA
 from engine.sample import Sample
 from megasync.bench.equivalence.cases import Model

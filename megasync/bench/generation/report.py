@@ -1,4 +1,4 @@
-"""What `bench rollout` and `bench staleness` come to: medians, ratios, targets and their tables. No torch in here."""
+"""What `bench rollout`, `staleness` and `episodes` come to: medians, ratios, targets and their tables. No torch in here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 
 from megasync.bench.common.results import SPREAD, Results, print_table, print_targets, rounds_by, spread
 
+EPISODE_FIGURES = ("tool_share", "render_share", "process_share", "prefix_hits", "tokens", "given_tokens")
 STALENESS_FIGURES = ("seconds", "wait_seconds", "pause_seconds", "staleness_mean", "staleness_max")
 
 
@@ -82,4 +83,49 @@ def show_staleness(results: Results) -> None:
     names = ("seconds", "times_synchronous", *STALENESS_FIGURES[1:4])
     rows = [[row, *(f"{s[name]:.2f}" for name in names), f"{s['staleness_max']:.0f}"] for row, s in results["summary"].items()]
     print_table("seconds of all batches", titles, rows)
+    print_targets(results["targets"])
+
+
+def summarise_episodes(results: Results) -> Results:
+    """Medians over the rounds, by slots; in the same round, `busy`: the pace with tools, as a share of that without; `whole`: all
+    seconds without tools, as a share of those with them.
+    """
+    rounds, summary = results["rounds"], Results()
+    for slots in dict.fromkeys(one["slots"] for one in rounds):
+        tools, none = ([one for one in rounds if one["slots"] == slots and one["waits"] is waits] for waits in (True, False))
+        if not tools or not none:
+            continue
+        summary[str(slots)] = {
+            "busy": statistics.median(_pace(own) / _pace(without) for own, without in zip(tools, none, strict=False)),
+            "whole": statistics.median(without["seconds"] / own["seconds"] for own, without in zip(tools, none, strict=False)),
+            "pace": statistics.median(map(_pace, tools)),
+            "pace_without": statistics.median(map(_pace, none)),
+            "seconds": statistics.median(one["seconds"] for one in tools),
+            "seconds_without": statistics.median(one["seconds"] for one in none),
+            **{name: statistics.median(one[name] for one in tools) for name in EPISODE_FIGURES},
+        }
+    targets = {f"busy, {slots} slots": {"is": figures["busy"], "at_least": 0.85} for slots, figures in summary.items()}
+    targets |= {f"rendering, {slots} slots": {"is": of["render_share"], "at_most": 0.02} for slots, of in summary.items()}
+    return {"summary": summary, "targets": targets}
+
+
+def _pace(measured: Results) -> float:
+    return float(measured["pace_tokens"] / measured["pace_seconds"])
+
+
+def show_episodes(results: Results) -> None:
+    """Tables for people."""
+    bench, length = results["config"]["bench"], results["config"]["rollout"]["max_new_tokens"]
+    least, most = bench["least_tool_seconds"], bench["most_tool_seconds"]
+    turns = f"{bench['turns']} turns of {length} tokens"
+    print(f"{bench['num_prompts']} episodes at a time, {turns}, tools of {least:g} to {most:g} s")
+    titles = ("slots", "tokens/s", "without tools", "busy", "seconds", "without tools", "whole")
+    names = ("pace", "pace_without", "busy", "seconds", "seconds_without", "whole")
+    formats = ("{:.0f}", "{:.0f}", "{:.3f}", "{:.2f}", "{:.2f}", "{:.3f}")
+    summary = results["summary"].items()
+    rows = [[slots, *(form.format(s[name]) for form, name in zip(formats, names, strict=True))] for slots, s in summary]
+    print_table("with tools and without, while all episodes are under way (busy), and until all have ended (whole)", titles, rows)
+    shares = ("slots", "in tools", "rendering", "of the processes", "prefix hits")
+    rows = [[slots, *(f"{s[name]:.2%}" for name in EPISODE_FIGURES[:4])] for slots, s in summary]
+    print_table("shares of the episodes' time, of that of their processes, and of prompts", shares, rows)
     print_targets(results["targets"])

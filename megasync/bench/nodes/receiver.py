@@ -1,6 +1,7 @@
 """A worker's side of a sync without vLLM: the bridge's reader, buckets and load plan, into parameters that nothing computes with.
 
-Takes calls of pool.py, one at a time. Leaves out vLLM's loaders, and so what layers cost that need them.
+Takes calls of pool.py, one at a time, as a process on its first GPU or on a CPU, or as a thread beside a trainer rank
+(lanes.py). Leaves out vLLM's loaders, and so what layers cost that need them.
 
     python -m megasync.bench.nodes.receiver 10.82.0.5 7000
 """
@@ -17,7 +18,7 @@ import psutil
 import torch
 
 from bridge.layout.bucket import SyncPlan
-from bridge.layout.digest import digest_value
+from bridge.layout.digest import BucketDigests, digest_value
 from bridge.layout.lanes import LanePlan
 from bridge.layout.manifest import Manifest
 from bridge.layout.plan import LoadPlan
@@ -25,12 +26,11 @@ from bridge.layout.regions import Copy, contiguous
 from bridge.messages import BeginSync
 from bridge.processes import host_identity
 from bridge.receive.unpack import Unpacker
-from bridge.transport.open import open_reader
+from bridge.transport.open import open_reader, own_device
 from bridge.transport.protocol import Reader
 
 KEY = b"megasync bench"
 INTERFACE = "eth0"
-CPU = torch.device("cpu")
 
 
 def link_bytes() -> tuple[int, int]:
@@ -45,7 +45,8 @@ class Receiver:
     host = staticmethod(host_identity)
     link_bytes = staticmethod(link_bytes)
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._readers: dict[tuple[str, ...], tuple[Reader, Unpacker]] = {}  # by endpoints: publishers take turns
         self._parameters: dict[str, torch.Tensor] = {}
 
@@ -54,15 +55,30 @@ class Receiver:
         assert message.manifest_json is not None
         manifest = Manifest.from_json(message.manifest_json)
         if not self._parameters:
-            self._parameters = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in manifest.tensors}
+            dtypes = {spec.name: getattr(torch, spec.dtype) for spec in manifest.tensors}
+            self._parameters = {s.name: torch.zeros(s.shape, dtype=dtypes[s.name], device=self._device) for s in manifest.tensors}
         copies: list[tuple[Copy, ...] | None] = [
             (Copy(contiguous(each.numel()), name, contiguous(each.numel())),) for name, each in self._parameters.items()
         ]
         plan = SyncPlan(manifest, message.stage_sizes, message.bucket_bytes)
-        unpacker = Unpacker(plan, LoadPlan(manifest, self._parameters, copies, {}, []), CPU)
+        unpacker = Unpacker(plan, LoadPlan(manifest, self._parameters, copies, {}, []), self._device)
+        if self._device.type == "cuda":
+            self._load_kernels(plan, unpacker)
         lanes = LanePlan.from_json(message.lanes_json) if message.lanes_json is not None else None
-        reader = open_reader(message.endpoints[0], message.first_reader, message.num_readers, CPU, lanes)
+        reader = open_reader(message.endpoints[0], message.first_reader, message.num_readers, self._device, lanes)
         self._readers[message.endpoints[0]] = reader, unpacker
+
+    def _load_kernels(self, plan: SyncPlan, unpacker: Unpacker) -> None:
+        """By copies of nothing: to load a kernel waits for all that a GPU has to do for this process, in which, where a trainer
+        rank is in it too, a bucket may be on its way to somebody who waits for this one.
+        """
+        for stage in plan.stages:
+            digests, data = BucketDigests(len(stage.buckets), self._device), torch.zeros(stage.buffer_bytes, dtype=torch.uint8)
+            on_device = data.to(self._device)
+            for bucket in stage.buckets:
+                unpacker.scatter(stage, bucket, on_device[: bucket.num_bytes], digests)
+                digests.finish(on_device[: bucket.num_bytes])
+            digests.join().cpu()
 
     def receive(self, message: BeginSync) -> None:
         reader, unpacker = self._readers[message.endpoints[0]]
@@ -83,10 +99,10 @@ class Receiver:
         return {name: digest_value(parameter) for name, parameter in self._parameters.items()}
 
 
-def serve(address: str, port: int) -> None:
+def serve(listener: Listener, device: torch.device) -> None:
     """Call after call, until one is empty."""
-    receiver = Receiver()
-    with Listener((address, port), authkey=KEY) as listener, listener.accept() as caller:
+    receiver = Receiver(device)
+    with listener, listener.accept() as caller:
         while (call := caller.recv()) is not None:
             name, arguments = call
             try:
@@ -100,7 +116,7 @@ def serve(address: str, port: int) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     address, port = arguments
-    serve(address, int(port))
+    serve(Listener((address, int(port)), authkey=KEY), own_device())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Tables of what rank.py measured, for people. No torch in here.
+"""Tables of what rank.py and lanes.py measured, for people. No torch in here.
 
 python -m megasync.bench.nodes.report RESULTS.json --rate 400mbit
 """
@@ -10,9 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megasync.bench.common.results import print_table
+from megasync.bench.common.results import SPREAD, Results, print_table, rounds_by, spread
 
 MBIT = 1e6 / 8
+COUNTS = ("lanes", "receivers", "buckets")
 TITLES = ("senders, nodes x replicas", "lanes", "s", "least", "most", "MB/s", "of the links", "sent", "received", "passed on")
 
 
@@ -23,6 +24,32 @@ def figures(case: dict[str, Any], way: str, link_bytes_per_second: float) -> dic
     share = delivered / (min(case["senders"], case["nodes"]) * link_bytes_per_second)
     most = {name: max(measured[name], default=0) / size for name in ("sent", "received", "passed_on")}
     return {"delivered": delivered, "share": share, **most}
+
+
+def summarise_lanes(results: Results) -> Results:
+    """Of `bench lanes`: medians, and how many times the floor's, by way."""
+    by_way = rounds_by("method", results["rounds"])
+    summary = {way: {**spread(rounds), **{name: rounds[-1][name] for name in COUNTS}} for way, rounds in by_way.items()}
+    if "floor" in summary:
+        for figures in summary.values():
+            figures["times_floor"] = figures["seconds_median"] / summary["floor"]["seconds_median"]
+    return {"summary": summary}
+
+
+def show_lanes(results: Results) -> None:
+    model, config = results["model"], results["config"]
+    ranks = f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}"
+    print(f"{model['bytes'] / 1e9:.2f} GB, {model['tensors']} tensors; {ranks}; {config['bench']['rounds']} rounds")
+    rows = [
+        [
+            way,
+            *(f"{1000 * found[name]:.1f}" for name in SPREAD),
+            f"{found['times_floor']:.2f}" if "times_floor" in found else "",
+            *(str(found[name]) for name in COUNTS),
+        ]
+        for way, found in results["summary"].items()
+    ]
+    print_table("weight sync, medians", ("way", "ms", "least", "most", "x floor", *COUNTS), rows)
 
 
 def main() -> None:

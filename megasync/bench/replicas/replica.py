@@ -74,3 +74,10 @@ class BenchPool(ReplicaPool):
     def send(self, method: str, *arguments: Any) -> list[Any]:
         """The same without waiting; what `gather` takes."""
         return [getattr(actor.handle, method).remote(*arguments) for actor in self._chosen()]
+
+
+class ElsewherePool(BenchPool):
+    """Its replicas are taken to be on a host of their own."""
+
+    def reader_hosts(self) -> list[str]:
+        return ["another host"] * len(self.reader_names)

@@ -86,7 +86,7 @@ class SyncMethods(BenchRank):
         self.manifest = Manifest.concatenate(stages[stage] for stage in sorted(stages))
         self.pool = self.start_pool()
         self.nccl = NcclBaselines(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
-        self.sync_exporter = build_exporter(self.engine, on_all_ranks=uses_ipc(config))
+        self.sync_exporter = build_exporter(self.engine, on_all_ranks=uses_ipc(config) or config.bench.apart)
         self.swappable = SwappableSource(self.sync_exporter)
         self.whole = self.publisher(cast("WeightSource", self.swappable), self.pool)
         usual = GPU_METHODS if self.has_gpus else CPU_METHODS

@@ -22,6 +22,7 @@ import torch
 
 
 from bridge.config import ReplicaConfig
+from bridge.vllm.exact import register
 from bridge.vllm.serving import api, arguments as vllm_arguments, patches
 from megasync.config.keys import all_keys
 from megasync.config.schema import Config
@@ -239,6 +240,20 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
     finally:
         pool.close()
         ray.shutdown()
+
+
+def test_what_batch_invariance_tells_nccl_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the worker and the trainer may choose another protocol for one broadcast of weights, and wait for each other."""
+    for name in register.NCCL:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setattr(register, "_nccl", {})
+    register.keep_nccl()
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "1")
+    register.keep_nccl()  # in a process whose plug-ins are loaded again
+    register.restore_nccl()
+    assert {name: value for name, value in os.environ.items() if name in register.NCCL} == {"NCCL_PROTO": "LL"}
 
 
 def test_what_torchrun_told_the_trainer_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

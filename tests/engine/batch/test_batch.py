@@ -21,16 +21,8 @@ import torch
 from hypothesis import given, settings
 
 from bridge.generation import Completion, GenerationRequest
-from engine.batch.batch import (
-    Balance,
-    MicroBatch,
-    SampleTable,
-    needed_samples,
-    pack,
-    padding_fraction,
-    plan_microbatches,
-    split_members,
-)
+from engine.batch.batch import MicroBatch, SampleTable, pack
+from engine.batch.plan import Balance, needed_samples, padding_fraction, plan_microbatches, split_members
 from engine.batch.packed import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample
 from megasync.run.distribute import flatten, with_tokens

@@ -11,11 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from engine.batch.batch import (
-    Balance,
-    balance,
-    plan_microbatches,
-)
+from engine.batch.plan import Balance, balance, plan_microbatches
 from engine.batch.costs import attention_costs
 
 FAST = settings(derandomize=True, database=None, deadline=None, max_examples=60)

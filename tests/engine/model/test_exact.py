@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine.model import exact
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
@@ -61,3 +63,16 @@ def test_exact_layers_learn_as_the_ordinary_ones(tmp_path: Path) -> None:
         for history in found:
             for one, other in zip(history, plain, strict=True):
                 assert one == pytest.approx(other, rel=2e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_log_probs_are_those_of_torch(temperature: float) -> None:
+    logits, labels, gradient = torch.randn(1, 40, 60), torch.randint(0, 60, (1, 40)), torch.randn(40)
+    plain = logits.clone().requires_grad_()
+    expected = (plain[0] / temperature).log_softmax(-1).gather(1, labels[0][:, None]).squeeze(1)
+    (of_logits,) = torch.autograd.grad(expected, plain, gradient)
+    for use_fused in (False, True):
+        own = logits.clone().requires_grad_()
+        found = exact.log_probs(own, labels, temperature, use_fused=use_fused)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, own, gradient)[0], of_logits)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.batch.batch import MicroBatch, SampleTable, pack, plan_microbatches, split_evenly, split_members
+from engine.batch.batch import MicroBatch, SampleTable, pack
+from engine.batch.plan import plan_microbatches, split_evenly, split_members
 from engine.config import AlgorithmConfig
 from engine.objective.loss import aggregation_weights, grpo_loss, leave_out
 from engine.sample import Sample

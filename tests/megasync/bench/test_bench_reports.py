@@ -24,7 +24,8 @@ from megasync.bench.common.model import write_shapes
 from megasync.bench.training.flops import num_parameters
 from megasync.bench.sync.picture import check_picture
 from megasync.bench.generation.staleness import ROWS
-from megasync.bench.generation.report import show_rollout, show_staleness, summarise_rollout, summarise_staleness
+from megasync.bench.generation.report import show_episodes, show_rollout, show_staleness
+from megasync.bench.generation.report import summarise_episodes, summarise_rollout, summarise_staleness
 from megasync.bench.prepare import prepare
 from megasync.bench.sync import report as sync_report
 from megasync.config.load import load_config
@@ -195,3 +196,43 @@ def test_the_config_is_of_about_100_m_parameters() -> None:
     attention = sizes.hidden_size * sizes.head_dim * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
     layer = attention + 3 * sizes.hidden_size * sizes.intermediate_size
     assert 95e6 < sizes.num_layers * layer + sizes.vocabulary_size * sizes.hidden_size < 105e6
+
+
+def test_episodes_are_compared_with_those_of_the_same_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the last row is missing."""
+    shares = {"prefix_hits": 0.9, "tool_share": 0.5, "render_share": 0.001, "process_share": 0.2}
+    common = {"tokens": 600, "given_tokens": 90, **shares}
+
+    def pace(seconds: float) -> dict[str, float]:
+        return {"pace_seconds": seconds / 2, "pace_tokens": 300}
+
+    seconds = {8: ((10.0, 9.0), (12.0, 9.6)), 64: ((8.0, 4.0),)}
+    rounds = [
+        {**common, "round": number, "slots": slots, "waits": waits, "seconds": pair[not waits], **pace(pair[not waits])}
+        for slots, pairs in seconds.items()
+        for number, pair in enumerate(pairs)
+        for waits in (True, False)
+    ]
+    rounds.append({**common, "round": 1, "slots": 64, "waits": True, "seconds": 7.0, **pace(8.0)})
+    bench = {"num_prompts": 5, "turns": 3, "least_tool_seconds": 0.2, "most_tool_seconds": 2.0}
+    results = {"rounds": rounds, "config": {"bench": bench, "rollout": {"max_new_tokens": 40}}}
+    results |= summarise_episodes(results)
+    assert results["summary"]["8"]["whole"] == pytest.approx(0.85)
+    assert results["summary"]["64"]["whole"] == results["summary"]["64"]["busy"] == 0.5
+    show_episodes(results)
+    assert "busy, 64 slots: 0.5; aimed at: at least 0.85" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "model.path is not set"),
+        (["model.path=FOLDER", "bench.slots=[256,1024]"], r"bench.slots = \[1024\]"),
+        (["model.path=FOLDER", "bench.least_tool_seconds=3"], "more than bench.most_tool_seconds = 2"),
+        (["model.path=FOLDER", "bench.turns=80"], "rollout.max_model_len=20544"),
+    ],
+)
+def test_episodes_that_cannot_be_measured_are_refused(overrides: list[str], words: str) -> None:
+    config = load_config(ROOT / "configs" / "bench_episodes.yaml", ["model.path=", *overrides], BenchRoot)
+    with pytest.raises(ValueError, match=words):
+        prepare(config, "episodes")

@@ -1,4 +1,4 @@
-"""The official clients, unchanged, against the proxy: what they get, whose episode it is, retries, cancelled and bad calls.
+"""The official clients, unchanged, against the proxy: what they get, and whose episode it is.
 
 Tests import them themselves: it takes two seconds, in each worker that collects this file.
 """
@@ -10,58 +10,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import aiohttp
 import pytest
 
 from megasync.episodes.chat import Model
 from megasync.episodes.proxy import Access, Proxy
+from tests.support.proxies import QUESTION, of_anthropic, of_openai, texts_of, through_proxy
 from tests.support.samplers import Lines, model_of
-
-if TYPE_CHECKING:
-    import anthropic
-    import openai
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OPENAI_TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
 CALL = '<think>\nHm.\n</think>\n\nLet me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-QUESTION: Any = [{"role": "user", "content": "1 + 1?"}]
-
-
-def through_proxy(sampler: Lines, talk: Callable[[Access], Awaitable[None]]) -> Model:
-    """The model after the program `talk` has spoken with it."""
-
-    async def run() -> Model:
-        model, proxy = model_of(sampler), await Proxy.start()
-        try:
-            with proxy.episode(model) as access:
-                await talk(access)
-        finally:
-            await proxy.close()
-        return model
-
-    return asyncio.run(run())
-
-
-def of_openai(access: Access, **options: Any) -> openai.AsyncOpenAI:
-    import openai
-
-    return openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key, **options)
-
-
-def of_anthropic(access: Access, **options: Any) -> anthropic.AsyncAnthropic:
-    import anthropic
-
-    return anthropic.AsyncAnthropic(base_url=access.anthropic_url, api_key=access.key, **options)
-
-
-def texts_of(model: Model) -> list[str]:
-    """What of each branch is trained."""
-    tokens = model.renderer.tokens
-    return [tokens.decode(branch.token_ids[branch.is_sampled]) for branch in model.recorder.branches()]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,29 +117,6 @@ def test_several_samples_are_branches_and_each_can_be_followed_up() -> None:
     ]
 
 
-def test_the_same_request_again_is_one_turn_until_it_is_followed_up() -> None:
-    async def talk(access: Access) -> None:
-        url, headers = f"{access.url}/v1/chat/completions", {"Authorization": f"Bearer {access.key}"}
-
-        async def ask(messages: Any, **more: str) -> str:
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(url, json={"messages": messages}, headers={**headers, **more}) as response,
-            ):
-                return str((await response.json())["choices"][0]["message"]["content"])
-
-        assert [await ask(QUESTION), await ask(QUESTION)] == ["One", "One"]
-        assert await ask(QUESTION, **{"x-stainless-retry-count": "1"}) == "One"
-        assert await ask(QUESTION, **{"x-stainless-retry-count": "0"}) == "Two"  # the client says that it is no retry
-        assert await asyncio.gather(*(ask([*QUESTION, {"role": "user", "content": "?"}]) for _ in range(3))) == ["Three"] * 3
-        answered = [*QUESTION, {"role": "assistant", "content": "Two"}, {"role": "user", "content": "Sure?"}]
-        assert await ask(answered) == "Four"
-        assert await ask(QUESTION) == "Five"
-
-    model = through_proxy(Lines("One", "Two", "Three", "Four", "Five"), talk)
-    assert texts_of(model) == [f"{text}<|im_end|>" for text in ("One", "Two<|im_end|>Four", "Three", "Five")]
-
-
 def test_tools_that_are_not_to_be_called_are_not_offered() -> None:
     sampler = Lines(CALL, CALL)
 
@@ -194,50 +132,6 @@ def test_tools_that_are_not_to_be_called_are_not_offered() -> None:
 
     through_proxy(sampler, talk)
     assert all("<tools>" not in sampler.tokens.decode(prompt) for prompt in sampler.prompts)
-
-
-def test_a_client_that_goes_away_cancels_the_sampling() -> None:
-    import openai
-
-    sampler = Lines("", "", "Yes.")
-
-    async def talk(access: Access) -> None:
-        client = of_openai(access, timeout=0.3, max_retries=1)
-        with pytest.raises(openai.APITimeoutError):
-            await client.chat.completions.create(model="any", messages=QUESTION)
-        while sampler.num_cancelled < 2:
-            await asyncio.sleep(0.01)
-        completion = await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
-        assert completion.choices[0].message.content == "Yes."
-
-    assert texts_of(through_proxy(sampler, talk)) == ["Yes.<|im_end|>"]
-
-
-def test_the_end_of_an_episode_cancels_what_it_waits_for() -> None:
-    import openai
-
-    sampler = Lines("")
-
-    async def talk(access: Access) -> None:
-        client = of_openai(access, max_retries=0)
-        waiting.append(asyncio.create_task(client.chat.completions.create(model="any", messages=QUESTION)))
-        while not sampler.prompts:
-            await asyncio.sleep(0.01)
-
-    waiting: list[asyncio.Task[Any]] = []
-
-    async def run() -> None:
-        proxy = await Proxy.start()
-        with proxy.episode(model_of(sampler)) as access:
-            await talk(access)
-        with pytest.raises(openai.APIError):
-            await waiting[0]
-        with pytest.raises(openai.AuthenticationError, match="no episode has this key"):
-            await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
-        await proxy.close()
-
-    asyncio.run(run())
-    assert sampler.num_cancelled == 1
 
 
 def test_episodes_and_their_agents_side_by_side() -> None:
@@ -284,66 +178,3 @@ def test_a_program_that_knows_nothing_of_the_proxy() -> None:
         assert done.stdout.strip() == "One Two", done.stderr
 
     assert texts_of(through_proxy(Lines("One", "Two"), talk)) == ["One<|im_end|>", "Two<|im_end|>"]
-
-
-def test_a_sampler_that_fails_is_told_once() -> None:
-    import anthropic
-    import openai
-
-    sampler = Lines()  # has nothing to say: IndexError
-
-    async def talk(access: Access) -> None:
-        with pytest.raises(openai.InternalServerError, match="IndexError: pop from empty"):
-            await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
-        with pytest.raises(anthropic.InternalServerError, match="IndexError: pop from empty"):
-            await of_anthropic(access).messages.create(model="any", max_tokens=5, messages=QUESTION)
-
-    through_proxy(sampler, talk)
-    assert len(sampler.prompts) == 2
-
-
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-USER = {"role": "user", "content": "x"}
-BAD = [
-    (CHAT, b"{", 400, "not JSON"),
-    (CHAT, b"[]", 400, "not a JSON object"),
-    (CHAT, b"[" * 100_000, 400, "not JSON"),
-    (CHAT, {}, 400, "there are no messages"),
-    (CHAT, {"messages": "x"}, 400, "messages: write a list of objects"),
-    (CHAT, {"messages": ["x"]}, 400, "messages: write a list of objects"),
-    (CHAT, {"messages": [{"content": "x"}]}, 400, "a message has no role"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text is taken"),
-    (CHAT, {"messages": [USER], "n": 0}, 400, "n = 0: write a whole number from 1 to 128"),
-    (CHAT, {"messages": [USER], "n": 1000}, 400, "from 1 to 128"),
-    (CHAT, {"messages": [USER], "max_tokens": "9"}, 400, "max_tokens = '9'"),
-    (CHAT, {"messages": [USER], "max_completion_tokens": -1}, 400, "max_completion_tokens = -1"),
-    (CHAT, {"messages": [USER], "stop": [1]}, 400, "stop = [1]: write a text"),
-    (CHAT, {"messages": [USER], "logprobs": True}, 400, "logprobs: the policy's server has no such thing"),
-    (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
-    (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, 400, "a tool has no name"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "no function with a name"),
-    (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 400, "role is 'tool': write user or assistant"),
-    (MESSAGES, {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "s"}]}, 400, "a server's own tool"),
-    (MESSAGES, {"messages": [USER], "max_tokens": 0}, 400, "max_tokens = 0"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "only text is taken"),
-    (MESSAGES, {"messages": [USER], "stop_sequences": 5}, 400, "stop_sequences = 5"),
-    (MESSAGES, {"messages": [USER], "mcp_servers": [{}]}, 400, "mcp_servers"),
-    ("/v1/responses", {"input": "x"}, 404, "POST /v1/responses: there is no such thing"),
-]
-
-
-def test_bad_requests_are_refused_by_name() -> None:
-    async def talk(access: Access) -> None:
-        async with aiohttp.ClientSession(headers={"x-api-key": access.key}) as session:
-            for path, body, status, said in BAD:
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                async with session.post(access.url + path, data=data) as response:
-                    error = (await response.json())["error"]
-                    assert (response.status, response.headers["x-should-retry"]) == (status, "false"), body
-                    assert said in error["message"], (body, error)
-            async with session.get(f"{access.url}/v1/models") as response:
-                assert (await response.json())["data"][0]["id"] == "policy"
-        async with aiohttp.ClientSession() as session, session.post(access.url + MESSAGES, json={"messages": [USER]}) as response:
-            assert (response.status, (await response.json())["error"]["type"]) == (401, "authentication_error")
-
-    assert texts_of(through_proxy(Lines(), talk)) == []

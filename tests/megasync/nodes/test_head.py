@@ -6,17 +6,21 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config import ParallelConfig
+from megasync.config.load import load_config
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.launch.ray_cluster import free_port
 from megasync.nodes import head as head_module
+from megasync.nodes.facts import warning_here
 from megasync.nodes.head import Head, Terms
 from megasync.nodes.roll_call import Arrival
 from megasync.nodes.store import NodeStore
+from tests.support.config_files import write_runnable
 
 LOOPBACK = "127.0.0.1"
 TERMS = Terms(num_nodes=2, expected=(), wait_seconds=60, max_restarts=1, limit_seconds=60, replicas=0, tensor_parallel=1)
@@ -55,14 +59,14 @@ class Stage:
     def get(self, key: str) -> Callable[[], Any]:
         return lambda: self.store.get(key)
 
-    def run(self, number: int, *members: int) -> None:
+    def run(self, number: int, *members: int, warning: str = "") -> None:
         """A round of these nodes from its announcement to its start."""
         told = self.tick(lambda: self._round(number))
         assert told["members"] == list(members)
         for seat in range(len(members)):
             self.head.round.store.set(f"wire/{seat}", json.dumps(FINE))
-            self.store.set(f"ready/{number}/{seat}", {"problem": "", "code": 1})
-        assert self.tick(self.get(f"fit/{number}")) == {"warnings": []}
+            self.store.set(f"ready/{number}/{seat}", {"problem": "", "code": 1, "warning": warning if seat else ""})
+        assert self.tick(self.get(f"fit/{number}")) == {"warnings": [warning] if warning else []}
 
     def _round(self, number: int) -> Any:
         told = self.store.get("round")
@@ -107,6 +111,16 @@ def test_a_node_that_differs_is_refused(stage: Stage) -> None:
     stage.arrive("b", facts=FACTS | {"code": "x"})
     over = stage.tick(stage.get("over"))
     assert over["code"] == REFUSED and over["told"].startswith("b: other code")
+
+
+def test_a_node_with_little_shared_memory_is_named_and_takes_part(stage: Stage, tmp_path: Path) -> None:
+    config = load_config(write_runnable(tmp_path), ["algorithm.name=grpo"])
+    warning = warning_here(config, "b", 2**26)
+    assert warning.startswith("b: /dev/shm: 64 MiB free: a run takes 216 MiB") and "--shm-size" in warning
+    assert warning_here(config, "b", 2**30) == ""
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2, warning=warning)
 
 
 def test_all_done_is_the_end_and_so_is_a_stop(stage: Stage) -> None:

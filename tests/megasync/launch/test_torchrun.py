@@ -1,0 +1,44 @@
+"""What the launcher of a machine's ranks says of those that fail.
+
+python -m pytest tests/megasync/launch/test_torchrun.py
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from megasync.launch.processes import REFUSED
+from megasync.launch.torchrun import likely_cause
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+TERMINATED, BY_HANDLER, KILLED = -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "word"),
+    [
+        ((TERMINATED, REFUSED), REFUSED, "rank 1"),  # torchrun ended the other
+        ((BY_HANDLER, 1), 1, "rank 1"),
+        ((1, KILLED), 1, "rank 1 was ended by SIGKILL"),  # the other lost its partner
+        ((KILLED, TERMINATED), 1, "rank 0 was ended by SIGKILL"),
+        ((TERMINATED,), 1, "SIGTERM"),
+    ],
+)
+def test_the_cause_is_not_a_rank_that_was_ended_with_the_others(codes: tuple[int, ...], code: int, word: str) -> None:
+    failures = {rank: ProcessFailure(rank, 1000 + rank, int(each), "<N/A>") for rank, each in enumerate(codes)}
+    told = likely_cause(failures)
+    assert told[0] == code and word in told[1]
+
+
+def test_a_config_error_is_said_once_by_two_ranks() -> None:
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", "megasync.train"]
+    config = str(CONFIGS / "quickstart.yaml")
+    done = subprocess.run([*command, config, "run.steps=-1"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == REFUSED, done.stderr
+    assert done.stderr.count("run.steps = -1: out of range") == 1 and "Traceback" not in done.stderr, done.stderr
