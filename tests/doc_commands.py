@@ -43,7 +43,7 @@ NEEDS = {
     r"staleness_accuracy\.py": "needs run folders of a GPU",
     r"configs/bench_train\.yaml": "needs a GPU",
     r"^\./launch/test\.sh$": "it is the suite itself",
-    r"-m tests\.": "takes an hour",
+    r"-m tests\.|=all python -m pytest": "takes an hour",
     r"clients:by_agents": "needs pip install openai-agents",
     r"agents_gym\.yaml": "needs pip install skyrl-gym",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
