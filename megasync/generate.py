@@ -42,7 +42,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     prompts.add_argument("--data", metavar="FILE", help="as data.train takes; answers in it are not needed")
     parser.add_argument("--split", default="", help="of --data, where it is a folder with several")
-    return parser.parse_intermixed_args(list(arguments))
+    parser.add_argument("--limit", type=answers.positive, metavar="N", help="so many first prompts of --data")
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.limit and given.prompt:
+        parser.error("--limit is for --data; leave it out beside --prompt")
+    return given
 
 
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
@@ -76,7 +80,7 @@ def examples(config: Config, given: argparse.Namespace) -> list[Example]:
     """Of --prompt, or of --data by data.prompt_key."""
     if given.prompt:
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
-    found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")
+    found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")[: given.limit]
     turns = next((example for example in found if example.turns and not config.data.chat_template), None)
     message = f"{given.data}: line {turns.line if turns else 0} holds a list of messages, and data.chat_template = false"
     refuse_if(turns, message, remedy="write data.chat_template=true, or make one text of it")

@@ -35,7 +35,7 @@ FILES = {"test.jsonl": "smollm2/held_out.jsonl", "prompts.jsonl": "smollm2/held_
 NUM_LINES = 16
 # Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
-    r"^docs/bench/gpus\.sh": "needs a GPU",
+    r"^docs/bench/(gpus|doc_commands_gpu)\.sh": "needs a GPU",
     r"^docs/bench/nodes\.sh": "takes an hour, as root",
     r"-m gpu\b": "needs GPUs",
     r"^megasync train configs/smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
@@ -43,7 +43,7 @@ NEEDS = {
     r"staleness_accuracy\.py": "needs run folders of a GPU",
     r"configs/bench_train\.yaml": "needs a GPU",
     r"^\./launch/test\.sh$": "it is the suite itself",
-    r"-m tests\.": "takes an hour",
+    r"-m tests\.|=all python -m pytest": "takes an hour",
     r"clients:by_agents": "needs pip install openai-agents",
     r"agents_gym\.yaml": "needs pip install skyrl-gym",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",

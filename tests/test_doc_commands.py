@@ -29,6 +29,7 @@ SCRIPTS = {
 OTHERS = (
     *("source", "touch", "sbatch", "kubectl", "python"),
     *("./launch/test.sh", "./launch/check_locks.sh", "docs/bench/gpus.sh", "docs/bench/nodes.sh"),
+    "docs/bench/doc_commands_gpu.sh",
 )
 
 

@@ -148,6 +148,15 @@ def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path
     assert stop.value.code == 2 and "line 1 holds a list of messages" in capsys.readouterr().err
 
 
+def test_the_first_prompts_of_a_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "prompts.jsonl", "".join(f'{{"question": "{number}+1="}}\n' for number in range(5)))
+    given = generate.parse([str(run), "--data", str(file), "--limit", "2"])
+    assert [example.prompt for example in generate.examples(load_config(run / "config.yaml"), given)] == ["0+1=", "1+1="]
+    with pytest.raises(SystemExit):
+        generate.parse([str(run), "--prompt", "1+1=", "--limit", "2"])
+    assert "--limit is for --data" in capsys.readouterr().err
+
+
 @given(GROUPS, st.sampled_from([0.5, 1.0]))
 def test_means_are_those_of_the_runs_metrics(rewards: list[list[float]], pass_reward: float) -> None:
     found = {f"eval/x/{name}": each for name, each in estimates(rewards, pass_reward).items()}
