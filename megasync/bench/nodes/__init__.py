@@ -1,7 +1,7 @@
 """Weight sync from several hosts to several hosts: measured between namespaces of one machine, simulated for clusters.
 
-The script docs/bench/nodes.sh makes the namespaces and starts what is measured, docs/bench/gpus.sh what runs between GPUs;
-docs/scale.md has the figures.
+The script docs/bench/nodes.sh makes the namespaces and starts what is measured, docs/bench/gpus.sh what runs between GPUs; the
+figures are in docs/scale.md.
 
 source.py    random weights of a small model, as a trainer rank holds them
 receiver.py  a worker's side of a sync without vLLM: the bridge's own receiving code, in a process
