@@ -1,6 +1,6 @@
 """Weight sync from several hosts to several hosts: measured between namespaces of one machine, simulated for clusters.
 
-The script docs/bench/nodes.sh makes the namespaces and starts what is measured, docs/bench/gpus.sh does it for GPUs; the
+The script docs/bench/nodes.sh makes the namespaces and starts what is measured, docs/bench/gpus.sh what runs between GPUs; the
 figures are in docs/scale.md.
 
 source.py    random weights of a small model, as a trainer rank holds them
