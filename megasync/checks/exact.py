@@ -61,12 +61,12 @@ def value_of(config: Config, key: str) -> Any:
     return attrgetter(key)(config)
 
 
-def check_exact(config: Config, shape: ModelShape) -> None:
-    """ConfigError for the first thing of a config that has no exact functions."""
+def check_exact(config: Config, shape: ModelShape, *, on_gpus: bool | None = None) -> None:
+    """ConfigError for the first thing of a config that has no exact functions. `on_gpus`: None where this machine tells."""
     if not config.model.exact:
         return
     begin = "model.exact = true"
-    on_gpus = bool(visible_devices())
+    on_gpus = bool(visible_devices()) if on_gpus is None else on_gpus
     for key, value in (*WANTED, *(GPUS if on_gpus else CPUS)):
         given, told = value_of(config, key), str(value)
         remedy = f"write {key}={told}, or model.exact=false"

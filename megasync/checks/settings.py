@@ -31,10 +31,13 @@ def check_settings(config: Config, num_ranks: int) -> None:
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
 
 
-def check_layout(config: Config, shape: ModelShape, num_ranks: int) -> None:
-    """ConfigError where a model of this shape cannot be laid out as the config says, on either side."""
+def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: bool | None = None) -> None:
+    """ConfigError where a model of this shape cannot be laid out as the config says, on either side.
+
+    `on_gpus`: None where this machine's devices tell.
+    """
     check_engine(config, shape)
-    check_exact(config, shape)
+    check_exact(config, shape, on_gpus=on_gpus)
     check_routing(config, shape)
     if config.algorithm.name == "grpo":
         check_rollout(config, shape, num_ranks)

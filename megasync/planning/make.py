@@ -110,7 +110,7 @@ def _memory(memory: RankMemory) -> dict[str, Any]:
     return {"parts": memory.parts, **sizes}
 
 
-def check(config: Config, num_ranks: int) -> ModelShape:
+def check(config: Config, num_ranks: int, *, on_gpus: bool) -> ModelShape:
     """What training would refuse of sizes and layout, by its own rules. Weights and data need not be there.
 
     Raises:
@@ -118,7 +118,7 @@ def check(config: Config, num_ranks: int) -> ModelShape:
     """
     check_settings(config, num_ranks)
     shape = model_shape(config.model.path)
-    check_layout(config, shape, num_ranks)
+    check_layout(config, shape, num_ranks, on_gpus=on_gpus)
     return shape
 
 
@@ -167,7 +167,8 @@ def _has_entropy(config: Config) -> bool:
 def _plan(
     config: Config, request: Request, looked_at: tuple[int, ...], trace_stage: Callable[[int, tuple[int, ...]], Traced]
 ) -> Plan:
-    shape, grid = check(config, request.num_ranks), Grid.of(config, request.num_ranks)
+    shape = check(config, request.num_ranks, on_gpus=not request.hardware.is_cpu)
+    grid = Grid.of(config, request.num_ranks)
     work = Work.of(config, request)
     multiple = multiple_of_tokens(config.engine, shape.num_experts, shape.num_experts_per_tok)
     lengths = work.sequences(work.microbatch_tokens(grid), multiple)

@@ -15,6 +15,7 @@ from megasync.assets import write_assets
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
+from megasync.planning.make import check
 
 RUNS = ("model.exact=true", "model.dtype=float32")
 
@@ -66,6 +67,13 @@ def test_on_gpus_it_is_bfloat16(config: Path, monkeypatch: pytest.MonkeyPatch) -
     check_config(load_config(config, [*RUNS, "model.dtype=bfloat16"]), 1)
     assert "write model.dtype=bfloat16, or model.exact=false" in refused(config)
     assert "engine.head_dtype = float32: is not exact" in refused(config, "model.dtype=bfloat16", "engine.head_dtype=float32")
+
+
+def test_a_plan_asks_for_the_dtype_of_what_is_planned_for(config: Path) -> None:
+    given = load_config(config, [*RUNS, "model.dtype=bfloat16"])
+    check(given, 1, on_gpus=True)
+    with pytest.raises(ConfigError, match=r"write model\.dtype=float32, or model\.exact=false"):
+        check(given, 1, on_gpus=False)
 
 
 @pytest.mark.parametrize(

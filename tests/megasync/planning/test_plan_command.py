@@ -45,7 +45,7 @@ def test_the_nearest_change_fits_and_training_takes_it(tmp_path: Path) -> None:
     assert not plan.fits and "a trainer rank takes" in plan.problems[0]
     changes = written_changes(nearest(plan))
     fitting = load_config(tmp_path / "config.yaml", [f"{key}={value}" for key, value in changes.items()])
-    check(fitting, 1)
+    check(fitting, 1, on_gpus=True)
     assert changes and make_plan(fitting, request).fits
 
 
@@ -60,7 +60,7 @@ def test_suggestions_fit_and_are_no_slower(tmp_path: Path) -> None:
         overrides = [f"{key}={value}" for key, value in written_changes(line).items()]
         changed = load_config(tmp_path / "config.yaml", overrides)
         own = 0 if changed.rollout.is_colocated else changed.rollout.replicas * changed.rollout.tensor_parallel
-        check(changed, 4 - own)
+        check(changed, 4 - own, on_gpus=True)
 
 
 def test_a_layout_that_training_refuses_is_refused(tmp_path: Path) -> None:
