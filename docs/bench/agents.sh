@@ -2,9 +2,9 @@
 # Episodes on one GPU, with SmolLM2-135M-Instruct: docs/bench/agents.sh OUT [curve] [speed]; no case: both, one after the other.
 #   curve  configs/agents_smollm2.yaml, trainer and vLLM in turns on the GPU, once for each of SEEDS ("0 1 2"), side by side
 #          (SIDE_BY_SIDE=0: one after another), STEPS (100) each: OUT/agents-SEED.json with every step, OUT/agents-SEED.evaluations.jsonl
-#   speed  python -m megasync.bench episodes --config configs/bench_episodes.yaml: OUT/agents-speed.json, written after each row
+#   speed  python -m megasync.bench episodes --config configs/bench_episodes.yaml: OUT/agents-speed.json, also of the rows before a limit
 # ASSETS (/tmp/smollm2) has the folder `model`; GPUS=0 says where; LIMIT seconds for each seed (480) and for speed (420); CURVE and
-# SPEED="key=value ..." go to the two. About 24 GB of GPU memory a seed, 45 GB for speed.
+# SPEED="key=value ..." go to the two. About 22 GB of GPU memory a seed (12 of them vLLM's), 48 GB for speed.
 # On a CPU: CURVE="model.dtype=float32 data.batch_size=2 rollout.group_size=4 engine.tokens_per_microbatch=512 data.eval=
 #   rollout.kv_cache_bytes=256MiB rollout.max_num_seqs=16" STEPS=2 SEEDS=0, SPEED="model.dtype=float32 bench.num_prompts=16
 #   bench.turns=3 bench.slots=[8] rollout.max_new_tokens=16 rollout.max_num_seqs=8 rollout.kv_cache_bytes=256MiB"

@@ -66,7 +66,7 @@ class BenchConfig(Section):
     most_tool_seconds: NonNegativeFloat = 2.0
     """episodes: what it takes at most; seconds are drawn evenly."""
     slots: Annotated[tuple[int, ...], *OneOrMore] = (256,)
-    """episodes: turns that the replica is given at a time, at most rollout.max_num_seqs; measured one after another."""
+    """episodes: turns that the replica is given at a time, from 1 to rollout.max_num_seqs; measured one after another."""
 
 
 class Variant(NamedTuple):

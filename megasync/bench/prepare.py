@@ -60,8 +60,8 @@ def _with_episodes(config: BenchRoot) -> BenchRoot:
     refuse_if(not config.model.path, "model.path is not set: bench episodes renders chats", remedy=remedy)
     least, most = bench.least_tool_seconds, bench.most_tool_seconds
     _refuse("bench.least_tool_seconds", least > most, least, f"more than bench.most_tool_seconds = {most:g}", most)
-    slots = [number for number in bench.slots if not 0 < number <= rollout.max_num_seqs]
-    _refuse("bench.slots", slots, slots, f"not from 1 to rollout.max_num_seqs = {rollout.max_num_seqs}", [rollout.max_num_seqs])
+    slots = [number for number in bench.slots if not 1 <= number <= rollout.max_num_seqs]
+    _refuse("bench.slots", slots, slots, "write numbers from 1 to rollout.max_num_seqs", [rollout.max_num_seqs])
     total = PROMPT_TOKENS + bench.turns * (rollout.max_new_tokens + TOOL_TOKENS)
     message = f"rollout.max_model_len = {rollout.max_model_len}: too short for {bench.turns} turns"
     refuse_if((rollout.max_model_len or total) < total, message, remedy=f"write rollout.max_model_len={total}")

@@ -1,6 +1,6 @@
 """model.exact: how many tokens of a step have the same log-prob in trainer and replica, bit for bit.
 
-Only those count that were computed with the weights that the step trains: all of their sequence up to them, by that version.
+Only those count that were sampled with the weights that the step trains: all of their sequence up to them, by that version.
 Leaves out the gap's mean and maximum, which the loss reports of all tokens (engine/objective/).
 """
 
@@ -28,8 +28,9 @@ def compare(
     compared = differing = 0
     for sample, log_probs in zip(samples, trained, strict=True):
         assert sample is not None
-        is_own = np.asarray(sample.weight_versions) == version
-        if not recomputes and not is_own.all():
+        is_sampled = sample.is_sampled if len(sample.is_sampled) else np.ones(len(sample.response_ids), np.bool_)
+        is_own = (np.asarray(sample.weight_versions) == version) & is_sampled
+        if not recomputes and (is_own != is_sampled).any():
             continue
         theirs = np.asarray(sample.rollout_log_probs)
         compared += int(is_own.sum())

@@ -227,7 +227,7 @@ def test_episodes_are_compared_with_those_of_the_same_slots(capsys: pytest.Captu
     ("overrides", "words"),
     [
         ([], "model.path is not set"),
-        (["model.path=FOLDER", "bench.slots=[256,1024]"], r"bench.slots = \[1024\]"),
+        (["model.path=FOLDER", "bench.slots=[256,1024,0]"], r"bench.slots = \[1024, 0\]"),
         (["model.path=FOLDER", "bench.least_tool_seconds=3"], "more than bench.most_tool_seconds = 2"),
         (["model.path=FOLDER", "bench.turns=80"], "rollout.max_model_len=20544"),
     ],

@@ -37,11 +37,12 @@ def cluster() -> Iterator[None]:
 
 
 def play_on_both(pool: EpisodePool, prompts: list[str], replica: Replica, on_parents: Any = None) -> Told:
-    """How episodes side by side end. `on_parents` is told who has started the processes on the two nodes, once both play."""
+    """How episodes side by side end. `on_parents` is told who has started the process on the other node, once both play."""
 
     async def asked_for_their_parents() -> list[int]:
         asked = [pool.run(Task("good", (7, 8), ""), replica) for _ in range(2)]
-        return [int(ended.info["parent"]) for ended, _ in await asyncio.gather(*asked)]
+        keepers = [int(ended.info["parent"]) for ended, _ in await asyncio.gather(*asked)]
+        return [psutil.Process(keeper).ppid() for keeper in keepers]
 
     async def all_of_them() -> Told:
         await asked_for_their_parents()
@@ -96,7 +97,7 @@ def test_a_lost_actor_costs_its_episodes_another_start(cluster: None, folder: st
     good, replica, lost = [f"good {2.0 + number / 100}" for number in range(8)], Replica(), list[psutil.Process]()
 
     def on_parents(actor: int) -> None:
-        lost.extend(psutil.Process(actor).children())
+        lost.extend(psutil.Process(actor).children(recursive=True))
         os.kill(actor, kind)
 
     options = {"episode_timeout_seconds": 20.0} | ({"answer_timeout_seconds": 2.0} if kind == signal.SIGSTOP else {})

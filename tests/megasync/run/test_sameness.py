@@ -24,3 +24,13 @@ def test_tokens_of_the_weights_that_are_trained_count(recomputes: bool, tokens: 
     trained = [np.array([-1.0, -2.0, last]), np.array([-5.0, -2.0, last]), np.array([-7.0])]
     found = compare(samples, [each.astype(np.float32) for each in trained], 4, recomputes=recomputes)
     assert found == {"exact/compared_tokens": tokens, "exact/differing_tokens": differing}
+
+
+@pytest.mark.parametrize("versions", [[4, 4, 4], [4, -1, 4]])
+def test_tokens_that_were_given_do_not_count(versions: list[int]) -> None:
+    """What an episode's tools said has log-probs and versions without a meaning."""
+    ids = np.arange(3, dtype=np.int32)
+    theirs, mask = np.array([-1.0, 0.0, -3.0], np.float32), np.array([True, False, True])
+    one = Sample(ids[:1], ids, theirs, weight_versions=np.array(versions, np.int32), is_sampled=mask)
+    found = compare([one], [np.array([-1.0, -2.0, -3.0], np.float32)], 4, recomputes=False)
+    assert found == {"exact/compared_tokens": 2, "exact/differing_tokens": 0}
