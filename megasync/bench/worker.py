@@ -7,7 +7,6 @@ Leaves out the benches (sync/rounds.py, generation/).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from megasync.bench.generation.staleness import StalenessBench
 from megasync.bench.nodes.lanes import LanesBench
 from megasync.bench.sync.rounds import SyncBench
 from megasync.config.load import load_config
-from megasync.launch.processes import end_on_sigterm
+from megasync.launch.processes import end_on_sigterm, run_and_leave
 
 BENCHES: dict[str, type[BenchRank]] = {
     "sync": SyncBench,
@@ -44,4 +43,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_leave(main)

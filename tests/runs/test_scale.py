@@ -22,11 +22,10 @@ def num_engines(run: Run) -> int:
 
 
 # What else goes on in the run: groups that are replaced, and evaluations; deltas of merged adapters, which a replica that comes
-# late reads out of the log of versions; adapters alone.
+# late reads out of the log of versions.
 BESIDE = {
     "filter": ["algorithm.filter_groups=true", "rollout.evaluate_every_steps=2"],
     "delta": ["sync.transport=delta", "sync.log=deltas", "engine.lora.rank=4"],
-    "adapter": ["engine.lora.rank=4", "engine.lora.sync=adapter"],
 }
 
 

@@ -104,7 +104,9 @@ class LanesBench(BenchRank):
             if self._place(receiver) == self.layout.rank:
                 listener = Listener((LOOPBACK, 0), authkey=KEY)
                 ports[receiver] = int(listener.address[1])
-                threading.Thread(target=_serve_beside, args=(listener, own_device()), daemon=True).start()
+                thread = threading.Thread(target=_serve_beside, args=(listener, own_device()), daemon=True)
+                thread.start()
+                self.ends.callback(thread.join, END_SECONDS)
         told = {receiver: port for own in self.from_all(ports) for receiver, port in own.items()}
         return [told[receiver] for receiver in range(self.config.rollout.replicas)]
 
