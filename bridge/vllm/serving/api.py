@@ -211,7 +211,7 @@ async def sleep(engine: Any, *, keep_weights: bool) -> None:
     """Give device memory up while paused, straight from the workers (v1/worker/gpu_worker.py:294): AsyncLLM.sleep has a pause of
     its own. Kept weights go to host memory. CPU workers only log that they cannot.
     """
-    await engine.collective_rpc("sleep", args=(1 if keep_weights else 2,))
+    await engine.collective_rpc("megasync_sleep", args=(1 if keep_weights else 2,))
 
 
 async def wake(engine: Any, kinds: list[str]) -> None:

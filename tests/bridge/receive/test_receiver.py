@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from bridge.layout.plan import LoadPlan
 from bridge.layout.regions import Copy, Region
 from bridge.transport.errors import TransportError
 from bridge.transport.shm import ShmReader, ShmWriter
+from bridge.receive.receiver import SLEPT_BESIDE_OTHERS, WorkerExtension
 from bridge.receive.unpack import Unpacker, _Lent, _lend, _take_back
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))
@@ -112,3 +114,13 @@ def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> N
     reader.close()
     for writer in writers:
         writer.close()
+
+
+@pytest.mark.parametrize(("says", "passes"), [(SLEPT_BESIDE_OTHERS, True), ("out of memory", False)])
+def test_memory_that_another_process_took_meanwhile_does_not_end_a_sleep(says: str, passes: bool) -> None:
+    class Worker(WorkerExtension):
+        def sleep(self, level: int) -> None:
+            raise AssertionError(says)
+
+    with nullcontext() if passes else pytest.raises(AssertionError, match=says):
+        Worker().megasync_sleep(2)

@@ -51,11 +51,13 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    from bridge.receive.receiver import WorkerExtension
+    from bridge.receive.receiver import SLEPT_BESIDE_OTHERS, WorkerExtension
 
     for name in ("start_weight_update", "update_weights", "finish_weight_update"):
         assert callable(getattr(Worker, name))
     assert arguments(Worker.sleep) == ["self", "level"] and arguments(Worker.wake_up) == ["self", "tags"]
+    after_all = inspect.getsource(Worker.sleep).partition("self.sleep_mode_backend.suspend(level)")[2]
+    assert f'assert freed_bytes >= 0, "{SLEPT_BESIDE_OTHERS}"' in after_all  # and only logs after it
     assert [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(Worker, name)] == []
 
 
