@@ -111,23 +111,27 @@ def sync() -> str:
 
 
 def learning() -> str:
-    """The run of docs/bench/smollm2_h200_two.json: sampled reward a step, and greedy reward on held-out problems."""
-    run = json.loads((Path(__file__).parent / "bench" / "smollm2_h200_two.json").read_text(encoding="utf-8"))
-    picture = Picture(860, 300, "SmolLM2-135M-Instruct learns sums: held-out reward 0.12 to 0.31 in 100 steps")
+    """The runs of docs/bench/real_run/two-SEED.json: means of three seeds, sampled reward a step and greedy reward on held-out problems."""
+    folder = Path(__file__).parent / "bench" / "real_run"
+    runs = [json.loads((folder / f"two-{seed}.json").read_text(encoding="utf-8")) for seed in range(3)]
+    picture = Picture(860, 300, "SmolLM2-135M-Instruct learns sums: held-out reward 0.21 to 0.75 in 150 steps, mean of three seeds")
     left, right, bottom, top = 60, 840, 250, 30
 
     def place(step: float, value: float) -> tuple[float, float]:
-        return left + (right - left) * step / 150, bottom - (bottom - top) * value / 0.4
+        return left + (right - left) * step / 150, bottom - (bottom - top) * value / 0.8
 
-    for value in (0.0, 0.1, 0.2, 0.3, 0.4):
+    for value in (0.0, 0.2, 0.4, 0.6, 0.8):
         picture.curve([place(0, value), place(150, value)], "grid")
         picture.text(left - 8, place(0, value)[1] + 4, f"{value:.1f}", "small", "end")
-    picture.curve([place(step, reward) for step, reward, *_ in run["steps"]], "line")
-    for step, reward in run["evaluations"]:
-        picture.dot(*place(step, reward), f"{reward:.3f}")
+    rewards = zip(*([row[1] for row in run["steps"]] for run in runs), strict=True)
+    picture.curve([place(step, sum(of_seeds) / len(runs)) for step, of_seeds in enumerate(rewards, 1)], "line")
+    for of_seeds in zip(*(run["evaluations"] for run in runs), strict=True):
+        step, reward = of_seeds[0][0], sum(each[1] for each in of_seeds) / len(runs)
+        picture.dot(*place(step, reward), f"{reward:.2f}")
         picture.text(place(step, 0)[0], bottom + 20, str(step), "small")
     picture.text((left + right) / 2, bottom + 42, "step", "small")
-    picture.text(left, 20, "line: mean reward of sampled responses; dots: greedy reward on 256 held-out problems", "small", "start")
+    said = "means of three seeds; line: reward of sampled responses; dots: greedy reward on 256 held-out problems"
+    picture.text(left, 20, said, "small", "start")
     return picture.svg()
 
 

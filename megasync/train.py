@@ -125,14 +125,16 @@ def run(config: Config, data: RunData | None) -> int:
     from megasync.run.canary import CanaryError
     from megasync.run.loop import train_grpo, train_sft
     from megasync.run.rank_zero import RankZeroError
+    from megasync.run.replica_start import ReplicaStart
     from megasync.run.session import Session
 
     rank = int(os.environ.get("RANK", "0"))
     end_on_sigterm(and_on_sigint=True)
     session, is_well, told = None, False, ""
+    replicas = ReplicaStart(config) if rank == 0 and config.algorithm.name == "grpo" else None
     try:
         with main_errors(speak=rank == 0):
-            session = Session(config, data)
+            session = Session(config, data, replicas)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         told = session.finish()
         is_well = True
@@ -146,8 +148,12 @@ def run(config: Config, data: RunData | None) -> int:
             print(f"{at}{error}{hint}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
         return 1
     finally:
-        if session is not None:
-            session.close(is_done=is_well)
+        try:
+            if session is not None:
+                session.close(is_done=is_well)
+        finally:
+            if replicas is not None:
+                replicas.close()
         parallel.shutdown()
         if session is not None and is_well:
             session.heartbeat.leave()

@@ -62,16 +62,36 @@ class ReplicaActors(ActorLauncher):
             RuntimeError: a replica did not start, with vLLM's own error; nothing is left running.
             ValueError: the cluster has too few GPUs.
         """
+        actors = cls.begin_start(config, num_replicas)
+        actors.finish_start()
+        return actors
+
+    @classmethod
+    def begin_start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
+        """As `start`, without waiting: `finish_start` does, and tells what went wrong meanwhile. `close` ends it before.
+
+        Raises:
+            RuntimeError: others have the room of a node.
+            ValueError: the cluster has too few GPUs.
+        """
         actors = cls(config, num_replicas)
         if torch.cuda.is_available() and not config.devices and (problem := actors.room_problem(num_replicas)):
             raise ValueError(problem)
         try:
-            actors._actors = actors._launch(range(num_replicas), serves_folder=True)
+            actors._begin_launch(range(num_replicas), serves_folder=True)
         except BaseException:
-            actors._release(*actors._groups)
+            actors.close()
             raise
-        actors.members = list(range(num_replicas))
         return actors
+
+    def finish_start(self) -> None:
+        """Wait for the replicas of `begin`; those on devices that the trainer shares start vLLM only now. Raises as `start`."""
+        try:
+            self._actors = self._finish_launch(dict(self._starting))
+        except BaseException:
+            self._release(*self._groups)
+            raise
+        self.members = sorted(self._actors)
 
     def room_problem(self, num_replicas: int) -> str:
         """Why Ray has no room for so many replicas in all, of GPUs, or without any of CPUs; empty where it has."""

@@ -33,6 +33,7 @@ class ReplicaActor:
     """One actor, from its launch until it is killed."""
 
     handle: Any
+    started: Any = None  # Ray's reference to the answer of its start, once that has begun
     pid: int = 0  # once it has started
     shared_memory: set[str] = field(default_factory=set)  # vLLM's, for when it is killed
     family: set[int] = field(default_factory=set)  # ids of its processes
@@ -62,6 +63,12 @@ class ActorLauncher:
 
     def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
         """Started actors by number; where one does not start, none is left."""
+        return self._finish_launch(self._begin_launch(replicas, serves_folder=serves_folder))
+
+    def _begin_launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
+        """Actors by number, that start by themselves. On devices that they share with the trainer they only import, since it may
+        still have the memory. Does not wait.
+        """
         cuda = torch.cuda.is_available()
         if not self.config.devices and (new := [replica for replica in replicas if replica not in self._groups]):
             self._groups |= places.reserve(new, self.config.tensor_parallel, cuda=cuda)
@@ -73,8 +80,16 @@ class ActorLauncher:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._groups[replica], 0)
             handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
             actors[replica] = self._starting[replica] = ReplicaActor(handle)
+            if self.config.shares_devices:
+                handle.load.remote()
+            else:
+                actors[replica].started = handle.start.remote()
+        return actors
+
+    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> dict[int, ReplicaActor]:
+        """The same, once all have started; where one does not start, none is left."""
         try:
-            pids = self._wait_for_start([actor.handle.start.remote() for actor in actors.values()])
+            pids = self._wait_for_start([actor.started or actor.handle.start.remote() for actor in actors.values()])
             hosts = self.gather([actor.handle.host.remote() for actor in actors.values()])
             names = self.gather([actor.handle.host_name.remote() for actor in actors.values()])
             for actor, pid, host, name in zip(actors.values(), pids, hosts, names, strict=True):
@@ -86,7 +101,7 @@ class ActorLauncher:
             self._end(list(actors.values()))
             raise
         finally:
-            for replica in replicas:
+            for replica in actors:
                 self._starting.pop(replica, None)
         return actors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -42,6 +43,11 @@ class Replica:
         self._spans = Spans()
         self._output = Output()
         self._engine: Any = None
+
+    async def load(self) -> None:
+        """Import what `start` needs, for those that cannot start yet; what goes wrong there `start` tells."""
+        with suppress(Exception):
+            api.import_engine()
 
     async def start(self) -> int:
         """Start the engine; gives this process's id.

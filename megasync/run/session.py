@@ -40,6 +40,7 @@ from megasync.run.distribute import TokenScatter
 from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
+from megasync.run.replica_start import ReplicaStart
 from megasync.run.sameness import compare
 from megasync.run.scale_request import forget_request
 from megasync.run.scaling import Scaling
@@ -51,7 +52,8 @@ PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
 class Session:
     """What a run holds on one rank. Built by train.py; `close` in any case."""
 
-    def __init__(self, config: Config, data: RunData | None) -> None:
+    def __init__(self, config: Config, data: RunData | None, replica_start: ReplicaStart | None = None) -> None:
+        """`replica_start`: on rank 0, where there are to be replicas; they begin to start while the engine is built."""
         self.config = config
         self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
@@ -64,6 +66,8 @@ class Session:
         self.step = self.first_step = self.checkpoints.first_step
         self.progress = self.checkpoints.progress(config.data.batch_size)
         former = on_rank_zero(self._begin_folder)
+        if replica_start is not None:
+            replica_start.begin()
         self.engine = Engine(
             config.model,
             config.engine,
@@ -83,7 +87,7 @@ class Session:
             self.log.note(resumed)
         for note in (*unused_keys(config), *(data.notes if data is not None else ())):
             self.log.note(note)
-        self.weights = Weights(config, self.engine, self.log)
+        self.weights = Weights(config, self.engine, self.log, replica_start)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.is_stopped = False  # before all steps were done, because it was asked to
@@ -173,7 +177,7 @@ class Session:
         return [self._data.prompts.supervised(self._data.train[index]) for index in indices]
 
     def start_replicas(self) -> None:
-        """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        """Wait until vLLM is up, on rank 0, and connect the weight bridge."""
         self.heartbeat.phase = "start of the replicas"
         begin_seconds = self.clock.elapsed
         self.weights.start_replicas()
@@ -344,7 +348,7 @@ class Session:
         return f"stopped after step {done}, as asked; checkpoint: {self.checkpoints.last}; the same command goes on from it"
 
     def close(self, *, is_done: bool = False) -> None:
-        """Take rewards, replicas and a Ray of our own down, and close the log. Not collective; safe after any failure.
+        """Take rewards and the weight bridge down, and close the log. Not collective; safe after any failure.
 
         `is_done`: all went well, and the heartbeat goes on until its `leave`.
         """

@@ -5,16 +5,13 @@ Every public method is collective unless it says otherwise. Leaves out when it i
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from bridge.config import ReplicaConfig
 from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.export.exporter import Exporter
 from bridge.export.source import WeightSource, whole_tensors
@@ -32,13 +29,11 @@ from engine.engine import Engine
 from engine.runtime import parallel
 from megasync.config.files import VERSIONS
 from megasync.config.schema import Config
-from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
-from megasync.launch.ray_cluster import start_ray
-from megasync.launch.scope import ray_address
 from megasync.reporting.log import RunLog
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
 from megasync.run.rank_zero import TooFewReplicasError, control_group, on_rank_zero
+from megasync.run.replica_start import ReplicaStart
 from megasync.run.scaling import Scaling
 from megasync.run.versions import VersionLog
 
@@ -49,7 +44,8 @@ SYNC_ATTEMPTS = 3
 class Weights:
     """The engine's weights, and the replicas that they are brought to once `start_replicas` was called."""
 
-    def __init__(self, config: Config, engine: Engine, log: RunLog) -> None:
+    def __init__(self, config: Config, engine: Engine, log: RunLog, replica_start: ReplicaStart | None = None) -> None:
+        """`replica_start`: rank 0's, where there are to be replicas."""
         self.config, self.engine, self.layout, self.log = config, engine, engine.layout, log
         self.exporter = build_exporter(engine, on_all_ranks=uses_ipc(config))  # of syncs
         self.pool: ReplicaPool | None = None  # rank 0's
@@ -59,15 +55,15 @@ class Weights:
         self.version_log: VersionLog | None = None
         self.syncs: list[dict[str, float]] = []
         self.devices = DeviceSharing(config, engine, log.timeline)
-        self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
+        self._replica_start = replica_start
         self.noted_merge_error = False
         lora = config.engine.lora
         self.sends_adapters = lora.rank > 0 and lora.sync == "adapter"
 
     def start_replicas(self) -> None:
-        """Bring vLLM up through Ray, on rank 0, and connect the weight bridge."""
+        """Wait until vLLM is up, on rank 0, and connect the weight bridge."""
         self.devices.give_to_replicas()
-        on_rank_zero(self._start_pool)
+        on_rank_zero(self._finish_start)
         self.devices.pool = self.pool
         hosts = on_rank_zero(lambda: self.pool.reader_hosts() if self.pool is not None else [])
         everywhere = {*hosts, *Ranks(control_group()).gather(host_identity())}
@@ -75,7 +71,6 @@ class Weights:
             self.exporter = self._all_ranks_exporter
         source = build_adapter_source(self.engine) if self.sends_adapters else self.exporter
         self.publisher = build_publisher(source, self.pool, self.config)
-        self._ends.callback(self.publisher.close)
 
     def publish(self, version: int) -> dict[str, float]:
         """Bring every replica to the trainer's weights as `version`; one that fails is started anew, and joins a later sync.
@@ -197,9 +192,14 @@ class Weights:
         is_everywhere = is_alone or uses_ipc(self.config)
         return self.exporter if is_everywhere else build_exporter(self.engine, on_all_ranks=True)
 
+    def _finish_start(self) -> None:
+        assert self._replica_start is not None
+        self.pool = self._replica_start.finish()
+
     def close(self) -> None:
-        """Take the bridge, the replicas and a Ray of our own down. Not collective; safe after any failure."""
-        self._ends.close()
+        """Take the bridge down, before the replicas. Not collective; safe after any failure."""
+        if self.publisher is not None:
+            self.publisher.close()
 
     def _merge_error(self) -> float:
         """How much of the adapters' update the last merge lost; a note once it is more than MERGE_ERROR_NOTE."""
@@ -212,43 +212,6 @@ class Weights:
                 "samples from nearly the base model; raise engine.optimizer.learning_rate or engine.lora.alpha"
             )
         return error
-
-    def _start_pool(self) -> None:
-        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        gpus = devices_for_ray(visible_devices(), num_local_ranks, is_colocated=self.config.rollout.is_colocated)
-        if (stop_ray := start_ray(ray_address(self.config), gpus)) is not None:
-            self._ends.callback(stop_ray)
-        self.pool = ReplicaPool.start(replica_config(self.config), self.config.rollout.replicas)
-        self._ends.callback(self.pool.close)
-
-
-def replica_config(config: Config) -> ReplicaConfig:
-    """What each replica is started with."""
-    rollout, lora = config.rollout, config.engine.lora
-    return ReplicaConfig(
-        model_path=str(Path(config.model.path).resolve()),
-        dtype=config.model.dtype,
-        head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
-        is_deterministic=config.run.deterministic,
-        is_exact=config.model.exact,
-        tensor_parallel=rollout.tensor_parallel,
-        max_model_len=rollout.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_bytes=rollout.kv_cache_bytes,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
-        on_update=rollout.on_update,
-        recomputes_cache=rollout.cache_on_update == "recompute",
-        seed=config.run.seed,
-        start_timeout_seconds=rollout.start_timeout_seconds,
-        answer_timeout_seconds=rollout.answer_timeout_seconds,
-        adapter_rank=lora.rank if lora.sync == "adapter" else 0,
-        shares_devices=rollout.is_colocated,
-        devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
-        detokenizes=bool(rollout.stop or rollout.episode),
-        returns_experts=config.algorithm.router_replay == "rollout",
-        engine_arguments=rollout.engine_arguments,
-    )
 
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:

@@ -38,7 +38,7 @@ def replicas(config: Config) -> Iterator[ReplicaPool]:
         ValueError: there are too few GPUs.
     """
     from bridge.replicas.pool import ReplicaPool
-    from megasync.run.weights import replica_config
+    from megasync.run.replica_start import replica_config
 
     stop_ray = start_ray(config.rollout.ray_address)
     try:

@@ -54,7 +54,7 @@ def say_devices(config: Config, rank: int) -> None:
 
     from bridge.replicas.launched import placement_options
     from bridge.replicas.places import free_gpus
-    from megasync.run.weights import replica_config
+    from megasync.run.replica_start import replica_config
 
     print(f"{sum(free_gpus().values())} GPUs of {ray.cluster_resources()['GPU']:.0f} are for replicas of their own", flush=True)
 

@@ -21,7 +21,7 @@ from megasync.comparing.weights import choose
 from megasync.config.load import load_config, save_config
 from megasync.export import export
 from megasync.launch.ray_cluster import start_ray
-from megasync.run.weights import replica_config
+from megasync.run.replica_start import replica_config
 from tests.megasync.test_export_cli import adapter_run
 from tests.runs.bisect_pool import FaultyPool
 from tests.support.config_files import write_runnable

@@ -179,12 +179,13 @@ def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
     from megasync.run import weights
     from megasync.config.files import METRICS_FILE
     from megasync.run.rank_zero import TooFewReplicasError
+    from megasync.run.replica_start import replica_config
     from megasync.run.session import Session
 
     config = load_config(path)
     session = Session(config, None)
     try:
-        pool = session.weights.pool = ReplicaPool(weights.replica_config(config), 1)
+        pool = session.weights.pool = ReplicaPool(replica_config(config), 1)
         session.weights.publisher = weights.build_publisher(session.weights.exporter, pool, config)
         next(iter(session.steps()))
         try:

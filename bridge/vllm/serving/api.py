@@ -98,23 +98,30 @@ def forget_launcher() -> None:
         del os.environ[name]
 
 
-def build_engine(config: ReplicaConfig) -> Any:
-    """Start an AsyncLLM whose core keeps tokens until their request ends; it can serve then. Raises what vLLM raises."""
-    import torch
+def import_engine() -> tuple[Any, Any]:
+    """AsyncEngineArgs and AsyncLLM, most of the seconds before an engine is built."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    return AsyncEngineArgs, AsyncLLM
+
+
+def build_engine(config: ReplicaConfig) -> Any:
+    """Start an AsyncLLM whose core keeps tokens until their request ends; it can serve then. Raises what vLLM raises."""
+    import torch
+
+    engine_args, async_llm = import_engine()
     if config.is_exact:
         os.environ[exact.VARIABLE] = "1"
         os.environ |= exact.GPU_ENVIRONMENT if torch.cuda.is_available() else {}
     if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
         os.environ |= {"VLLM_BATCH_INVARIANT": "1", exact.STEADY: "1"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
-    arguments = AsyncEngineArgs(**engine_arguments(config))
+    arguments = engine_args(**engine_arguments(config))
     made = arguments.create_engine_config()
     patches.fork_processes()
     made.scheduler_config.scheduler_cls = SCHEDULERS[bool(made.scheduler_config.async_scheduling)]
-    return AsyncLLM.from_vllm_config(made, disable_log_stats=arguments.disable_log_stats)
+    return async_llm.from_vllm_config(made, disable_log_stats=arguments.disable_log_stats)
 
 
 def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:

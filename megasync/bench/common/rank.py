@@ -30,7 +30,8 @@ from megasync.hf.shapes import SHAPES
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.run.rank_zero import control_group
-from megasync.run.weights import build_publisher, replica_config
+from megasync.run.replica_start import replica_config
+from megasync.run.weights import build_publisher
 
 SAMPLES = [Sample(np.array([3 + index, 5, 7], np.int32), np.array([11, 13, 17], np.int32)) for index in range(8)]
 Measured = dict[str, Any]

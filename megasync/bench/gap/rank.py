@@ -30,7 +30,7 @@ from megasync.config.load import load_config
 from megasync.data.prompts import load_data
 from megasync.launch.processes import end_on_sigterm
 from megasync.launch.ray_cluster import start_ray
-from megasync.run.weights import replica_config
+from megasync.run.replica_start import replica_config
 
 
 def requests(config: BenchRoot) -> list[GenerationRequest]:

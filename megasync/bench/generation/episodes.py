@@ -42,7 +42,7 @@ from megasync.rollouts.group import StreamSettings
 from megasync.rollouts.played import episode_metrics, episode_settings
 from megasync.rollouts.requests import make_request, task_of, training_sampling
 from megasync.rollouts.stream import RolloutStream
-from megasync.run.weights import replica_config
+from megasync.run.replica_start import replica_config
 
 
 class Watched:

@@ -31,7 +31,7 @@ from megasync.config.load import load_config
 from megasync.launch.devices import replica_devices, visible_devices
 from megasync.launch.processes import end_on_sigterm
 from megasync.launch.ray_cluster import start_ray
-from megasync.run.weights import replica_config
+from megasync.run.replica_start import replica_config
 
 
 class ThroughputBench:

@@ -154,7 +154,7 @@ def test_nothing_changes_after_loading(empty: Path) -> None:
 def test_replicas_are_started_with_what_the_config_says() -> None:
     """All that the YAML's keys and a replica's fields know by one name."""
     from bridge.config import ReplicaConfig
-    from megasync.run.weights import replica_config
+    from megasync.run.replica_start import replica_config
 
     said = RolloutConfig(
         tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True,
