@@ -30,7 +30,7 @@ from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
-from megasync.launch.scope import is_one_machine, listen_on_loopback
+from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.reporting.log import read_summary
 
 
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(given.config, given.overrides)
         check_config(config, world_size, needs_data=False, makes_folder=True)
         if rank == 0:
+            check_ray(config)
             lock(config.run.folder)
         if why := why_done(config):
             if rank == 0:
@@ -80,6 +81,7 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         config = load_config(given.config, given.overrides)
         num_ranks = given.num_ranks or default_num_ranks(config, len(visible_devices()))
         data = check_config(config, num_ranks)
+        check_ray(config)
     if why := why_done(config):
         print(f"{config.run.folder}: {why}")
         return 0

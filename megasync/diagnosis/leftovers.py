@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import psutil
 
 from bridge.processes import MEMORY_FOLDER, SHARED_MEMORY
 from megasync.diagnosis.finding import Finding, error, gib, ok, some, warning
+from megasync.launch.scope import unreachable
 
 SEGMENTS = (*SHARED_MEMORY, "cuda.shm.*", "torch_*")
 # of launch/scope.py, launch/ray_cluster.py and bridge/processes.py, as Python's tempfile ends their names
@@ -25,7 +25,6 @@ FOLDER = re.compile(r"(ms|ray)-[a-z0-9_]{8}|megasync-vllm-(\d+)-[a-z0-9_]{8}")
 SHOWN = 12
 RANK = re.compile(r"megasync\.train\b|megasync\.rewards\.program|ray::(TrainerRank|Replica)\b|VLLM::")
 LAUNCHERS = re.compile(r"megasync\.(launch\.torchrun|submit|quickstart|launch\.driver)\b")
-SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -84,21 +83,10 @@ def check_ray(environment: Mapping[str, str], processes: Sequence[Process], addr
     target = given or ("" if address == "auto" else address)
     if not target and not raylets:
         return error("Ray", f"rollout.ray_address={address}: no Ray runs here", "ray start --head, or rollout.ray_address=local")
-    if target and (problem := _unreachable(target)):
+    if target and (problem := unreachable(target)):
         remedy = "start that Ray, correct the address, or write rollout.ray_address=local"
         return error("Ray", f"{target} does not answer: {problem}", remedy)
     return ok("Ray", target or f"raylet, process {raylets[0].pid}")
-
-
-def _unreachable(address: str) -> str:
-    host, _, port = address.rpartition("//")[2].rpartition(":")
-    if not port.isdigit():
-        return "" if address in ("auto", "local") else "HOST:PORT is expected"
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), SECONDS).close()
-    except OSError as problem:
-        return str(problem.strerror or problem)
-    return ""
 
 
 def check_segments(folder: Path, in_use: Iterable[int]) -> list[Finding]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from bridge.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
+from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.launch.processes import adopt_orphans
 
@@ -30,6 +32,7 @@ WATCH_SECONDS = 0.3
 SWEEP = 'read -r _; sleep 20; rm -rf "$0"'
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone
 LOOPBACK = "127.0.0.1"
+CONNECT_SECONDS = 3.0
 RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # what launchers of several nodes tell the ranks
 ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -44,6 +47,26 @@ ON_LOOPBACK = {
 def ray_address(config: Config) -> str:
     """Of the Ray that the replicas are to be in: the launcher's where it has started one for all nodes, else the config's."""
     return os.environ.get(RAY_ADDRESS, config.rollout.ray_address)
+
+
+def unreachable(address: str) -> str:
+    """Why nobody listens at HOST:PORT or ray://HOST:PORT; empty where somebody does, and for `local` and `auto`."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not port.isdigit():
+        return "" if address in ("auto", "local") else "HOST:PORT is expected"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as problem:
+        return str(problem.strerror or problem)
+    return ""
+
+
+def check_ray(config: Config) -> None:
+    """ConfigError where nobody listens at the address of the config: Ray itself would try for minutes."""
+    address = config.rollout.ray_address
+    if config.algorithm.name == "grpo" and RAY_ADDRESS not in os.environ and (problem := unreachable(address)):
+        remedy = "start that Ray (ray start --head), correct the address, or write rollout.ray_address=local"
+        raise ConfigError(f"rollout.ray_address = {address}: {problem}", choices="local, auto, HOST:PORT", remedy=remedy)
 
 
 def is_one_machine(config: Config) -> bool:

@@ -22,6 +22,7 @@ from megasync.config.schema import Config
 from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.task import Played
 from megasync.hf.folder import check_model_folder
+from megasync.launch.scope import check_ray
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import Evaluation, requests_of
 from megasync.rollouts.requests import reward_inputs, sample_line
@@ -61,10 +62,11 @@ def _temperature(text: str) -> float:
 
 
 def check_servable(config: Config) -> None:
-    """ConfigError where model, sets or vLLM's arguments cannot be used."""
+    """ConfigError where model, sets, vLLM's arguments or the address of a Ray cannot be used."""
     check_model_folder(config.model.path)
     check_data(config)
     check_engine_arguments(config)
+    check_ray(config)
     if config.rollout.episode:
         resolve_episode(config.rollout.episode)
 

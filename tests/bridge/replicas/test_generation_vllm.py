@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -136,3 +137,13 @@ def test_every_token_s_experts_are_those_of_transformers_over_an_update_too(pool
         assert ordered.shape == (len(prompt) + len(completion.token_ids) - 1, 2, 3)
         assert (ordered[..., 1:] != ordered[..., :-1]).all()
     assert {int(version) for _, completion in done for version in completion.weight_versions} <= {-1, 0}
+
+
+def test_replicas_that_have_only_begun_to_start_end_with_their_pool(pool, folders: list[Path]) -> None:
+    beginning = OpenPool.begin_start(ReplicaConfig(str(folders[1]), "float32", max_model_len=64, kv_cache_bytes=2**26), 1)
+    (actor,) = beginning._starting.values()
+    assert beginning.members == [] and actor.started is not None
+    beginning.close()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.started, timeout=30)
+    assert pool.members == [0] and generate(pool)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+import pytest
+
+from engine.config import AlgorithmConfig
+from megasync.config.errors import ConfigError
+from megasync.config.schema import Config, RolloutConfig
+from megasync.launch.scope import RAY_ADDRESS, check_ray
 
 STARTS_PROCESSES = True  # see ranks.py
 LAUNCHER = """
@@ -34,3 +41,14 @@ def test_temporary_files_go_after_a_launcher_that_is_killed_while_it_ends_its_pr
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not folder.exists()
+
+
+def test_a_ray_that_does_not_answer_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RAY_ADDRESS, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        for there in (address, f"ray://{address}", "local", "auto"):
+            check_ray(Config(rollout=RolloutConfig(ray_address=there)))
+    with pytest.raises(ConfigError, match=f"rollout.ray_address = {address}: Connection refused"):
+        check_ray(Config(rollout=RolloutConfig(ray_address=address)))
+    check_ray(Config(rollout=RolloutConfig(ray_address=address), algorithm=AlgorithmConfig(name="sft")))  # starts no replica
