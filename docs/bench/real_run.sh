@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real model learns, seed by seed, on one GPU or two: docs/bench/real_run.sh OUT PART [PART ...]
-#   one    trainer and vLLM in turns on one GPU, the seeds side by side: 15 GB of GPU memory and 1.5 to 3 s a step each
+#   one    trainer and vLLM in turns on one GPU, the seeds side by side: 20 GB of GPU memory and 1.5 to 3 s a step each
 #   two    one GPU for the trainer, one for vLLM, the seeds one after another: 0.7 to 2 s a step
 # SEEDS="0 1 2", STEPS=150; DATA=/tmp/smollm2-sums, which is made where it is not there: sums of two numbers of one or two digits,
 # which SmolLM2-135M-Instruct answers in words and often wrongly. EXTRA="key=value ..." goes to all runs, LIMIT=900 seconds to each.
@@ -19,7 +19,7 @@ cd "$here" || exit 1
 read -ra extra <<<"${EXTRA:-}"
 graphs='rollout.engine_arguments={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}' # a shorter start
 one=(rollout.placement=colocated rollout.max_staleness=0 rollout.on_update=drain rollout.gpu_memory_utilization=0.14
-  rollout.kv_cache_bytes=3GiB engine.tokens_per_microbatch=8192 data.batch_size=32)
+  rollout.kv_cache_bytes=3GiB engine.tokens_per_microbatch=16384 data.batch_size=32)
 
 seed() { # PART SEED [key=value ...]
   local name=$1-$2 start=$SECONDS code; shift
