@@ -20,9 +20,9 @@ from megasync.planning.meta.operations import ATTENTION, ATTENTION_BACKWARD, Ope
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid, Work
 
-MOST_PRODUCTS = 3e8  # multiplications of a product that is timed; of a larger one fewer rows or columns are, down to LEAST_SIZE
+MOST_PRODUCTS = 1e8  # multiplications of a product that is timed; of a larger one fewer rows or columns are, down to LEAST_SIZE
 LEAST_SIZE = 64
-TRIALS = 3
+TRIALS, TRIAL_SECONDS = 5, 0.05  # as many, or until so much time has gone
 SIZES = (2**14, 2**18, 2**22, 2**24)  # bytes of the tensors that an addition is timed with
 ADAM_ELEMENTS = 2**21
 
@@ -124,12 +124,12 @@ def _addition_seconds(elements: int) -> float:
 
 
 def _least_seconds(call: Callable[[], Any]) -> float:
-    best = math.inf
-    for _ in range(TRIALS):
+    taken: list[float] = []
+    while len(taken) < TRIALS and sum(taken) < TRIAL_SECONDS:
         begin = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - begin)
-    return best
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
 
 
 def _random(shape: Shape) -> torch.Tensor:
