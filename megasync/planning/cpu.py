@@ -20,8 +20,9 @@ from megasync.planning.meta.operations import ATTENTION, ATTENTION_BACKWARD, Ope
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid, Work
 
-MOST_PRODUCTS = 1e8  # multiplications of a product that is timed; of a larger one fewer rows or columns are, down to LEAST_SIZE
+MOST_PRODUCTS = 2e8  # multiplications of a product that is timed; of a larger one fewer rows or columns are, down to LEAST_SIZE
 LEAST_SIZE = 64
+CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
 TRIALS, TRIAL_SECONDS = 5, 0.05  # as many, or until so much time has gone
 SIZES = (2**14, 2**18, 2**22, 2**24)  # bytes of the tensors that an addition is timed with
 ADAM_ELEMENTS = 2**21
@@ -42,10 +43,12 @@ def optimizer_seconds(counts: Counts, grid: Grid, work: Work) -> float:
     return own * adam_seconds() * work.num_minibatches
 
 
-def products_seconds(multiplications: float, rows: int, size: int, columns: int, dtype: str) -> float:
-    """Of as many of them as a token's are for each of `rows`, in products by weights of about [columns, size]."""
-    one = rows_seconds(rows, size, columns, getattr(torch, dtype))
-    return multiplications / (size * columns) * one
+def weights_seconds(num_weights: float, rows: int, size: int, dtype: str) -> float:
+    """Of products of [rows, size] by so many weights in all, which come from memory where they are more than caches hold."""
+    numbers = getattr(torch, dtype)
+    columns = max(1, round(min(num_weights, CACHED_BYTES / numbers.itemsize) / size))
+    shapes = Shape((rows, size), (size, 1), numbers), Shape((size, columns), (1, size), numbers)
+    return float(product_seconds("mm", shapes) * num_weights / (size * columns))
 
 
 def pass_seconds(operations: Operations, tokens: int, wanted_tokens: float, num_microbatches: int) -> float:
@@ -78,12 +81,6 @@ def product_seconds(name: str, inputs: tuple[Shape, ...]) -> float:
     given = [_random(each) for each in cut]
     call = _calls(name, given)
     return _least_seconds(call) * share
-
-
-def rows_seconds(rows: int, size: int, columns: int, dtype: torch.dtype) -> float:
-    """Of a product of [rows, size] by a weight [columns, size]."""
-    shapes = Shape((rows, size), (size, 1), dtype), Shape((size, columns), (1, size), dtype)
-    return product_seconds("mm", shapes)
 
 
 @cache

@@ -54,7 +54,8 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
     prompts, responses = zip(*lengths, strict=True) if lengths else ((128,), (0,))
     is_grpo = config.algorithm.name == "grpo"
     mean = config.rollout.max_new_tokens / 2 if is_grpo else statistics.fmean(responses)
-    request = Request(num_ranks, known, max(1.0, mean), round(statistics.fmean(prompts)))
+    supervised = () if is_grpo else tuple(responses)  # those of rollouts are not known yet
+    request = Request(num_ranks, known, max(1.0, mean), round(statistics.fmean(prompts)), supervised)
     return plan_of_rank(config, request, stage).as_dict()
 
 

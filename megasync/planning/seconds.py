@@ -156,21 +156,20 @@ def generation_seconds(
     weights = num_parameters * item / rollout.tensor_parallel
     active = num_active * item / rollout.tensor_parallel
 
-    def on_cpu(multiplications: float, rows: int) -> float:
-        """Of so many for each of `rows` tokens."""
-        size, columns = costs_.hidden_size, round(costs_.mlp / costs_.num_layers / costs_.hidden_size / 3)
-        return cpu.products_seconds(multiplications, rows, size, columns, config.model.dtype)
+    def on_cpu(rows: int) -> float:
+        """Of a step with so many tokens, its products."""
+        return cpu.weights_seconds(num_active, rows, costs_.hidden_size, config.model.dtype)
 
     def one_step(running: int) -> float:
         if hardware.is_cpu:
-            return on_cpu(num_active, running) + seconds("decode_step_cpu") + running * seconds("decode_sequence_cpu")
+            return on_cpu(running) + seconds("decode_step_cpu") + running * seconds("decode_sequence_cpu")
         read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
         products = 2 * num_active * running / rollout.tensor_parallel / (hardware.product_flops * share("dense"))
         return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")
 
     prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
     if hardware.is_cpu:
-        prefill = on_cpu(prefilled / PREFILLED_ROWS, PREFILLED_ROWS) + samples * seconds("sample_cpu")
+        prefill = prefilled / num_active / PREFILLED_ROWS * on_cpu(PREFILLED_ROWS) + samples * seconds("sample_cpu")
     else:
         prefill = 2 * prefilled / (hardware.product_flops * share("dense")) + samples * seconds("sample")
     alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
