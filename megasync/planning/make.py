@@ -19,7 +19,7 @@ from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape, model_shape
 from megasync.planning import cpu, version_log
 from megasync.planning import seconds as times
-from megasync.planning.hardware import GIB, Hardware, seconds
+from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
 from megasync.planning.memory import RankMemory, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
@@ -271,6 +271,7 @@ def _problems(
         workers = config.rollout.replicas * config.rollout.tensor_parallel if worker else 0
         total = max(stage.memory.host - stage.memory.version_log for stage in stages) * grid.num_ranks
         total += max(stage.memory.version_log for stage in stages) * grid.pipeline  # one rank of each stage has one
+        total += (num_bytes("host_ray") + num_bytes("host_replica") * config.rollout.replicas) if worker else 0
         total += (worker.host if worker else 0) * workers + version_log.workers_bytes(config, _num_parameters(grid, stages))
         return (f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB",) if total > room else ()
     shares = worker is not None and config.rollout.is_colocated
