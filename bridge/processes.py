@@ -24,6 +24,9 @@ MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108
 SHARED_MEMORY = ("psm_*", "*-cpushm_*", "sem.mp-*")  # message queues; sums between CPU workers; locks
 LONGEST_PATH = 107  # of a socket (man 7 unix)
 RAY_PATH, VLLM_PATH = 84, 68  # how much longer than their folder's the paths of Ray's and of vLLM's sockets get
+# Of trainer ranks and replicas on CPUs. Large tensors come from the kernel, in huge pages where it has them, and go back to it:
+# a step, or a reload of weights, takes and frees many of them between ones that stay, and glibc's own heap gets full of holes.
+MALLOC, MALLOC_ON_CPU = "GLIBC_TUNABLES", f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
 GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
 

@@ -310,5 +310,10 @@ class WorkerExtension:
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()
 
+    def megasync_host_peak_bytes(self) -> int:
+        """The most that was resident since the process began."""
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+
     def megasync_read_digests(self) -> dict[str, int]:
         return self.weight_transfer_engine.read_digests()

@@ -199,6 +199,14 @@ class ReplicaPool(ReplicaActors):
         (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1], "loader_fallback")
         return dict(layers)
 
+    def host_peak_bytes(self) -> int:
+        """The most memory of the host that was resident in a worker; 0 where a replica does not answer."""
+        try:
+            peaks = self._call(lambda actor: actor.host_peak_bytes.remote(), CONTROL_SECONDS, what="host_peak_bytes")
+        except RuntimeError:  # nothing depends on it
+            return 0
+        return max(peaks, default=0)
+
     def sync_spans(self) -> list[list[StageSpan]]:
         """What the last sync's time went to, replica by replica."""
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)

@@ -239,6 +239,10 @@ class Replica:
         answers = await self._engine.collective_rpc("megasync_loader_fallback")
         return dict(answers[0])
 
+    async def host_peak_bytes(self) -> int:
+        """Of the worker with the largest peak of resident memory."""
+        return int(max(await self._engine.collective_rpc("megasync_host_peak_bytes")))
+
     async def read_digests(self) -> dict[str, int]:
         """digest.digest_value of every tensor that the replica holds."""
         return dict((await self._engine.collective_rpc("megasync_read_digests"))[0])

@@ -25,9 +25,12 @@ def enable_expandable_segments() -> None:
 
 
 def memory_metrics() -> dict[str, float]:
-    """In bytes: host RSS; device memory used by all processes, and in all; torch's now, and at most since the last call."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    found = {"memory/host_bytes": float(resident)}
+    """In bytes: host RSS, now and at most; device memory used by all processes, and in all; torch's now, and at most since the
+    last call.
+    """
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident, peak = (float(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    found = {"memory/host_bytes": resident, "memory/host_peak_bytes": peak}
     if has_cuda():
         free, total = torch.cuda.mem_get_info()
         found["memory/device_bytes"] = float(total - free)

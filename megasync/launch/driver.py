@@ -21,6 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from bridge.processes import MALLOC, MALLOC_ON_CPU
 from bridge.replicas.places import let_gloo_reach_others
 from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config
@@ -85,12 +86,15 @@ def start_ranks(num_ranks: int, gpus_per_rank: int, trainer_nodes: int = 0) -> t
             f"the cluster has no room for {num_ranks} trainer ranks of {bundle}; it has {ray.cluster_resources()}, "
             f"of which {ray.available_resources()} are free. Start fewer ranks (--num-ranks) or add nodes."
         )
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if not gpus_per_rank:
+        variables[MALLOC] = os.environ.get(MALLOC, MALLOC_ON_CPU)
     actor = ray.remote(num_cpus=1, num_gpus=gpus_per_rank, max_restarts=0)(TrainerRank)
     ranks = [
         actor.options(
             name=f"trainer-rank-{rank}",
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank // ranks_each),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
+            runtime_env={"env_vars": variables},
         ).remote()
         for rank in range(num_ranks)
     ]

@@ -28,10 +28,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from bridge.processes import MALLOC, MALLOC_ON_CPU
 from bridge.transport.channel import open_store
 from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
 from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
@@ -69,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     rendezvous_handler_registry.register(BACKEND, OneStoreRendezvous)
     logging.disable(logging.ERROR)  # torchrun's own words on failed ranks
+    if not visible_devices():
+        os.environ.setdefault(MALLOC, MALLOC_ON_CPU)  # of the ranks
     code, problem = 0, ""
     is_alone = ENDPOINT not in arguments
     of_machine = [ENDPOINT, f"{LOOPBACK}:0", "--local-addr", LOOPBACK] if is_alone else []

@@ -6,7 +6,6 @@ Leaves out what follows from them (seconds.py). No torch in here.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,7 @@ class Hardware:
 
     kind: str
     memory_bytes: int
-    product_flops: float  # FLOP/s of large matrix products in the model's dtype
+    product_flops: float  # FLOP/s of large matrix products in the model's dtype; not of a CPU
     bandwidth: float  # of its memory, bytes/s, as much of it as kernels reach
     link: float  # to another device, bytes/s one way
     host_link: float  # to host memory
@@ -71,16 +70,8 @@ def hardware(kind: str) -> Hardware:
 
 @cache
 def this_cpu() -> Hardware:
-    """This machine, by a product of two matrices that takes some milliseconds; a rank has one thread (launch/setup.sh)."""
-    import numpy as np
-
-    size, best = 384, float("inf")
-    a = np.ones((size, size), np.float32)
-    for _ in range(4):
-        begin = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - begin)
-    return Hardware("cpu", psutil.virtual_memory().total, 2 * size**3 / best, 8e9, 0.7e9, 5e9)
+    """This machine; how fast its products are is timed as they are needed (cpu.py)."""
+    return Hardware("cpu", psutil.virtual_memory().total, 0.0, 8e9, 0.7e9, 5e9)
 
 
 def kind_of(name: str) -> str | None:

@@ -17,13 +17,13 @@ from engine.config import DTYPE_BYTES, EngineConfig
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape, model_shape
+from megasync.planning import cpu, version_log
 from megasync.planning import seconds as times
-from megasync.planning import version_log
-from megasync.planning.hardware import GIB, Hardware, seconds
+from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
 from megasync.planning.memory import RankMemory, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
-from megasync.planning.replicas import WorkerMemory, worker_memory
+from megasync.planning.replicas import WORKER_PEAK, WorkerMemory, worker_memory
 from megasync.planning.shapes import Grid, Request, Work
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
@@ -95,8 +95,11 @@ class Plan:
             "tokens_per_day": self.tokens_per_day,
             "problems": list(self.problems),
             "predicted": {
-                "memory/host_bytes": first.host,
-                **({} if self.request.hardware.is_cpu else {"memory/tensors_peak_bytes": first.tensors_peak}),
+                **(
+                    {"memory/host_peak_bytes": first.host, WORKER_PEAK: self.worker.host if self.worker else None}
+                    if self.request.hardware.is_cpu
+                    else {"memory/host_bytes": first.host, "memory/tensors_peak_bytes": first.tensors_peak}
+                ),
                 "step/seconds": self.seconds.step,
                 "train": self.seconds.train + self.seconds.optimizer,
                 "rollout/seconds": self.seconds.generation if self.worker else None,
@@ -136,10 +139,10 @@ def make_plan(config: Config, request: Request) -> Plan:
     def trace_stage(number: int, lengths: tuple[int, ...]) -> Traced:
         engine = meta_engine(config.engine, request.hardware)
         key = config.model.model_dump_json() + engine.model_copy(update={"wrap": "ddp"}).model_dump_json()
-        key += f"{number} {lengths} {_has_entropy(config)}"
+        key += f"{number} {lengths} {_has_entropy(config)} {request.hardware.is_cpu}"
         if key not in _TRACED:
             with world(alone.num_ranks, alone.stage_rank(number), parallel):
-                _TRACED[key] = _trace(config, engine, lengths)
+                _TRACED[key] = _trace(config, engine, lengths, on_cpu=request.hardware.is_cpu)
         return _TRACED[key]
 
     return _plan(config, request, tuple(looked_at), trace_stage)
@@ -148,16 +151,17 @@ def make_plan(config: Config, request: Request) -> Plan:
 def plan_of_rank(config: Config, request: Request, stage: int) -> Plan:
     """For a run whose process groups are there: of this rank's own stage."""
     engine = meta_engine(config.engine, request.hardware)
-    return _plan(config, request, (stage,), lambda _, lengths: _trace(config, engine, lengths))
+    return _plan(config, request, (stage,), lambda _, lengths: _trace(config, engine, lengths, on_cpu=request.hardware.is_cpu))
 
 
 Traced = tuple[Counts, Activations, times.ModelCosts]
 _TRACED: dict[str, Traced] = {}  # what was traced in this process: layouts that are tried share much of it
 
 
-def _trace(config: Config, engine: EngineConfig, lengths: tuple[int, ...]) -> Traced:
+def _trace(config: Config, engine: EngineConfig, lengths: tuple[int, ...], *, on_cpu: bool) -> Traced:
     rank = build_rank(config.model, engine)
-    return rank.counts, trace(rank, engine, lengths, has_entropy=_has_entropy(config)), times.ModelCosts.of(rank.bridge)
+    found = trace(rank, engine, lengths, has_entropy=_has_entropy(config), on_cpu=on_cpu)
+    return rank.counts, found, times.ModelCosts.of(rank.bridge)
 
 
 def _has_entropy(config: Config) -> bool:
@@ -226,13 +230,18 @@ def _seconds(
     shape: ModelShape,
 ) -> times.StepSeconds:
     algorithm, num_parameters = config.algorithm, _num_parameters(grid, stages)
-    train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
+    if hardware.is_cpu:
+        train, alone = cpu.train_seconds([(stage.counts, stage.activations) for stage in stages], grid, work)
+    else:
+        train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
     separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
     passes = separate + (algorithm.name == "grpo" and algorithm.kl_coefficient > 0) + algorithm.log_router_gap
     counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     parts = {
         "train": train,
-        "optimizer": times.optimizer_seconds(config, counts, grid, work, hardware),
+        "optimizer": cpu.optimizer_seconds(counts, grid, work)
+        if hardware.is_cpu
+        else times.optimizer_seconds(config, counts, grid, work, hardware),
         "log_probs": alone * passes,
         "generation": 0.0,
         "sync": 0.0,
@@ -262,7 +271,8 @@ def _problems(
         workers = config.rollout.replicas * config.rollout.tensor_parallel if worker else 0
         total = max(stage.memory.host - stage.memory.version_log for stage in stages) * grid.num_ranks
         total += max(stage.memory.version_log for stage in stages) * grid.pipeline  # one rank of each stage has one
-        total += (worker.total if worker else 0) * workers + version_log.workers_bytes(config, _num_parameters(grid, stages))
+        total += (num_bytes("host_ray") + num_bytes("host_replica") * config.rollout.replicas) if worker else 0
+        total += (worker.host if worker else 0) * workers + version_log.workers_bytes(config, _num_parameters(grid, stages))
         return (f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB",) if total > room else ()
     shares = worker is not None and config.rollout.is_colocated
     for stage in stages:

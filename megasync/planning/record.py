@@ -1,7 +1,7 @@
 """plan.json in a run's folder, and what came of it: predicted over actual. Where no plan can be made, that is a note.
 
 note = write_plan(config, layout, lengths)       # rank 0, when the engine is there
-summary |= outcome(folder)                        # at the end
+summary |= outcome(folder, summary)                   # at the end
 print(compare(folder))                            # megasync plan --compare RUN
 """
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megasync.config.errors import ConfigError
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config
-from megasync.reporting.log import TIMELINE_FILE, read_metrics
+from megasync.planning.replicas import WORKER_PEAK
+from megasync.reporting.log import TIMELINE_FILE, read_metrics, read_summary
 
 PLAN_FILE = "plan.json"
 RATIO = "predicted/actual "  # of a key in summary.json, before the name of what is compared
-PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", "memory/host_bytes")
+PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", "memory/host_bytes", "memory/host_peak_bytes")
 MEDIANS = ("step/seconds", "rollout/seconds", "sync/seconds")
 TRAIN = "train"  # the timeline's span
 
@@ -53,13 +54,14 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
     prompts, responses = zip(*lengths, strict=True) if lengths else ((128,), (0,))
     is_grpo = config.algorithm.name == "grpo"
     mean = config.rollout.max_new_tokens / 2 if is_grpo else statistics.fmean(responses)
-    request = Request(num_ranks, known, max(1.0, mean), round(statistics.fmean(prompts)))
+    supervised = () if is_grpo else tuple(responses)  # those of rollouts are not known yet
+    request = Request(num_ranks, known, max(1.0, mean), round(statistics.fmean(prompts)), supervised)
     return plan_of_rank(config, request, stage).as_dict()
 
 
-def outcome(folder: Path) -> dict[str, float]:
-    """Predicted over actual, by what is compared, for summary.json; empty without a plan."""
-    return {RATIO + name: predicted / actual for name, predicted, actual in _pairs(folder) if actual}
+def outcome(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:
+    """Predicted over actual, by what is compared, for summary.json, of which the rest is given; empty without a plan."""
+    return {RATIO + name: predicted / actual for name, predicted, actual in _pairs(folder, summary) if actual}
 
 
 def compare(folder: Path) -> str:
@@ -72,20 +74,20 @@ def compare(folder: Path) -> str:
         remedy = "name the folder of a run, such as runs/grpo; each writes a plan when it starts"
         raise ConfigError(f"{folder}: holds no {PLAN_FILE}", remedy=remedy)
     lines = [f"{'':<28} {'predicted':>12} {'actual':>12} {'ratio':>7}"]
-    for name, predicted, actual in _pairs(folder):
+    for name, predicted, actual in _pairs(folder, read_summary(folder)):
         is_size = name.endswith("bytes")
         shown = (f"{value / 2**30:.2f} GiB" if is_size else f"{value:.3f} s" for value in (predicted, actual))
         lines.append(f"{name:<28} {next(shown):>12} {next(shown):>12} {predicted / actual:>7.2f}")
     return "\n".join(lines)
 
 
-def _pairs(folder: Path) -> list[tuple[str, float, float]]:
+def _pairs(folder: Path, summary: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     """(what, predicted, actual) of all that the plan says and the run has written."""
     path = folder / PLAN_FILE
     if not path.is_file():
         return []
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
-    actual = _actual(folder)
+    actual = _actual(folder) | {WORKER_PEAK: summary.get(WORKER_PEAK) or 0.0}
     return [(name, value, actual[name]) for name, value in predicted.items() if value and actual.get(name)]
 
 

@@ -14,6 +14,7 @@ from megasync.hf.folder import ModelShape
 from megasync.planning.hardware import GIB, Hardware, num_bytes
 
 BATCHED_TOKENS = 8192  # vllm/engine/arg_utils.py: max_num_batched_tokens of a GPU of 70 GiB or more
+WORKER_PEAK = "memory/worker_host_peak_bytes"  # of a run's summary: the largest peak of a worker's resident memory
 CPU_CACHE_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE of launch/setup.sh
 
 
@@ -24,6 +25,7 @@ class WorkerMemory:
     parts: dict[str, int]
     cache_tokens: int  # of all its sequences together
     asleep: int  # what stays on the GPU while a trainer that shares it trains
+    host: int = 0  # of a worker on a CPU: the whole process
 
     @property
     def total(self) -> int:
@@ -49,7 +51,8 @@ def worker_memory(config: Config, shape: ModelShape, num_parameters: int, hardwa
     parts = {"weights": weights, "KV cache": cache, "working memory": working, "CUDA graphs": graphs, "sync buckets": buckets}
     parts["CUDA context, NCCL"] = context
     shown = {name: size for name, size in parts.items() if size}
-    return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), context + graphs)
+    host = sum(parts.values()) + num_bytes("host_worker") if hardware.is_cpu else 0
+    return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), context + graphs, host)
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:

@@ -1,6 +1,7 @@
 """Seconds of a step and of its parts, from the engine's counts of multiplications (engine/batch/costs.py) and measured shares.
 
-Leaves out rewards, evaluations and checkpoints. Pure functions of a model's config; what speeds are is in hardware.py.
+Leaves out rewards, evaluations and checkpoints. Pure functions of a model's config; what speeds are is in hardware.py, and of
+CPUs, whose training passes are timed by what was traced of them, in cpu.py.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from engine.config import DTYPE_BYTES
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
 from megasync.hf.folder import ModelShape
+from megasync.planning import cpu
 from megasync.planning.hardware import Hardware, seconds, share
 from megasync.planning.lengths import decode_steps
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
 from megasync.planning.shapes import Grid, Work
 
+PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica on a CPU is taken to have
 LORA_PASSES = 2.15  # of frozen weights: forward, and the gradients of inputs; and the adapters own
 ADAM_BYTES = (
     34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
@@ -97,21 +100,19 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     if work.microbatch_tokens(grid) > engine.logits_chunk_tokens:
         passes += costs_.output
     split = grid.tensor * grid.pipeline * grid.context
-    speed = hardware.product_flops * _share(config, costs_, grid, hardware)
+    speed = hardware.product_flops * _share(config, costs_, grid)
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
     launched = "layer_launch_selective" if engine.recompute == "selective" else "layer_launch"
-    launch = seconds("cpu_launch" if hardware.is_cpu else launched) * costs_.num_layers / grid.pipeline * count
+    launch = seconds(launched) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     train = max(2 * passes * tokens / split / speed, launch) * bubble + sent
     alone = max(2 * forward * tokens / split / speed, launch / 3) * bubble + sent / 3
     return train, alone
 
 
-def _share(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -> float:
+def _share(config: Config, costs_: ModelCosts, grid: Grid) -> float:
     """Of the speed of large products."""
-    if hardware.is_cpu:
-        return share("cpu_products")
     engine = config.engine
     found = share("experts") if costs_.experts_per_token else share("dense")
     if engine.fusions == "none":
@@ -131,7 +132,7 @@ def _communication_seconds(config: Config, grid: Grid, tokens: float, costs_: Mo
 
 def optimizer_seconds(config: Config, counts: Counts, grid: Grid, work: Work, hardware: Hardware) -> float:
     own = counts.dense_trained / grid.shards + counts.experts_trained / grid.expert_shards
-    found = ADAM_BYTES * own / hardware.bandwidth + (seconds("cpu_step") if hardware.is_cpu else 0.0)
+    found = ADAM_BYTES * own / hardware.bandwidth
     if config.engine.optimizer.offload:
         found += 2 * 12 * own / hardware.host_link
     return found * work.num_minibatches
@@ -155,16 +156,22 @@ def generation_seconds(
     weights = num_parameters * item / rollout.tensor_parallel
     active = num_active * item / rollout.tensor_parallel
 
+    def on_cpu(rows: int) -> float:
+        """Of a step with so many tokens, its products."""
+        return cpu.weights_seconds(num_active, rows, costs_.hidden_size, config.model.dtype)
+
     def one_step(running: int) -> float:
         if hardware.is_cpu:
-            return max(2 * num_active * running / (hardware.product_flops * share("cpu_products")), 2e-3)
+            return on_cpu(running) + seconds("decode_step_cpu") + running * seconds("decode_sequence_cpu")
         read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
         products = 2 * num_active * running / rollout.tensor_parallel / (hardware.product_flops * share("dense"))
         return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")
 
-    prefill_speed = hardware.product_flops * share("cpu_products" if hardware.is_cpu else "dense")
-    prefill = 2 * num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel / prefill_speed
-    prefill += samples * seconds("sample")
+    prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
+    if hardware.is_cpu:
+        prefill = prefilled / num_active / PREFILLED_ROWS * on_cpu(PREFILLED_ROWS) + samples * seconds("sample_cpu")
+    else:
+        prefill = 2 * prefilled / (hardware.product_flops * share("dense")) + samples * seconds("sample")
     alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
     mean = work.mean_tokens - work.prompt_tokens
     return alone, min(alone, samples * mean / at_once * one_step(at_once) + prefill)

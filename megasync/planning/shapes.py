@@ -6,6 +6,7 @@ Leaves out the model's parameters (meta/ranks.py).
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 from megasync.config.schema import Config
@@ -119,11 +120,13 @@ class Work:
         return self.tokens / self.num_minibatches / grid.data
 
     def microbatch_tokens(self, grid: Grid) -> int:
-        """Of the largest micro-batch: as many as are allowed or are there; a longer sample has one of its own."""
-        samples = math.ceil(self.num_samples / self.num_minibatches / grid.data)
-        least = min(self.longest, math.ceil(self.tokens_of_rank(grid)))
-        there = max(least, math.ceil(samples * self.mean_tokens))
-        return max(1, min(self.tokens_per_microbatch, there))
+        """Of the largest micro-batch of many batches: a rank's tokens, which vary, are shared evenly by as few as hold them."""
+        samples, limit = math.ceil(self.num_samples / self.num_minibatches / grid.data), self.tokens_per_microbatch
+        usual, spread = samples * self.mean_tokens, math.ceil(2 * math.sqrt(samples) * statistics.pstdev(self.lengths))
+        low, most = math.ceil(max(1, usual - spread)), math.ceil(usual + spread)
+        even = limit if most // limit > (low - 1) // limit else math.ceil(most / math.ceil(most / limit))
+        least = min(self.longest, most)  # a longer sample than the limit has one of its own
+        return max(1, min(limit, max(least, even)))
 
     def num_microbatches(self, grid: Grid) -> int:
         """Of a rank in one optimizer step."""

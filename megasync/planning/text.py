@@ -39,7 +39,8 @@ def _replica(plan: Plan) -> list[str]:
     rollout = plan.config.rollout
     number = rollout.replicas * rollout.tensor_parallel
     head = f"a vLLM worker of {number}, {rollout.placement}, GiB:"
-    return [head, *_parts(plan.worker.parts), *_parts({"together": plan.worker.total})]
+    whole = {"process": plan.worker.host} if plan.worker.host else {"together": plan.worker.total}
+    return [head, *_parts(plan.worker.parts), *_parts(whole)]
 
 
 def _version_log(plan: Plan) -> list[str]:

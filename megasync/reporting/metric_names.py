@@ -109,7 +109,8 @@ METRICS = (
         ("rollout/wait_seconds", "Trainer waits", SECONDS, "How long the trainer waited for the step's batch."),
         ("rollout/tokens_per_second", "Generated", TOKENS_A_SECOND, "Response tokens of the batch over its generation time."),
         ("train/tokens_per_second", "Whole step", TOKENS_A_SECOND, "Trained response tokens over the step's wall time."),
-        ("memory/host_bytes", "Host memory of rank 0", BYTES, "Resident memory of the process."),
+        ("memory/host_bytes", "Host memory of rank 0", BYTES, "Resident memory of the process at the end of the step."),
+        ("memory/host_peak_bytes", "Peak host memory of rank 0", BYTES, "The most that was resident since the process began."),
         ("memory/device_bytes", "Memory in use on rank 0's GPU", BYTES,
          "By all processes; rank 0's view at the end of the step."),
         ("memory/device_total_bytes", "Memory of rank 0's GPU", BYTES, "All there is."),
@@ -152,6 +153,7 @@ METRICS = (
         ("sync/canary_gap", "Canary gap", NATS, "Largest difference of both sides' log-probs of a fixed prompt after a sync."),
     ),
 )  # fmt: skip
+
 
 def metric(key: str) -> Metric | None:
     """What the table says of `key`; None where it says nothing. A row of that very key comes before one with capitals."""

@@ -26,6 +26,7 @@ from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
 from megasync.planning.record import outcome, write_plan
+from megasync.planning.replicas import WORKER_PEAK
 from megasync.reporting.log import RunLog
 from megasync.reporting.page import advice_lines, write_report
 from megasync.rewards.pool import RewardPool
@@ -330,8 +331,10 @@ class Session:
         if self.rollouts is not None:
             self.rollouts.records.wait()
         found = summary(self.config, done, self.weights.syncs, self.clock.summary())
+        if self.weights.pool is not None:
+            found[WORKER_PEAK] = self.weights.pool.host_peak_bytes() or None
         self.log.timeline.write()
-        self.log.summary(found | outcome(self.config.run.folder))
+        self.log.summary(found | outcome(self.config.run.folder, found))
         write_report(self.config.run.folder)
         for line in advice_lines(self.config.run.folder):
             self.log.note(line)

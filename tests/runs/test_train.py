@@ -26,6 +26,7 @@ from megasync.diagnosis.needs import count_parameters, needs_of
 from megasync.diagnosis.storage import bytes_below
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.planning import version_log
+from megasync.planning.replicas import WORKER_PEAK
 from megasync.run.clock import PHASES
 from megasync.serving.replicas import replicas
 from megasync.serving.source import find_source
@@ -117,7 +118,7 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert sorted(p.name for p in (first_run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
     summary = json.loads((first_run / "summary.json").read_text())
     assert summary["num_syncs"] == 7
-    for name in ("memory/host_bytes", "step/seconds", "train", "rollout/seconds", "sync/seconds"):
+    for name in ("memory/host_peak_bytes", WORKER_PEAK, "step/seconds", "train", "rollout/seconds", "sync/seconds"):
         assert summary[f"predicted/actual {name}"] > 0, name
 
 

@@ -40,9 +40,6 @@ SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
 SCHEDULERS = ("bridge.vllm.serving.outputs.HoldingScheduler", "bridge.vllm.serving.outputs.AsyncHoldingScheduler")
 WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
-# Large tensors come from the kernel, in huge pages where it has them, and go back to it: a reload takes and frees each of
-# the weights several times, between ones that stay, which leaves glibc's own heap full of holes.
-MALLOC_OF_CPU_REPLICAS = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
 
 
 def register() -> None:
@@ -77,7 +74,7 @@ def environment(*, cuda: bool) -> dict[str, str]:
         "VLLM_CPU_CI_ENV": "1",  # no warm-up
         "TORCHDYNAMO_DISABLE": "1",  # its inductor asks for a C++ compiler, which not every host has
         "OMP_NUM_THREADS": "1",
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC_OF_CPU_REPLICAS),
+        processes.MALLOC: os.environ.get(processes.MALLOC, processes.MALLOC_ON_CPU),
     }
 
 

@@ -6,8 +6,7 @@ Leaves out schedules: how many micro-batches wait at once for their backward pas
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from engine.model.build import gpt_model
 from engine.objective import logits
 from engine.runtime.megatron import parallel_state as mpu
 from megasync.planning.meta import stand_ins
+from megasync.planning.meta.operations import Operations
 from megasync.planning.meta.ranks import META, MetaRank, OnMeta
 from megasync.planning.meta.tracker import Tracker
 
@@ -35,18 +35,36 @@ class Activations:
     held: int  # what waits for the backward pass
     peak: int  # the most at once, `held` included
     forward_peak: int = 0  # without gradients, as for log-probs
+    passes: Operations = field(default_factory=Operations)  # for CPUs: what both passes compute
+    forward: Operations = field(default_factory=Operations)  # likewise, a forward pass without gradients
+    tokens: int = 0  # of the micro-batch
 
 
-def trace(rank: MetaRank, engine: EngineConfig, lengths: tuple[int, ...], *, has_entropy: bool = False) -> Activations:
-    """`lengths`: tokens of the micro-batch's sequences, over all context ranks.
+@dataclass(frozen=True)
+class Traced:
+    """What is traced, and for which kind of device."""
+
+    rank: MetaRank
+    engine: EngineConfig
+    lengths: tuple[int, ...]
+    has_entropy: bool = False
+    on_cpu: bool = False
+
+
+def trace(
+    rank: MetaRank, engine: EngineConfig, lengths: tuple[int, ...], *, has_entropy: bool = False, on_cpu: bool = False
+) -> Activations:
+    """`lengths`: tokens of the micro-batch's sequences, over all context ranks; for `on_cpu` all alike.
 
     Of many layers that are alike some are run, twice, and the others take as much as the difference says.
     """
-    found = [_trace_layers(rank, chunk, engine, lengths, has_entropy) for chunk in rank.chunks]
+    traced = Traced(rank, engine, lengths, has_entropy, on_cpu)
+    found = [_trace_layers(traced, chunk) for chunk in rank.chunks]
     held = [each.held for each in found]
     others = [sum(held) - own for own in held]
     peak = max(each.peak + other for each, other in zip(found, others, strict=True))
-    return Activations(sum(held), peak, max(each.forward_peak for each in found))
+    passes, forward = (sum((getattr(each, name) for each in found), Operations()) for name in ("passes", "forward"))
+    return Activations(sum(held), peak, max(each.forward_peak for each in found), passes, forward, sum(lengths))
 
 
 def packed(lengths: tuple[int, ...], engine: EngineConfig) -> PackedSequences:
@@ -68,21 +86,28 @@ def packed(lengths: tuple[int, ...], engine: EngineConfig) -> PackedSequences:
     return sequences
 
 
-def _trace_layers(
-    rank: MetaRank, chunk: torch.nn.Module, engine: EngineConfig, lengths: tuple[int, ...], has_entropy: bool
-) -> Activations:
+def _trace_layers(traced: Traced, chunk: torch.nn.Module) -> Activations:
     decoder = gpt_model(chunk).decoder
     layers, count = decoder.layers, len(decoder.layers)
     if count <= FEW_LAYERS[1] or not _are_alike(layers):
-        return _trace_chunk(rank, chunk, engine, lengths, has_entropy)
+        return _trace_chunk(traced, chunk)
     found = []
     for some in FEW_LAYERS:
         decoder.layers, decoder.num_layers_per_pipeline_rank = layers[:some], some
-        found.append(_trace_chunk(rank, chunk, engine, lengths, has_entropy))
+        found.append(_trace_chunk(traced, chunk))
     decoder.layers, decoder.num_layers_per_pipeline_rank = layers, count
     steps = (count - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
-    few, more = (dataclasses.astuple(each) for each in found)
-    return Activations(*(round(a + (b - a) * steps) for a, b in zip(few, more, strict=True)))
+    few, more = found
+
+    def extended(one: int, other: int) -> int:
+        return round(one + (other - one) * steps)
+
+    sizes = (extended(few.held, more.held), extended(few.peak, more.peak), extended(few.forward_peak, more.forward_peak))
+    return Activations(*sizes, _extended(few.passes, more.passes, steps), _extended(few.forward, more.forward, steps))
+
+
+def _extended(few: Operations, more: Operations, steps: float) -> Operations:
+    return Operations({each: round(few[each] + (count - few[each]) * steps) for each, count in more.items()})
 
 
 def _are_alike(layers: Any) -> bool:
@@ -95,9 +120,8 @@ def _are_alike(layers: Any) -> bool:
     return len(kinds) == 1
 
 
-def _trace_chunk(
-    rank: MetaRank, chunk: torch.nn.Module, engine: EngineConfig, lengths: tuple[int, ...], has_entropy: bool
-) -> Activations:
+def _trace_chunk(traced: Traced, chunk: torch.nn.Module) -> Activations:
+    rank, engine, lengths = traced.rank, traced.engine, traced.lengths
     model, use_fused = gpt_model(chunk), engine.fusions == "all"
     own_tokens = sum(lengths) // engine.parallel.context
     tokens = torch.empty(1, own_tokens, dtype=torch.int64, device=META)
@@ -114,10 +138,11 @@ def _trace_chunk(
         rows = own_tokens // (engine.parallel.tensor if engine.parallel.sequence else 1)
         shape = rows, 1, model.config.hidden_size
         model.set_input_tensor(torch.empty(shape, dtype=rank.bridge.dtype, device=META, requires_grad=True))
-    run = _Pass(chunk, tokens, sequences, engine, rank, has_entropy)
+    run = _Pass(chunk, tokens, sequences, traced)
     with torch.no_grad():
-        forward = run.measure(backward=False)
-    return Activations(*run.measure(backward=True)[:2], forward_peak=forward[1])
+        _, forward = run.measure(backward=False)
+    held, passes = run.measure(backward=True)
+    return Activations(held, passes.peak_bytes, forward.peak_bytes, passes.operations, forward.operations)
 
 
 @dataclass
@@ -125,31 +150,32 @@ class _Pass:
     chunk: Any
     tokens: torch.Tensor
     sequences: PackedSequences
-    engine: EngineConfig
-    rank: MetaRank
-    has_entropy: bool
+    traced: Traced
 
-    def measure(self, *, backward: bool) -> tuple[int, int]:
-        """Bytes that wait after the forward pass, and the most of all."""
-        tracker, use_fused = Tracker(), self.engine.fusions == "all"
+    def measure(self, *, backward: bool) -> tuple[int, Tracker]:
+        """Bytes that wait after the forward pass, and what has been counted."""
+        on_cpu, use_fused = self.traced.on_cpu, self.traced.engine.fusions == "all"
+        tracker = Tracker(counts_operations=on_cpu)
         tracker.leave_out(self.chunk.parameters())
-        with stand_ins.installed(tracker, use_fused=use_fused), OnMeta(), tracker:
+        with stand_ins.installed(tracker, use_fused=use_fused, on_cpu=on_cpu), OnMeta(), tracker:
             loss = self._forward(use_fused)
             held = tracker.bytes_now
             if backward:
                 torch.autograd.backward(loss)
-        return held, tracker.peak_bytes
+        return held, tracker
 
     def _forward(self, use_fused: bool) -> torch.Tensor:
         """A number that the backward pass begins at."""
-        options = {"fp32_output": False} if use_fused and self.rank.bridge.dtype is not torch.float32 else {}
-        read = logits.LogProbs(1.0, use_fused, self.has_entropy)
-        shown, again = (vocabulary.mask_padding(each, self.rank.bridge) for each in (read, read.differentiable()))
-        size = self.engine.logits_chunk_tokens
+        bridge, size = self.traced.rank.bridge, self.traced.engine.logits_chunk_tokens
+        options = {"fp32_output": False} if use_fused and bridge.dtype is not torch.float32 else {}
+        read = logits.LogProbs(1.0, use_fused, self.traced.has_entropy)
+        shown, again = (vocabulary.mask_padding(each, bridge) for each in (read, read.differentiable()))
         with logits.read_in_chunks(self.chunk, self.tokens, shown, again, size):
             output = self.chunk(self.tokens, self.tokens, None, packed_seq_params=self.sequences, **options)
         if not gpt_model(self.chunk).post_process:
             return output.sum()  # type: ignore[no-any-return]
+        if not options:
+            output = output.float()  # as megatron-core's wrapper (module.py:453), which knows no meta tensor's dtype
         values = logits.values(output, self._microbatch(), shown, size)
         return values[0].sum()
 

@@ -1,7 +1,8 @@
 """What meta tensors cannot go through, replaced while a step is traced: kernels keep their memory, not their arithmetic.
 
-Attention's kernels save what FlashAttention's do and have its temporaries; the fused kernels of torch.compile are one piece
-each; experts get equal numbers of tokens. All else is the engine's own code. Leaves out the counting (tracker.py).
+For GPUs attention's kernels save what FlashAttention's do and have its temporaries, and the norm is torch's CUDA kernel; for CPUs
+both are the engine's own code and torch's operators, as there. The fused kernels of torch.compile are one piece each; experts
+get equal numbers of tokens. All else is the engine's own code. Leaves out the counting (tracker.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.attention import context, core, flash, fused
 from engine.model import lora
@@ -22,6 +24,7 @@ from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
 from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl, parallel_state
+from megasync.planning.meta.operations import Operation, Shape
 from megasync.planning.meta.tracker import Tracker
 
 COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
@@ -69,13 +72,27 @@ class _Norm(torch.autograd.Function):
 class _Grouped(torch.autograd.Function):
     """torch's grouped products: they keep their inputs. On meta tensors torch has them in bfloat16 alone."""
 
+    tracker = Tracker()
+
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
+        ctx.num_experts = len(ends)
+        _Grouped._count(inputs, weight, len(ends))
         return inputs.new_empty(len(inputs), len(weight) // len(ends))
 
     @staticmethod
+    def _count(inputs: torch.Tensor, weight: torch.Tensor, num_experts: int) -> None:
+        """As one product of equal shares for each expert."""
+        shares = inputs.new_empty(num_experts, -(-len(inputs) // num_experts), inputs.shape[1])
+        weights = weight.view(num_experts, -1, weight.shape[1]).transpose(1, 2)
+        _Grouped.tracker.count(Operation("bmm", (Shape.of(shares), Shape.of(weights)), 0))
+
+    @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        for _wanted in filter(None, ctx.needs_input_grad[:2]):
+            _Grouped._count(inputs, weight, ctx.num_experts)
         wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         return (*(torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in wanted), None)
 
@@ -87,6 +104,23 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 
 def _attend_packed(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
     return flash.attend(query, key, value, packed, self.scale, self.window).flatten(1)
+
+
+def _attend_on_cpu(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+    """CoreAttention._grouped for sequences of one length: they are gathered, attended to at once, and put back in order."""
+    count, length = len(packed.lengths), max(packed.lengths)
+    assert count * length == len(query)
+    index = torch.arange(len(query), device="meta")
+    q, k, v = (x[index.view(count, length)].transpose(1, 2) for x in (query, key, value))
+    out = self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[index]
+    return torch.cat([out])[index].flatten(1)
+
+
+def _dot_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any) -> Any:
+    """What scaled_dot_product_attention calls on CPUs; of a meta tensor it takes plain products."""
+    causal, scale = bool(options.get("is_causal")), options.get("scale")
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _attend_over_context(part: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -135,22 +169,28 @@ def _sorted_chunks(
 
 
 @contextmanager
-def installed(tracker: Tracker, *, use_fused: bool) -> Iterator[None]:
-    """Within the block the engine's code runs on meta tensors."""
+def installed(tracker: Tracker, *, use_fused: bool, on_cpu: bool = False) -> Iterator[None]:
+    """Within the block the engine's code runs on meta tensors, with the kernels of GPUs or of CPUs."""
     with ExitStack() as stack:
         for module, names in COMPILED:
             for name in names if use_fused else ():
                 stack.enter_context(patch.object(module, name, tracker.opaque(getattr(module, name))))
         # what gathers for sequence parallelism are kept in: those of a run's engine are no meta tensors, and stay as they are
         buffer = type(parallel_state.get_global_memory_buffer())()
+        kernels: list[tuple[Any, str, Any]] = [
+            (core.CoreAttention, "_packed", _attend_packed),
+            (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
+        ]
+        if on_cpu:
+            kernels = [(core.CoreAttention, "_packed", _attend_on_cpu), (F, "scaled_dot_product_attention", _dot_products)]
         for owner, name, stand_in in (
+            *kernels,
+            (_Grouped, "tracker", tracker),
             (parallel_state, "_GLOBAL_MEMORY_BUFFER", buffer),
             (fused, "_mark_dynamic", lambda *_: None),
-            (core.CoreAttention, "_packed", _attend_packed),
             (context, "attend", _attend_over_context),
             (flash, "attend_prefixes", _attend),
             (flash, "_alone", _attend),
-            (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
             *((module, "grouped_linear", _Grouped.apply) for module in (experts, lora)),
             (TokenDispatcher, "preprocess", _equal_shares),
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),

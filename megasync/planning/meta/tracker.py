@@ -1,7 +1,8 @@
 """Counts the bytes of storages that appear and go while code runs on meta tensors: what it would take on a device.
 
 Sizes are rounded up as torch's caching allocator does. Leaves out fragmentation, workspaces of libraries and what other
-processes use. Collectives are answered at once (stand_ins.py has what else meta tensors cannot go through).
+processes use. Collectives are answered at once (stand_ins.py has what else meta tensors cannot go through). On request it
+also counts what is computed (operations.py).
 
     tracker = Tracker()
     with tracker:
@@ -20,15 +21,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megasync.planning.meta.operations import Operation, Operations, operation
+
 ROUNDED_TO = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode for one thread. `bytes_now` and `peak_bytes` leave out what is given to `leave_out`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_operations: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes_now = self.peak_bytes = 0
+        self.operations = Operations()
+        self._counts_operations = counts_operations
         self._sizes: dict[int, int] = {}  # by the storage's address, which is its own while it lives
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_paused = False
@@ -42,7 +47,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = _collective(function, args) if function.namespace == "c10d" else function(*args, **(kwargs or {}))
         if not self._is_paused:
             self._add_all(result)
+            self.count(operation(function, args, kwargs, result) if self._counts_operations else None)
         return result
+
+    def count(self, found: Operation | None) -> None:
+        """One more of it, where operations are counted."""
+        if self._counts_operations and found is not None:
+            self.operations[found] += 1
 
     def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as one kernel: its results count, what is made on the way does not."""

@@ -106,7 +106,7 @@ def test_what_a_run_took_stands_beside_its_plan(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     spans = [{"ph": "X", "name": "train", "dur": micros} for micros in (8e6, 5e5, 5e5)]
     (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
-    found = {name.removeprefix(RATIO): ratio for name, ratio in outcome(tmp_path).items()}
+    found = {name.removeprefix(RATIO): ratio for name, ratio in outcome(tmp_path, {}).items()}
     assert found == {"memory/tensors_peak_bytes": pytest.approx(2 / 3), "step/seconds": 2.0, "train": 2.0}
     assert "0.67" in compare(tmp_path) and "sync/seconds" not in compare(tmp_path)
     with pytest.raises(ConfigError, match=r"holds no plan\.json"):

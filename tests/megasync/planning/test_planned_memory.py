@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import run_ranks
 
+from engine.batch.packed import PackedSequences, Routing
 from engine.config import EngineConfig, ModelConfig
+from engine.model import build, lora
+from engine.objective import logits
 from megasync.hf.shapes import SHAPES
 from megasync.planning.meta.activations import trace
 from megasync.planning.memory import state_bytes
 from megasync.planning.meta.ranks import build_rank, world
+from megasync.planning.meta.tracker import Tracker
 from megasync.planning.shapes import Grid
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,6 +143,39 @@ def test_a_large_model_on_128_gpus(tmp_path: Path) -> None:
     assert plan["parameters"] == pytest.approx(235.09e9, rel=0.002) and len(plan["trainer"]) == 4
     state = sum(stage["parts"][kind] for stage in plan["trainer"] for kind in ("weights", "gradients", "optimizer"))
     assert state * 32 == pytest.approx(18 * 235.09e9, rel=0.01), "a stage's 32 ranks share its 18 bytes a parameter"
+
+
+@pytest.mark.parametrize("keys", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"lora": {"rank": 8}}])
+@pytest.mark.parametrize(("shapes", "dtype"), [("tiny", "float32"), ("tiny", "bfloat16"), ("tiny-moe", "bfloat16")])
+def test_what_is_traced_for_a_cpu_is_what_a_cpu_holds(shapes: str, dtype: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """The same micro-batch through a model with memory, whose storages are counted in the same way."""
+    folder = write_model(tmp_path / "model", SHAPES[shapes].hf_config(64))
+    engine = EngineConfig.model_validate({**keys, "wrap": "ddp", "fusions": "none"})
+    model = ModelConfig.model_validate({"path": str(folder), "dtype": dtype})
+    with world(1, 0, engine.parallel):
+        found = trace(build_rank(model, engine), engine, (24, 24, 24), on_cpu=True)
+        held, peak = measure_on_cpu(model, engine, (24, 24, 24))
+    assert found.held == pytest.approx(held, rel=0.01) and found.peak == pytest.approx(peak, rel=0.02)
+
+
+def measure_on_cpu(model: ModelConfig, engine: EngineConfig, lengths: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes that wait for the backward pass, and the most of all."""
+    bridge = build.build_mbridge(model, engine)
+    (chunk,) = build.build_chunks(bridge, None)
+    if engine.lora.rank:
+        lora.add_adapters([chunk], engine.lora, 0)
+    for parameter in filter(lambda each: each.requires_grad, chunk.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    tokens, sequences = torch.arange(sum(lengths))[None], PackedSequences.from_lengths(list(lengths), torch.device("cpu"))
+    if bridge.config.num_moe_experts:
+        sequences.routing = Routing(torch.ones(sum(lengths), dtype=torch.bool), 1.0)
+    tracker, read = Tracker(), logits.LogProbs(1.0, use_fused=False)
+    tracker.leave_out([*chunk.parameters(), *chunk.buffers(), tokens, *sequences.length_groups[0][0], sequences.length_groups[1]])
+    with tracker.counting_resizes(), tracker:
+        loss = read(chunk(tokens, tokens, None, packed_seq_params=sequences), tokens)[0].sum()
+        held = tracker.bytes_now
+        loss.backward()
+    return held, tracker.peak_bytes
 
 
 def test_experts_in_float32_are_traced_as_those_in_bfloat16(tmp_path: Path) -> None:

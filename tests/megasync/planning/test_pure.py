@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import torch
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from megasync.config.schema import Config
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.shapes import Grid, Request, Work
+from megasync.planning import cpu
 from megasync.planning.hardware import hardware
+from megasync.planning.meta.operations import Operation, Shape
 from megasync.planning.meta.tracker import ROUNDED_TO, Tracker
 
 
@@ -74,3 +77,36 @@ def test_storages_are_counted_while_they_live(steps: list[tuple[bool, int]]) -> 
             view = alive[0].view(-1) if alive else None  # a view is no storage of its own
             assert view is None or view.is_meta
     assert (tracker.bytes_now, tracker.peak_bytes) == (now, peak)
+
+
+sizes = st.integers(1, 4000)
+
+
+@given(rows=sizes, inner=sizes, columns=sizes, batch=st.none() | st.integers(1, 64))
+def test_what_is_timed_of_a_product_stands_for_all_of_it(rows: int, inner: int, columns: int, batch: int | None) -> None:
+    many = () if batch is None else (batch,)
+    left, right = (Shape.of(torch.empty(*many, *each, device="meta")) for each in ((rows, inner), (inner, columns)))
+    (one, other), share = cpu._cut("mm" if batch is None else "bmm", (left, right))
+    assert one.sizes[-1] == other.sizes[-2] and one.sizes[:-2] == other.sizes[:-2]
+    timed = math.prod(one.sizes) * other.sizes[-1]
+    assert timed <= cpu.MOST_PRODUCTS or max(*one.sizes, *other.sizes) <= cpu.LEAST_SIZE
+    assert math.isclose(timed * share, math.prod(left.sizes) * columns)
+    assert (one.strides, other.strides) == (left.strides, right.strides)
+
+
+def test_calls_are_counted_by_what_they_compute() -> None:
+    """Views and empty tensors cost nothing but their call; a product has its shapes, all else the bytes of inputs and results."""
+    tracker = Tracker(counts_operations=True)
+    with tracker:
+        a, b = (torch.empty(*shape, device="meta") for shape in ((8, 16), (4, 16)))
+        torch.mm(a, b.t()).add_(1.0)
+    products = {each.inputs: count for each, count in tracker.operations.items() if each.name}
+    assert products == {(Shape((8, 16), (16, 1), torch.float32), Shape((16, 4), (1, 16), torch.float32)): 1}
+    assert {each: count for each, count in tracker.operations.items() if not each.name} == {Operation("", (), 2 * 8 * 4 * 4): 1}
+
+
+def test_more_of_the_same_takes_longer() -> None:
+    one = Operation("", (), 2**20)
+    assert 0 < cpu.memory_seconds(2**20) < cpu.memory_seconds(2**28)
+    operations = type(Tracker().operations)({one: 3})
+    assert 0 < cpu.pass_seconds(operations, 10, 10, 1) < cpu.pass_seconds(operations, 10, 40, 4)
