@@ -6,6 +6,7 @@ CPUs, whose training passes are timed by what was traced of them, in cpu.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,10 @@ from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, runn
 from megasync.planning.shapes import Grid, Work
 
 PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica on a CPU is taken to have
-LORA_PASSES = 2.15  # of frozen weights: forward, and the gradients of inputs; and the adapters own
+LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
+# What an adapter moves, in inputs and outputs of its linear. Inputs: read forward and for the gradient of A; their own gradient
+# is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
+ADAPTER_MOVES = 6
 ADAM_BYTES = (
     34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
 )
@@ -43,6 +47,7 @@ class ModelCosts:
     num_layers: int
     hidden_size: int
     experts_per_token: int  # 0: no experts
+    widths: Mapping[str, int]  # inputs and outputs of a token in a layer, by linear
 
     @staticmethod
     def of(bridge: Any) -> ModelCosts:
@@ -50,6 +55,8 @@ class ModelCosts:
         config, vocabulary = bridge.config, bridge.hf_config.vocab_size
         columns = vocabulary / costs.output_cost(config, vocabulary)
         width = config.moe_router_topk * config.moe_ffn_hidden_size if config.num_moe_experts else config.ffn_hidden_size
+        heads, groups = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
+        copies = config.moe_router_topk if config.num_moe_experts else 1
         return ModelCosts(
             layers=config.hidden_size * columns * config.num_layers,
             mlp=3.0 * config.hidden_size * width * config.num_layers,
@@ -59,6 +66,12 @@ class ModelCosts:
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             experts_per_token=config.moe_router_topk if config.num_moe_experts else 0,
+            widths={
+                "linear_qkv": config.hidden_size + heads + 2 * groups,
+                "linear_proj": heads + config.hidden_size,
+                "linear_fc1": copies * config.hidden_size + 2 * width,
+                "linear_fc2": width + copies * config.hidden_size,
+            },
         )
 
     def attention(self, lengths: tuple[int, ...]) -> float:
@@ -92,6 +105,8 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     attention = costs_.attention(lengths)
     forward = costs_.layers + costs_.output + attention
     passes = (LORA_PASSES if engine.lora.rank else 3.0) * (costs_.layers + costs_.output) + 3 * attention
+    if engine.lora.rank and costs_.experts_per_token:  # what is no product takes as long as without adapters
+        passes += (1 - share("experts") / share("dense")) * (3.0 - LORA_PASSES) * costs_.layers
     if engine.recompute == "full":
         passes += costs_.layers + attention
     elif engine.recompute == "selective":
@@ -106,9 +121,17 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     launched = "layer_launch_selective" if engine.recompute == "selective" else "layer_launch"
     launch = seconds(launched) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
-    train = max(2 * passes * tokens / split / speed, launch) * bubble + sent
-    alone = max(2 * forward * tokens / split / speed, launch / 3) * bubble + sent / 3
+    adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
+    train = max(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
+    alone = max(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
     return train, alone
+
+
+def _adapter_seconds(config: Config, costs_: ModelCosts, tokens: float, hardware: Hardware) -> float:
+    """Their products are so narrow that they take the time of what they read and write."""
+    lora = config.engine.lora
+    width = sum(costs_.widths.get(name, 0) for name in lora.targets) if lora.rank else 0
+    return ADAPTER_MOVES * width * costs_.num_layers * tokens * DTYPE_BYTES[config.model.dtype] / hardware.bandwidth
 
 
 def _share(config: Config, costs_: ModelCosts, grid: Grid) -> float:
