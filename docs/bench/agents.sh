@@ -2,8 +2,9 @@
 # Episodes on one GPU, with SmolLM2-135M-Instruct: docs/bench/agents.sh OUT [curve] [speed]; no case: both, one after the other.
 #   curve  configs/agents_smollm2.yaml, trainer and vLLM in turns on the GPU, once for each of SEEDS ("0 1 2"), side by side
 #          (SIDE_BY_SIDE=0: one after another), STEPS (100) each: OUT/agents-SEED.json with every step, the evaluations and three responses
-#   speed  python -m megasync.bench episodes --config configs/bench_episodes.yaml: OUT/agents-speed.json, also of the rows before a limit
-# ASSETS (/tmp/smollm2) has the folder `model`; GPUS=0 says where; LIMIT seconds for each seed (560) and for speed (420); CURVE and
+#   speed  python -m megasync.bench episodes --config configs/bench_episodes.yaml: OUT/agents-speed.json, also of the rows before a limit;
+#          vLLM compiles, since with turns that begin at any moment most steps hold a prefill, and only then are those captured too
+# ASSETS (/tmp/smollm2) has the folder `model`; GPUS=0 says where; LIMIT seconds for each seed (560) and for speed (540); CURVE and
 # SPEED="key=value ..." go to the two. About 24 GB of GPU memory a seed (12 of them vLLM's), 48 GB for speed.
 # On a CPU: CURVE="model.dtype=float32 data.batch_size=2 rollout.group_size=4 engine.tokens_per_microbatch=512 data.eval=
 #   rollout.kv_cache_bytes=256MiB rollout.max_num_seqs=16" STEPS=2 SEEDS=0, SPEED="model.dtype=float32 bench.num_prompts=16
@@ -47,8 +48,8 @@ curve() {
 speed() {
   local start=$SECONDS
   # shellcheck disable=SC2086
-  timeout -k 20 "${LIMIT:-420}" "$python" -m megasync.bench episodes --config "$here/configs/bench_episodes.yaml" \
-    run.name=agents-speed run.dir="$runs" model.path="$assets/model" "$graphs" ${SPEED:-} \
+  timeout -k 20 "${LIMIT:-540}" "$python" -m megasync.bench episodes --config "$here/configs/bench_episodes.yaml" \
+    run.name=agents-speed run.dir="$runs" model.path="$assets/model" ${SPEED:-} \
     --json "$out/agents-speed.json" > "$out/agents-speed.log" 2>&1
   echo "agents-speed: exit code $?, $((SECONDS - start)) s"
   cp "$runs/agents-speed/bench_episodes.json" "$out/agents-speed.rows.json" 2> /dev/null
