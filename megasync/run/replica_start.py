@@ -6,7 +6,7 @@ Leaves out how an actor starts (bridge/replicas/launched.py), and what the repli
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from bridge.config import ReplicaConfig
@@ -24,17 +24,14 @@ class ReplicaStart:
         self.config = config
         self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
         self._pool: ReplicaPool | None = None
-        self._problem: Exception | None = None
 
     def begin(self) -> None:
-        """Does not wait for replicas. What goes wrong `finish` raises, where the other ranks hear of it.
+        """Does not wait for replicas. What goes wrong `finish` tries again, and raises it where the other ranks hear of it.
 
         To be called once this process has the environment that the replicas are to have, too.
         """
-        try:
+        with suppress(Exception):  # such as GPUs that a former start still holds
             self._begin()
-        except Exception as error:  # noqa: BLE001 # raised by `finish`
-            self._problem = error
 
     def _begin(self) -> None:
         rollout = self.config.rollout
@@ -47,8 +44,8 @@ class ReplicaStart:
 
     def finish(self) -> ReplicaPool:
         """The replicas, once all have started. On devices that they share the trainer has given its memory up before."""
-        if self._problem is not None:
-            raise self._problem
+        if self._pool is None:
+            self._begin()
         assert self._pool is not None
         self._pool.finish_start()
         return self._pool
