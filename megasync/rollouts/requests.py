@@ -64,7 +64,7 @@ def task_of(prompts: Prompts, example: Example, request: GenerationRequest) -> T
 def request_digest(request: GenerationRequest, *, returns_experts: bool, task: Task | None = None, played_by: object = "") -> int:
     """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are.
 
-    An episode depends on its task, too: on the answer that its own code may score by, and on the seed that a group's members share.
+    An episode depends on its task, too: its own code may score by the answer, and a group's members share the seed.
     `played_by`: what tells the episodes of this config from those of another.
     """
     parts: tuple[object, ...] = (replace(request, num_samples=1, seed=0), returns_experts)

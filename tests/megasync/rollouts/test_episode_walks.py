@@ -83,7 +83,6 @@ class RandomPlayer:
             ids += [*turn.token_ids.tolist(), GIVEN]
         return Ended(0, tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
 
-
     async def _ask_for_nonsense(self, ask: Any, number: int) -> None:
         """Which the replica refuses, beside turns of others that it takes."""
         try:

@@ -61,7 +61,8 @@ def test_what_is_asked_otherwise_begins_anew_and_what_is_scored_otherwise_is_sco
     assert (keys(found), found.anew) == ([0, 2, 3], [1])
     assert [group.rewards for group in found.groups] == [[1.0, 1.0], [None, None], [None, None]]
     told = (
-        "of 4 prompts that had begun and were not trained 1 begin anew, since their prompt, how it is sampled or what is played has changed; "
+        "of 4 prompts that had begun and were not trained 1 begin anew, since their prompt, how it is sampled or what is played "
+        "has changed; "
         "2 are scored anew, since their answer or rollout.reward has changed"
     )
     assert found.notes == [told]
@@ -128,7 +129,7 @@ def test_a_response_depends_on_its_prompt_and_on_how_it_is_sampled(change: dict[
 
 @pytest.mark.parametrize(
     "change",
-    [{"answer": "3"}, {"extra": {"kind": "product"}}, {"seed": 5}, {"line": 2}, {"turns": (("user", "1 + 1?"),)}, {"prompt": "1+1"}],
+    [{"answer": "3"}, {"extra": {}}, {"seed": 5}, {"line": 2}, {"turns": (("user", "1 + 1?"),)}, {"prompt": "1+1"}],
 )
 def test_an_episode_depends_on_its_task(change: dict[str, Any]) -> None:
     """Its own code may score by the answer, or draw a game from the seed: neither goes with another one's."""
@@ -163,6 +164,7 @@ def test_a_reward_depends_on_names_weights_source_and_the_line(tmp_path: Path, m
 
 def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
     """Beside others: one of two branches with experts, one that failed before it had tokens."""
+
     def branch(length: int, prompt: int) -> Branch:
         ids, mask = np.arange(length), np.arange(length) % 3 != 1
         mask[:prompt] = False
