@@ -21,7 +21,7 @@ from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
 from megasync.rollouts.restore import Restored, restore_groups
-from megasync.rollouts.turns import STATE, begun, unfinished
+from megasync.rollouts.attempt import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
 STEP = 5
