@@ -6,6 +6,7 @@ its own episode's, and no program of a tool is left.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_each_prompt_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert code == 0, capsys.readouterr()
         run.wait_for(len(metrics(run.folder)) + 2)
         while not any("sleep" in process.name() for process in processes_with(run.marker)):
-            pass
+            time.sleep(0.02)
         run.ranks()[0].kill()
         assert run.process.wait(100) != 0
         assert left_running(run.marker) == []
