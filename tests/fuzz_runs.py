@@ -62,14 +62,14 @@ class Choice:
     max_turns: int
 
     @staticmethod
-    def draw(source: random.Random, data: int, *, plays: bool) -> Choice:
+    def draw(source: random.Random, data: int, algorithm: str, *, plays: bool) -> Choice:
         """`plays`: whether its samples may be episodes."""
         return Choice(
             batch_size=source.choice((4, 7, 8)),
             max_staleness=source.choice((0, 1, 2)),
             on_update=source.choice(("drain", "continue", "restart")),
             evaluate_every_steps=source.choice((0, 2, 3)),
-            filter_groups=source.random() < 0.5,
+            filter_groups=source.random() < 0.5 and algorithm != "sft",  # which has no groups
             group_size=source.choice((2, 4)),
             reward=source.choice(("exact_match", "token_count", "token_count")),
             data=data,
@@ -233,7 +233,7 @@ def one_run(seed: int, folder: Path) -> None:
         if number and source.random() < 0.3:
             take_line_out(source, folder)
             data += 1
-        choice = Choice.draw(source, data, plays=plays)
+        choice = Choice.draw(source, data, algorithm, plays=plays)
         saved = [int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*")]
         choices |= dict.fromkeys(range(max(saved, default=0) + 1, NUM_STEPS + 1), choice)
         if process(source, config, choice, is_last=number == MOST_PROCESSES - 1) == 0:
