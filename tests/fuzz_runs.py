@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -251,6 +252,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=sys.maxsize)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    os.environ.setdefault("PYTEST_XDIST_WORKER", "gw0")  # others run beside it (train_cases.py)
     end, failed = time.monotonic() + 60 * given.minutes, list[int]()
     for seed in range(given.seed, given.seed + given.runs):
         if time.monotonic() > end:
