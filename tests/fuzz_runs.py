@@ -1,5 +1,7 @@
 """Whole tiny runs on a CPU, under random kills and stops and resumed by random other configs, for as long as one likes.
 
+Of half of the runs samples are episodes (tests/support/fuzzed.py), whose processes are killed, too.
+
     python -m tests.fuzz_runs --minutes 60 --seed 0        # each run prints its seed
     python -m tests.fuzz_runs --runs 1 --seed 17           # that run alone
 
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import random
 import re
 import shutil
@@ -30,12 +34,17 @@ from typing import Any
 import psutil
 
 from megasync.config.files import CHECKPOINTS
+from tests.support.fuzzed import worth
 from tests.runs.train_cases import TORCHRUN, Run, leaves_nothing, metrics, processes_with, write_config
 
 LIMIT_SECONDS = 600.0  # of one process of a run
 NUM_STEPS, MOST_PROCESSES, MAX_NEW_TOKENS = 8, 5, 8
 SUM = re.compile(r"(\d+)\+(\d+)=")
+SPECIAL = re.compile("<[a-z]+>")
 KINDS = ("nothing", "rank", "replica", "launcher", "terminate", "stop rank", "stop replica")
+OF_EPISODES = ("episodes", "keeper")  # the processes that they are in, and their parents
+EPISODES = ("", "long", "long", "short", "scored", "scored")  # tests/support/fuzzed.py; "": of one turn
+MAY_GO_ON = ("nothing", "replica", "stop replica", *OF_EPISODES)  # as if nothing had been
 
 
 @dataclass(frozen=True)
@@ -50,23 +59,30 @@ class Choice:
     group_size: int
     reward: str
     data: int
+    episode: str
+    max_turns: int
 
     @staticmethod
-    def draw(source: random.Random, data: int) -> Choice:
+    def draw(source: random.Random, data: int, algorithm: str, *, plays: bool) -> Choice:
+        """`plays`: whether its samples may be episodes."""
         return Choice(
             batch_size=source.choice((4, 7, 8)),
             max_staleness=source.choice((0, 1, 2)),
             on_update=source.choice(("drain", "continue", "restart")),
             evaluate_every_steps=source.choice((0, 2, 3)),
-            filter_groups=source.random() < 0.5,
+            filter_groups=source.random() < 0.5 and algorithm != "sft",  # which has no groups
             group_size=source.choice((2, 4)),
             reward=source.choice(("exact_match", "token_count", "token_count")),
             data=data,
+            episode=source.choice(EPISODES) if plays else "",
+            max_turns=source.choice((1, 2, 2, 2)),
         )
 
     def overrides(self) -> list[str]:
         values: dict[str, Any] = {name: getattr(self, name) for name in ("max_staleness", "on_update", "group_size", "reward")}
         rollout = {"evaluate_every_steps": self.evaluate_every_steps, **values}
+        if self.episode:
+            rollout |= {"episode": f"tests.support.fuzzed:{self.episode}", "episode_max_turns": self.max_turns}
         filters = f"algorithm.filter_groups={str(self.filter_groups).lower()}"
         return [f"data.batch_size={self.batch_size}", filters, *(f"rollout.{key}={value}" for key, value in rollout.items())]
 
@@ -80,7 +96,7 @@ def first_config(source: random.Random, folder: Path) -> tuple[Path, str]:
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": NUM_STEPS, "log_samples": 1000, "hung_rank_timeout_seconds": 60},
         "engine": {"wrap": source.choice(("ddp", "megatron_fsdp")), "lora": {"rank": source.choice((0, 0, 4))}},
-        "rollout": {"replicas": source.choice((1, 2)), "max_new_tokens": MAX_NEW_TOKENS, **limits},
+        "rollout": {"replicas": source.choice((1, 2)), "max_new_tokens": MAX_NEW_TOKENS, "max_model_len": 48, **limits},
         "algorithm": {"name": name},
         "data": {"eval": str(held_out)},
         "checkpoint": {"every_steps": source.choice((1, 2, 3)), "asynchronous": source.random() < 0.3},
@@ -110,9 +126,9 @@ def inode_of(run: Path) -> int:
     return path.stat().st_ino if path.is_file() else 0
 
 
-def disturb(source: random.Random, run: Run, former: int) -> str:
+def disturb(source: random.Random, run: Run, former: int, kinds: tuple[str, ...]) -> str:
     """What `hit` does, at a random time of the start or after a random number of steps; or nothing."""
-    kind, at_start, num_steps = source.choice(KINDS), source.random() < 0.15, source.randrange(NUM_STEPS)
+    kind, at_start, num_steps = source.choice(kinds), source.random() < 0.15, source.randrange(NUM_STEPS)
     delay, deadline = source.uniform(0, 30 if at_start else 3), time.monotonic() + LIMIT_SECONDS
     while kind != "nothing" and run.process.poll() is None and time.monotonic() < deadline:
         logged = num_steps_logged(run.folder, former)
@@ -129,13 +145,19 @@ def disturb(source: random.Random, run: Run, former: int) -> str:
 
 
 def hit(source: random.Random, kind: str, run: Run) -> None:
-    """A kill or a stop of a rank or of a replica's engine, or a kill or an orderly end of the launcher."""
+    """A kill or a stop of a rank or of a replica's engine, a kill of a process of episodes or of its parent, or the end of the
+    launcher by a kill or in order.
+    """
     number = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
     if kind.endswith("rank"):
         source.choice(run.ranks()).send_signal(number)
     elif kind.endswith("replica"):
         engines = [each for each in processes_with(run.marker) if "EngineCore" in " ".join(each.cmdline())]
         source.choice(engines).send_signal(number)
+    elif kind in OF_EPISODES:
+        keepers = [each for each in processes_with(run.marker) if "megasync.episodes.keeper" in " ".join(each.cmdline())]
+        inner = [each for each in keepers if each.parent() in keepers]  # the process was forked from its keeper
+        source.choice(inner if kind == "episodes" else [each for each in keepers if each not in inner]).kill()
     else:
         run.process.send_signal(signal.SIGKILL if kind == "launcher" else signal.SIGTERM)
 
@@ -149,15 +171,31 @@ def process(source: random.Random, config: Path, choice: Choice, *, is_last: boo
         launched = subprocess.Popen(command, env=own, stdout=output, stderr=output)
         run = Run(launched, config.parent / "runs" / "run", own["MEGASYNC_TEST_MARKER"], said)
         print("   ", " ".join(choice.overrides()), f"data {choice.data}, {ranks} ranks", flush=True)
-        kind = "nothing" if is_last else disturb(source, run, former)
+        kinds = (*KINDS, *OF_EPISODES, *OF_EPISODES) if choice.episode else KINDS
+        kind = "nothing" if is_last else disturb(source, run, former, kinds)
         try:
             code = launched.wait(LIMIT_SECONDS)
         finally:
             for each in processes_with(run.marker) if launched.poll() is None else ():
                 each.send_signal(signal.SIGABRT)  # it says where it stands
         print(f"        {kind}: exit code {code}", flush=True)
-    assert code == 0 or not kind.startswith(("nothing", "replica", "stop replica")), f"exit code {code}"
+    assert code == 0 or not kind.startswith(MAY_GO_ON), f"exit code {code}"
     return code
+
+
+def reward_of(line: dict[str, Any], choice: Choice) -> float:
+    """What it has to be."""
+    response = line["response"]
+    if choice.episode:
+        turns = [piece["text"] for piece in line["branches"][-1] if piece["sampled"]]
+        assert len(turns) == line["turns"] == min(choice.max_turns, 2) and len(line["branches"]) == 1, line
+        if choice.max_turns == 1:
+            return 0.0  # its second turn was one too many
+        assert line["info"]["answer"] == line["answer"], f"the answer of another: {line}"
+        response = SPECIAL.sub("", turns[-1])
+    is_exact = choice.reward == "exact_match"
+    value = float(response.strip() == line["answer"]) if is_exact else line["tokens"] / MAX_NEW_TOKENS
+    return worth(choice.episode, line, value) if choice.episode else value
 
 
 def check_samples(run: Path, choices: dict[int, Choice]) -> None:
@@ -169,9 +207,7 @@ def check_samples(run: Path, choices: dict[int, Choice]) -> None:
         assert numbers and int(numbers[1]) + int(numbers[2]) == int(line["answer"]), f"prompt and answer of others: {line}"
     for line in trained:
         choice, (oldest, newest) = choices[line["step"]], line["versions"]
-        is_exact = choice.reward == "exact_match"
-        reward = float(line["response"].strip() == line["answer"]) if is_exact else line["tokens"] / MAX_NEW_TOKENS
-        assert line["reward"] == reward, f"the reward of another: {line}"
+        assert math.isclose(line["reward"], reward_of(line, choice)), f"the reward of another: {line}"
         version = line["step"] - 1
         assert version - choice.max_staleness <= oldest <= newest <= version, f"too old or too new: {line}"
     for step, choice in choices.items():
@@ -192,12 +228,13 @@ def one_run(seed: int, folder: Path) -> None:
     source = random.Random(seed)
     config, algorithm = first_config(source, folder)
     run, data = folder / "runs" / "run", 0
+    plays = algorithm != "sft" and source.random() < 0.5
     choices: dict[int, Choice] = {}  # by step: those of the process that trained it last
     for number in range(MOST_PROCESSES):
         if number and source.random() < 0.3:
             take_line_out(source, folder)
             data += 1
-        choice = Choice.draw(source, data)
+        choice = Choice.draw(source, data, algorithm, plays=plays)
         saved = [int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*")]
         choices |= dict.fromkeys(range(max(saved, default=0) + 1, NUM_STEPS + 1), choice)
         if process(source, config, choice, is_last=number == MOST_PROCESSES - 1) == 0:
@@ -215,6 +252,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=sys.maxsize)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    os.environ.setdefault("PYTEST_XDIST_WORKER", "gw0")  # others run beside it (train_cases.py)
     end, failed = time.monotonic() + 60 * given.minutes, list[int]()
     for seed in range(given.seed, given.seed + given.runs):
         if time.monotonic() > end:

@@ -1,6 +1,6 @@
 """What one AsyncLLM generates: requests handed in as a batch, held or begun anew when weights change, each token's version kept.
 
-Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm/serving/api.py).
+Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm/serving/).
 
     generator = Generator(engine, 0, on_update="continue", serving=lambda: (version, False), explain=str)
     await generator.hand_in([GroupRequest(key=7, request=request, samples=(0, 1))])
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from bridge.config import OnUpdate
 from bridge.generation import Collected, Completion, Finished, GenerationRequest, GroupRequest
 from bridge.vllm.serving import api, routing
+from bridge.vllm.serving import requests as vllm_requests
 
 Result = TypeVar("Result")
 PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
@@ -99,7 +100,7 @@ class Generator:
         requests = [GenerationRequest(ids, max_new_tokens=0, temperature=0.0) for ids in sequences]
         ended = await self._answers([RunningSample(request) for request in requests])
         await self._forget_experts(ended)
-        return [api.prompt_log_probs(output) for _, _, output in ended]
+        return [vllm_requests.prompt_log_probs(output) for _, _, output in ended]
 
     async def _answers(self, lives: Sequence[RunningSample], *, keeps_cache: bool = False) -> list[Ended]:
         self.num_calls += 1
@@ -206,7 +207,7 @@ class Generator:
                     if not keeps_cache:
                         await self._engine.reset_prefix_cache()
                 self._live |= named
-                await api.submit(self._engine, requests, self)
+                await vllm_requests.submit(self._engine, requests, self)
             except Exception as error:  # noqa: BLE001 # whatever vLLM raises
                 self._live = {name: live for name, live in self._live.items() if name not in named}
                 explained = self._explain(error)
@@ -219,7 +220,7 @@ class Generator:
 
     async def _core_requests(self, named: Mapping[str, RunningSample], version: int, with_adapter: bool) -> list[Any]:
         """vLLM's own, by prompt: what lies side by side is of one."""
-        make = partial(api.core_requests, self._engine, version=version, with_adapter=with_adapter)
+        make = partial(vllm_requests.core_requests, self._engine, version=version, with_adapter=with_adapter)
         found: list[Any] = []
         for request, own in itertools.groupby(named.items(), lambda item: item[1].request):
             samples = {name: live.sample for name, live in own}
@@ -267,7 +268,7 @@ class Generator:
         if self._returns_experts and ended:
             experts = await routing.routed_experts(self._engine, {name: output for name, _, output in ended})
         pairs = zip(ended, experts, strict=True)
-        return [api.to_completion(output, live.marks, live.version, own) for (_, live, output), own in pairs]
+        return [vllm_requests.to_completion(output, live.marks, live.version, own) for (_, live, output), own in pairs]
 
     async def _forget_experts(self, ended: Sequence[Ended]) -> None:
         if self._returns_experts and routing.is_captured():

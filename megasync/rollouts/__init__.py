@@ -6,6 +6,7 @@ loop_thread.py  an event loop in a thread of its own
 dispatch.py    groups on their way to the replicas and back
 scheduler.py   which groups begin, where, and which make a batch: pure functions
 turns.py       episodes of a group's members, whose turns are handed out
+attempt.py     one of these at an episode, and its turns as groups
 played.py      episodes that have ended: samples of their branches, metrics
 group.py       a prompt with its samples
 progress.py    what a checkpoint keeps of all that

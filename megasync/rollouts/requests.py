@@ -61,13 +61,14 @@ def task_of(prompts: Prompts, example: Example, request: GenerationRequest) -> T
     return Task(example.prompt, ids, example.answer, example.extra, seed, turns=turns, line=example.line)
 
 
-def request_digest(request: GenerationRequest, *, returns_experts: bool, episode: str = "") -> int:
+def request_digest(request: GenerationRequest, *, returns_experts: bool, task: Task | None = None, played_by: object = "") -> int:
     """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are.
 
-    `episode`: what tells episodes apart, where members play them.
+    An episode depends on its task, too: its own code may score by the answer, and a group's members share the seed.
+    `played_by`: what tells the episodes of this config from those of another.
     """
     parts: tuple[object, ...] = (replace(request, num_samples=1, seed=0), returns_experts)
-    return digest_of((*parts, episode) if episode else parts)
+    return digest_of(parts if task is None else (*parts, played_by, task))
 
 
 def reward_digest(example: Example, rewards: RewardPool, num_samples: int) -> int:

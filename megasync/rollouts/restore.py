@@ -48,7 +48,7 @@ def restore_groups(progress: Progress, step: int, settings: StreamSettings, make
 
 def _notes(num_groups: int, own: StreamSettings, num_other: int, num_late: int, num_rescored: int) -> list[str]:
     limits = f"rollout.max_staleness={own.max_staleness}, data.batch_size={own.batch_size} and run.steps={own.num_steps}"
-    told = [f"{num_other} begin anew, since their prompt or how it is sampled has changed"] if num_other else []
+    told = [f"{num_other} begin anew, since their prompt, how it is sampled or what is played has changed"] if num_other else []
     told += [f"{num_late} begin anew, since with {limits} no step could train them in time"] if num_late else []
     told += [f"{num_rescored} are scored anew, since their answer or rollout.reward has changed"] if num_rescored else []
     return [f"of {num_groups} prompts that had begun and were not trained " + "; ".join(told)] if told else []

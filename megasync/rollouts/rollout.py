@@ -77,6 +77,7 @@ class Rollouts:
         self.episodes = EpisodePool(config) if config.rollout.episode else None
         self.identity = episode_identity(config)
         players = (self.episodes, episode_settings(config)) if self.episodes is not None else None
+        self.played_by = (self.identity, players[1].max_tokens) if players else ()
         self.stream = RolloutStream(pool, settings, self._group, self._score, log.note, episodes=players)
         has_records = config.rollout.record == "all" or (config.rollout.record == "episodes" and self.episodes is not None)
         self.records = Records(config.run.folder, step)
@@ -155,8 +156,8 @@ class Rollouts:
         example = self._example(ordinal)
         request = training_request(self.config, self.prompts, example, ordinal)
         returns_experts = self.config.algorithm.router_replay == "rollout"
-        asked = request_digest(request, returns_experts=returns_experts, episode=self.identity)
         task = task_of(self.prompts, example, request) if self.episodes is not None else None
+        asked = request_digest(request, returns_experts=returns_experts, task=task, played_by=self.played_by)
         return Group(ordinal, request, asked, reward_digest(example, self.rewards, request.num_samples), task=task)
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:

@@ -1,8 +1,8 @@
 """Episodes of groups: each member plays one, whose turns go to the replicas as groups of one sample.
 
 An episode that waits on its tools is no load of any replica. A turn prefers the replica that holds the tokens before it. Turns
-that a lost replica worked on are generated again elsewhere (dispatch.py). Leaves out processes (episodes/pool.py), and what the
-members' rewards are worth (stream.py).
+that a lost replica worked on are generated again elsewhere (dispatch.py). Leaves out processes (episodes/pool.py), what is known
+of an episode that goes on (attempt.py), and what the members' rewards are worth (stream.py).
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from bridge.generation import Completion
-from megasync.episodes.record import Asked, History, recorded, turns_of
+from megasync.episodes.record import Asked, History
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Played
 from megasync.episodes.wire import Ask, Ended
 from megasync.rewards.failure import shown
+from megasync.rollouts.attempt import Attempt, TurnGroup, begun, played_of, unfinished
 from megasync.rollouts.group import Group
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of an episode under `retry`, and in evaluations
 NUM_NOTED = 3  # failures that are logged, of each kind
-STATE = "state"  # of the environment, in what a checkpoint has of an episode that goes on
 TURNS_KEY, FAILURE_KEY = "rollout.episode_max_turns", "rollout.episode_on_failure"
 
 
@@ -64,67 +63,6 @@ class EpisodeSettings:
         return room
 
 
-@dataclass
-class TurnGroup(Group):
-    """One turn of an episode: a group of one sample, in the place of its episode's group.
-
-    `before`: the turn that came before it. What was computed with the weights of another version is of no use (api.py's salt).
-    """
-
-    parent: Group | None = None
-    answer: asyncio.Future[Completion] | None = None
-    before: TurnGroup | None = None
-
-    @property
-    def can_be_refused(self) -> bool:
-        return True
-
-    def refuse(self, error: Exception) -> None:
-        if self.answer is not None and not self.answer.done():
-            self.answer.set_exception(ValueError(str(error)))
-
-    def held(self, version: int) -> tuple[int | None, int]:
-        """By the turn before it, or by the first turn of another member."""
-        former: Group | None = self.before or self.parent
-        if former is None or former.oldest != version:
-            return None, 0
-        sampled = former.completions[0] if isinstance(former, TurnGroup) else None
-        held = len(former.request.prompt_ids) + (len(sampled.token_ids) if isinstance(sampled, Completion) else 0)
-        return former.replica, min(held, len(self.request.prompt_ids))
-
-    def begin(self, replica: int, version: int) -> None:
-        super().begin(replica, version)
-        if self.parent is not None:
-            self.parent.begin(replica, version)
-
-
-@dataclass
-class _Attempt:
-    """At one episode."""
-
-    group: Group
-    member: int
-    number: int
-    history: History = field(default_factory=History)
-    asked: dict[int, Asked] = field(default_factory=dict)  # turns, by their number
-    last: TurnGroup | None = None  # of its turns, that has ended
-    waited_seconds: float = 0.0  # for the model, while nothing else went on
-    num_waiting: int = 0
-    waits_since: float = 0.0
-    num_prompt: int = 0  # tokens of its turns' prompts
-    num_held: int = 0
-
-    def wait(self) -> None:
-        if self.num_waiting == 0:
-            self.waits_since = time.monotonic()
-        self.num_waiting += 1
-
-    def go_on(self) -> None:
-        self.num_waiting -= 1
-        if self.num_waiting == 0:
-            self.waited_seconds += time.monotonic() - self.waits_since
-
-
 class Episodes:
     """Of one stream; methods are called on its event loop."""
 
@@ -144,7 +82,7 @@ class Episodes:
         self._keys = itertools.count(1)
         self._waiting: list[Group] = []  # turns that are handed out together, once the loop comes round
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}  # by the group's key
-        self._attempts: dict[tuple[int, int], _Attempt] = {}  # those that go on, by the group's key and the member
+        self._attempts: dict[tuple[int, int], Attempt] = {}  # those that go on, by the group's key and the member
 
     @property
     def is_busy(self) -> bool:
@@ -175,10 +113,10 @@ class Episodes:
             asks = partial(self._turn, attempt)
             ended, turns = await self.pool.run(replace(group.task, member=member), asks, attempt.history)
             if ended.failure is None:
-                played = replace(_played(attempt, ended, turns), num_failures=failures)
+                played = replace(played_of(attempt, ended, turns), num_failures=failures)
                 break
             failures, played = failures + 1, self._after_failure(attempt, ended, failures + 1)
-            attempt = _Attempt(group, member, failures)
+            attempt = Attempt(group, member, failures)
         del self._attempts[group.key, member]
         group.complete(member, played)
         if not group.missing:
@@ -191,7 +129,7 @@ class Episodes:
         attempts = {member: self._attempts.get((group.key, member)) for member in group.missing}
         return {member: unfinished(attempt) for member, attempt in attempts.items() if attempt and attempt.history.turns}
 
-    def _after_failure(self, attempt: _Attempt, ended: Ended, failures: int) -> Played | None:
+    def _after_failure(self, attempt: Attempt, ended: Ended, failures: int) -> Played | None:
         """What takes the episode's place; None: another attempt.
 
         Raises:
@@ -216,7 +154,7 @@ class Episodes:
 
     # ------------------------------------------------------------------------------------------------ one turn
 
-    async def _turn(self, attempt: _Attempt, asked: Ask) -> Turn:
+    async def _turn(self, attempt: Attempt, asked: Ask) -> Turn:
         """EpisodeLimitError as `EpisodeSettings.room`."""
         turn = self._turn_group(attempt, asked)
         assert turn.answer is not None
@@ -240,7 +178,7 @@ class Episodes:
         waiting, self._waiting = [turn for turn in self._waiting if turn.is_wanted], []
         self.hand_out(waiting)
 
-    def _turn_group(self, attempt: _Attempt, asked: Ask) -> TurnGroup:
+    def _turn_group(self, attempt: Attempt, asked: Ask) -> TurnGroup:
         own, group = self.settings, attempt.group
         room = own.room(asked)
         request = replace(
@@ -258,58 +196,7 @@ class Episodes:
         return turn
 
 
-def take_in(turn: TurnGroup) -> None:
-    """Its sample has ended."""
-    (completion,) = turn.completions
-    assert turn.answer is not None
-    assert isinstance(completion, Completion)
-    if not turn.answer.done():
-        turn.answer.set_result(completion)
-
-
 def turn_seed(seed: int, member: int, attempt: int, turn: int) -> int:
     """Of a turn's sampling, from the group's seed: the same in a run that is repeated, and shared with no other turn."""
     digest = hashlib.blake2b(f"{seed}/{member}/{attempt}/{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) % 2**31
-
-
-def begun(group: Group, member: int) -> _Attempt:
-    """The first attempt of this process, which goes on where a checkpoint has it."""
-    saved = group.playing.get(member)
-    if saved is None:
-        return _Attempt(group, member, 0)
-    turns = zip(saved.turns, turns_of(saved.branches, saved.turns), strict=True)
-    history = History({record.number: turn for record, turn in turns}, dict(enumerate(saved.answers)), saved.info.get(STATE))
-    asked = {record.number: Asked(record.number, record.seed, record.max_new_tokens, record.stop) for record in saved.turns}
-    return _Attempt(group, member, saved.num_failures, history, asked)
-
-
-def unfinished(attempt: _Attempt) -> Played:
-    """With the turns that have ended. Answers in places behind one that has none yet are left out."""
-    history = attempt.history
-    branches, turns = recorded((attempt.asked[number], *turn) for number, turn in history.turns.items())
-    answers = tuple(history.answers[place] for place in itertools.takewhile(history.answers.__contains__, itertools.count()))
-    state = history.state if len(answers) == len(history.answers) else None
-    return Played(branches, turns=turns, answers=answers, num_failures=attempt.number, info={STATE: state})
-
-
-def _played(attempt: _Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> Played:
-    asked = (attempt.asked[number] for number in ended.kept)
-    branches, records = recorded((how, *turn) for how, turn in zip(asked, turns, strict=True))
-    is_cut = bool(ended.limit) or bool(turns and turns[-1][1].finish_reason == "length")
-    return Played(
-        branches=branches,
-        reward=0.0 if ended.limit else ended.reward,
-        finish_reason="length" if is_cut else "stop",
-        num_turns=len(turns),
-        seconds=attempt.waited_seconds + ended.own_seconds,
-        tool_seconds=ended.own_seconds,
-        num_prompt=attempt.num_prompt,
-        num_held=attempt.num_held,
-        metrics=ended.metrics,
-        info=ended.info,
-        turns=records,
-        answers=attempt.history.answers_in_order,
-        num_resumed=len(attempt.history.resumed),
-        is_anew=attempt.history.is_anew,
-    )

@@ -136,7 +136,10 @@ def leaves_nothing(config: Path) -> Iterator[dict[str, str]]:
 
 def left_of(environment: dict[str, str], before: set[Path]) -> list[str]:
     """Processes and files of a run."""
-    processes = [f"{each.pid} {each.cmdline()}" for each in processes_with(environment["MEGASYNC_TEST_MARKER"])]
+    processes = list[str]()
+    for each in processes_with(environment["MEGASYNC_TEST_MARKER"]):
+        with suppress(psutil.Error):  # it has just ended
+            processes.append(f"{each.pid} {each.cmdline()}")
     return [*processes, *map(str, Path(environment["TMPDIR"]).iterdir()), *map(str, new_files(before))]
 
 

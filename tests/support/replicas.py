@@ -10,7 +10,7 @@ import torch
 
 from bridge.config import OnUpdate, ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
-from bridge.vllm.serving import api, patches
+from bridge.vllm.serving import patches, requests as vllm_requests
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from tests.support.shards import assemble
@@ -108,7 +108,7 @@ class StampedReplica(OpenReplica):
     """
 
     async def start(self) -> int:
-        plain, requests = api.to_completion, api.core_requests
+        plain, requests = vllm_requests.to_completion, vllm_requests.core_requests
         self.stamps: list[list[int]] = []
 
         def to_completion(output: object, *rest: Any) -> Completion:
@@ -122,7 +122,7 @@ class StampedReplica(OpenReplica):
                 one.sampling_params.detokenize = sample == 0
             return made
 
-        api.to_completion, api.core_requests = to_completion, core_requests  # type: ignore[assignment]
+        vllm_requests.to_completion, vllm_requests.core_requests = to_completion, core_requests  # type: ignore[assignment]
         return await super().start()
 
     async def take_stamps(self) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """vLLM's engine.
 
 api.py           the engine's calls that differ between versions, and the plug-in's entry
+requests.py      what it is asked, and what comes of it
 arguments.py     which fields of its EngineArgs a config may set
 outputs.py       tokens that wait in its engine core until their request ends
 plain_tokens.py  how they pass most of its scheduler by

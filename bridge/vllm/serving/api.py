@@ -1,31 +1,24 @@
-"""All that depends on the vLLM version: 0.26 and 0.32; file:line notes are relative to the package of vllm(-cpu) 0.32.0.
+"""vLLM's engine as a replica has it, with 0.26 and 0.32; file:line notes are relative to the package of vllm(-cpu) 0.32.0.
 
 register       the entry point `vllm.general_plugins`: every vLLM process calls it
 environment    variables to set before vLLM is imported
 build_engine, stop_engine, pause, num_tokens, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
-core_requests, submit, to_completion, prompt_log_probs    requests and outputs
 
-Leaves out what replaces parts of vLLM (patches.py), and its weights: loading, reading back, adapters (vllm/weights/). vLLM is
-imported inside the functions: the trainer imports this file too.
+Leaves out what it is asked (requests.py), what replaces parts of vLLM (patches.py), and its weights: loading, reading back,
+adapters (vllm/weights/). vLLM is imported inside the functions: the trainer imports this file too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from bridge import processes
 from bridge.config import ReplicaConfig
-from bridge.generation import Completion, GenerationRequest
-from bridge.layout.splitmix import GAMMA, mix64
 from bridge.vllm.exact import register as exact
 from bridge.vllm.serving import patches, routing
 from bridge.vllm.weights import adapter as vllm_adapter
@@ -36,7 +29,6 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by its engine core and workers
 START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
 FAILED_START_SECONDS = 20.0
-SEED_MASK = 2**63 - 1
 CPU_KV_CACHE_BYTES = 2**30
 SCHEDULERS = ("bridge.vllm.serving.outputs.HoldingScheduler", "bridge.vllm.serving.outputs.AsyncHoldingScheduler")
 WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
@@ -235,97 +227,3 @@ async def finish_update(engine: Any, version: int, *, adapter: bool, recompute: 
         calls.append(engine.update_weight_version(str(version)))
     *_, is_reset = await asyncio.gather(*calls, engine.reset_prefix_cache(reset_running_requests=recompute))
     return bool(is_reset)
-
-
-def mix_seed(seed: int, sample: int) -> int:
-    """A seed for one sample that shares no noise with its neighbours'."""
-    state = (seed * GAMMA + sample * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
-    return int(mix64(np.array([state], np.uint64))[0]) & SEED_MASK
-
-
-async def core_requests(
-    engine: Any,
-    request: GenerationRequest,
-    samples: Mapping[str, int],
-    *,
-    version: int,
-    with_adapter: bool = False,
-    returns_experts: bool = False,
-) -> list[Any]:
-    """vLLM's EngineCoreRequests of samples by id: checked once, then copied, as vLLM does (v1/engine/parallel_sampling.py:55).
-
-    Prefixes are shared with requests of the same `version` only: those of held requests outlast an update. Where the prompt's
-    own log-probs are wanted, vLLM reads none.
-    """
-    from vllm.inputs import tokens_input
-
-    prompt, tasks = tokens_input(list(request.prompt_ids), cache_salt=str(version)), await engine.get_supported_tasks()
-    parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
-    adapter = vllm_adapter.request(with_adapter)
-    made = engine.input_processor.process_inputs("", prompt, parameters, supported_tasks=tasks, lora_request=adapter)
-    found = []
-    for name, sample in samples.items():
-        one = copy.copy(made)
-        one.request_id = one.external_req_id = name
-        one.sampling_params = copy.copy(made.sampling_params)
-        if made.sampling_params.seed is not None:
-            one.sampling_params.seed = mix_seed(request.seed, sample)
-        found.append(one)
-    return found
-
-
-async def submit(engine: Any, requests: Sequence[Any], sink: Any) -> None:
-    """Hand requests of the core to the engine; comes back once they are on their way. `sink.put` gets each one's final output, or
-    what ended the engine. AsyncLLM.add_request (v1/engine/async_llm.py:388) would have a queue and an event for each.
-    """
-    for request in requests:
-        engine.output_processor.add_request(request, None, queue=sink)
-        await engine.engine_core.add_request_async(request)
-
-
-def sampling_parameters(request: GenerationRequest, sample: int, *, returns_experts: bool = False) -> Any:
-    """vLLM's SamplingParams of one sample of a request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        max_tokens=max(1, request.max_new_tokens),
-        seed=mix_seed(request.seed, sample) if request.temperature > 0 else None,
-        stop_token_ids=list(request.stop_token_ids),
-        stop=list(request.stop),
-        ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=0 if request.max_new_tokens == 0 else None,
-        flat_logprobs=True,
-        detokenize=bool(request.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **(routing.sampling_arguments() if returns_experts else {}),
-    )
-
-
-def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
-    """Of an output whose prompt's own were asked for; the first token has none."""
-    told = output.prompt_logprobs
-    return np.array(told.logprobs, np.float32)[told.start_indices[1:]]  # type: ignore[no-any-return]
-
-
-def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = None) -> Completion:
-    """From a finished RequestOutput with one sample.
-
-    `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
-    """
-    sample = output.outputs[0]
-    tokens = np.array(sample.token_ids, np.int32)
-    firsts = sample.logprobs.start_indices  # the sampled token comes first at its position (vllm/v1/engine/logprobs.py:110)
-    log_probs = np.array(sample.logprobs.logprobs, np.float32)[firsts]
-    assert len(tokens) == len(log_probs), "vLLM gave a log-prob for each token"
-    versions = np.full(len(tokens), version, np.int32)
-    begin = 0
-    for end, former in marks:
-        versions[begin:end], begin = former, end
-    experts = np.empty((0, 0, 0), np.uint8) if routed_experts is None else routed_experts
-    return Completion(tokens, log_probs, versions, str(sample.finish_reason), experts)

@@ -14,6 +14,7 @@ from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import CLOSE_SECONDS, Replica
 from bridge.vllm.serving import api
+from bridge.vllm.serving import requests as vllm_requests
 
 
 class OfflineReplica(Replica):
@@ -31,7 +32,7 @@ class OfflineReplica(Replica):
         """Seconds of LLM.generate, and the tokens of each request's only sample."""
         self._llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        parameters = [api.sampling_parameters(request, 0) for request in requests]
+        parameters = [vllm_requests.sampling_parameters(request, 0) for request in requests]
         begin = time.perf_counter()
         outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]

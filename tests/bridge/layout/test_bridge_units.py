@@ -31,7 +31,7 @@ from bridge.layout.manifest import Manifest, TensorSpec, find_differences, read_
 from bridge.messages import TRANSITIONS, Event, ReplicaState, SyncError, next_state
 from bridge.vllm.weights.readback import in_dtypes
 from bridge.replicas.output import find_errors
-from bridge.vllm.serving.api import mix_seed
+from bridge.vllm.serving.requests import mix_seed
 from tests.support.shards import Packed, assemble, pack
 from tests.support.manifests import SPECS, make_manifest
 from tests.support.tiny_models import write_tiny_model

@@ -24,6 +24,7 @@ import torch
 from bridge.config import ReplicaConfig
 from bridge.vllm.exact import register
 from bridge.vllm.serving import api, arguments as vllm_arguments, patches
+from bridge.vllm.serving.requests import to_completion
 from megasync.config.keys import all_keys
 from megasync.config.schema import Config
 from tests.support.replicas import numbers
@@ -136,7 +137,7 @@ def test_engine_arguments_are_known() -> None:
 
 
 def test_requests_are_handed_in_as_the_engine_does_it() -> None:
-    """vllm_api.core_requests and submit stand for AsyncLLM.add_request"""
+    """core_requests and submit stand for AsyncLLM.add_request"""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.input_processor import InputProcessor
@@ -196,15 +197,15 @@ def finished(**fields: Any) -> vllm.outputs.RequestOutput:
 
 
 def test_every_token_has_the_version_that_the_replica_served() -> None:
-    completion = api.to_completion(finished(), [], 3)
+    completion = to_completion(finished(), [], 3)
     assert numbers(completion) == ((5, 6), (-0.5, -1.5), (3, 3), "length")
     arrays = (completion.token_ids, completion.log_probs, completion.weight_versions)
     assert [array.dtype.name for array in arrays] == ["int32", "float32", "int32"]
 
 
 def test_tokens_before_an_update_keep_their_version() -> None:
-    assert api.to_completion(finished(), [(1, 3)], 4).weight_versions.tolist() == [3, 4]
-    assert api.to_completion(finished(), [(0, 2), (1, 3), (2, 4)], 5).weight_versions.tolist() == [3, 4]
+    assert to_completion(finished(), [(1, 3)], 4).weight_versions.tolist() == [3, 4]
+    assert to_completion(finished(), [(0, 2), (1, 3), (2, 4)], 5).weight_versions.tolist() == [3, 4]
 
 
 @pytest.mark.gpu(2)

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from bridge.generation import GenerationRequest
-from bridge.vllm.serving import api
+from bridge.vllm.serving.requests import sampling_parameters
 
 LIMIT = 64  # max_model_len
 
@@ -22,7 +22,7 @@ def request(**fields: Any) -> Any:
     from vllm.v1.request import Request
 
     wanted = GenerationRequest((5,), max_new_tokens=9, **fields)
-    return Request("0", [5], api.sampling_parameters(wanted, 0), None)
+    return Request("0", [5], sampling_parameters(wanted, 0), None)
 
 
 def output(tokens: list[int], name: str = "0", **fields: Any) -> Any:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 
 from bridge.generation import GenerationRequest
 from bridge.vllm.serving import api
+from bridge.vllm.serving.requests import sampling_parameters
 from tests.support.tiny_models import write_tiny_model
 
 VOCABULARY, BLOCK, MAX_MODEL_LEN, MAX_NUM_SEQS = 40, 4, 40, 6
@@ -68,7 +69,7 @@ class Core:
     def add(self, name: str, prompt: list[int], **fields: Any) -> None:
         from vllm.v1.request import Request
 
-        wanted = api.sampling_parameters(GenerationRequest(tuple(prompt), **fields), 0)
+        wanted = sampling_parameters(GenerationRequest(tuple(prompt), **fields), 0)
         self.scheduler.add_request(Request(name, prompt, wanted, None, arrival_time=0.0, block_hasher=self.hasher))
 
     def change(self, index: int, requests: list[dict[str, Any]]) -> None:

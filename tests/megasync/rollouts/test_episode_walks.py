@@ -83,7 +83,6 @@ class RandomPlayer:
             ids += [*turn.token_ids.tolist(), GIVEN]
         return Ended(0, tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
 
-
     async def _ask_for_nonsense(self, ask: Any, number: int) -> None:
         """Which the replica refuses, beside turns of others that it takes."""
         try:
@@ -123,13 +122,13 @@ class EpisodeWalk(Walk):
             assert set(turn.token_ids.tolist()) == {prompt} and prompt_ids[0] == prompt
 
 
-def walked(seed: int, *, filters: bool, policy: str) -> EpisodeWalk:
-    """To its end, process by process."""
+def walked(seed: int, *, filters: bool, policy: str, changes: bool = False) -> EpisodeWalk:
+    """To its end, process by process; `changes` as for test_stream_walks.py."""
     source = random.Random(seed)
     num_steps, share_equal = source.randint(1, 6), source.choice((0.2, 0.6)) if filters else 0.0
     walk, ways = EpisodeWalk(source, policy), None
     while walk.step < num_steps:
-        ways = random_ways(source, num_steps, ways, share_equal, changes=False)
+        ways = random_ways(source, num_steps, ways, share_equal, changes=changes)
         walk.process(ways, source.choice((num_steps, source.randint(walk.step + 1, num_steps))))
     return walk
 
@@ -139,9 +138,9 @@ def test_episodes_of_a_checkpoint_go_on_with_their_turns() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**32 - 1), filters=st.booleans(), policy=st.sampled_from(["stop", "zero", "drop", "retry"]))
-def test_a_walk_of_episodes_loses_nothing_and_comes_to_its_end(seed: int, filters: bool, policy: str) -> None:
-    walk = walked(seed, filters=filters, policy=policy)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(["stop", "zero", "drop", "retry"]), st.booleans())
+def test_a_walk_of_episodes_loses_nothing_and_comes_to_its_end(seed: int, filters: bool, policy: str, changes: bool) -> None:
+    walk = walked(seed, filters=filters, policy=policy, changes=changes)
     assert not any(player.running for player in walk.players), "an episode was left behind"
     ordinals = [ordinal for ordinal, _ in walk.trained]
     assert len(set(ordinals)) == len(ordinals), "a prompt was trained twice"

@@ -16,12 +16,12 @@ from megasync.config.schema import RolloutConfig
 from megasync.data.data import Example
 from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
 from megasync.episodes.segments import Branch, Turn
-from megasync.episodes.task import Played
+from megasync.episodes.task import Played, Task
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
 from megasync.rollouts.restore import Restored, restore_groups
-from megasync.rollouts.turns import STATE, begun, unfinished
+from megasync.rollouts.attempt import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
 STEP = 5
@@ -61,7 +61,8 @@ def test_what_is_asked_otherwise_begins_anew_and_what_is_scored_otherwise_is_sco
     assert (keys(found), found.anew) == ([0, 2, 3], [1])
     assert [group.rewards for group in found.groups] == [[1.0, 1.0], [None, None], [None, None]]
     told = (
-        "of 4 prompts that had begun and were not trained 1 begin anew, since their prompt or how it is sampled has changed; "
+        "of 4 prompts that had begun and were not trained 1 begin anew, since their prompt, how it is sampled or what is played "
+        "has changed; "
         "2 are scored anew, since their answer or rollout.reward has changed"
     )
     assert found.notes == [told]
@@ -126,6 +127,22 @@ def test_a_response_depends_on_its_prompt_and_on_how_it_is_sampled(change: dict[
     assert request_digest(replace(REQUEST, seed=5, num_samples=3), returns_experts=False) == own, "other samples of the same"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"answer": "3"}, {"extra": {}}, {"seed": 5}, {"line": 2}, {"turns": (("user", "1 + 1?"),)}, {"prompt": "1+1"}],
+)
+def test_an_episode_depends_on_its_task(change: dict[str, Any]) -> None:
+    """Its own code may score by the answer, or draw a game from the seed: neither goes with another one's."""
+    task = Task("1+1=", (1, 2, 3), "2", {"kind": "sum"}, 4, turns=(("user", "1+1="),), line=1)
+
+    def digest(of: Task | None, played_by: object = "game 2") -> int:
+        return request_digest(REQUEST, returns_experts=False, task=of, played_by=played_by)
+
+    own = digest(task)
+    assert digest(replace(task)) == own and digest(replace(task, **change)) != own
+    assert digest(task, "game 3") != own and digest(None) == request_digest(REQUEST, returns_experts=False) != own
+
+
 def test_a_reward_depends_on_names_weights_source_and_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / "reward_of_a_test.py"
@@ -147,6 +164,7 @@ def test_a_reward_depends_on_names_weights_source_and_the_line(tmp_path: Path, m
 
 def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
     """Beside others: one of two branches with experts, one that failed before it had tokens."""
+
     def branch(length: int, prompt: int) -> Branch:
         ids, mask = np.arange(length), np.arange(length) % 3 != 1
         mask[:prompt] = False
