@@ -5,6 +5,7 @@ python -m pytest tests/megasync/launch/test_torchrun.py
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from bridge.processes import MALLOC, MALLOC_ON_CPU
 from megasync.launch.processes import REFUSED
 from megasync.launch.torchrun import likely_cause
 
@@ -42,3 +44,13 @@ def test_a_config_error_is_said_once_by_two_ranks() -> None:
     done = subprocess.run([*command, config, "run.steps=-1"], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == REFUSED, done.stderr
     assert done.stderr.count("run.steps = -1: out of range") == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
+def test_ranks_on_cpus_get_malloc_settings_unless_there_are_the_user_s(own: str | None, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(f"import os; print(os.environ[{MALLOC!r}])")
+    environment = {key: value for key, value in os.environ.items() if key != MALLOC} | ({MALLOC: own} if own else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "told"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.stdout.strip() == (own or MALLOC_ON_CPU), done.stderr
