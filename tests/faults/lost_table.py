@@ -24,28 +24,38 @@ from tests.runs.train_cases import write_config
 from tests.support.nodes import nodes
 
 
-def run_case(case: LostCase) -> dict[str, Any]:
-    """A line of the file. What was said is kept where something was wrong."""
+def run_cases(cases: Sequence[LostCase]) -> list[dict[str, Any]]:
+    """Lines of the file, of one run. What was said is kept where something was wrong."""
     short = Path(tempfile.mkdtemp(prefix="msl-", dir="/tmp"))  # short enough for sockets
     begin = time.monotonic()
-    moment = {"kind": case.kind, "staleness": case.staleness, "step": case.step, "offset": case.offset}
-    line: dict[str, Any] = {"case": case.name, **moment}
     try:
         config = write_config(short, engine={"wrap": "ddp"})
         with nodes(2, short) as pair:
-            run = LostRun(case, pair, config)
-            try:
-                run.run()
-            except Exception as error:  # noqa: BLE001 # a line of the table, as any other end
-                run.seen.problems.append(f"{type(error).__name__}: {str(error)[-3000:]}")
-        seen = run.seen
-        line |= {"first_codes": seen.first_codes, "codes": seen.codes, "lost_seconds": round(seen.lost_seconds, 1)}
-        line |= {"problems": seen.problems, "seconds": round(time.monotonic() - begin)}
-        if seen.problems:
-            line["said"] = "\n".join(run.texts)[-20000:]
+            run = LostRun(cases, pair, config)
+            run.run()
+        whole = {"codes": run.codes, "problems": run.problems, "seconds": round(time.monotonic() - begin), "together": len(cases)}
+        if run.problems:
+            whole["said"] = run.said[-40000:]
     finally:
         shutil.rmtree(short, ignore_errors=True)
-    return line
+    return [
+        {"case": case.name, "kind": case.kind, "staleness": case.staleness, "step": case.step, "offset": case.offset}
+        | {"first_codes": seen.first_codes, "lost_seconds": round(seen.lost_seconds, 1)}
+        | whole
+        for case, seen in zip(cases, run.seen, strict=True)
+    ]
+
+
+def in_runs(cases: Sequence[LostCase], together: int) -> list[list[LostCase]]:
+    """Of one kind and staleness each; the runs with the first moments first."""
+    runs: list[list[LostCase]] = []
+    for case in cases:
+        most = 1 if case.kind == "replica-node" else together
+        alike = (run for run in runs if len(run) < most and (run[0].kind, run[0].staleness) == (case.kind, case.staleness))
+        if (run := next(alike, None)) is None:
+            runs.append(run := [])
+        run.append(case)
+    return runs
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -70,20 +80,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--points", type=int, default=5, help="moments of each kind and staleness")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--most", type=int, default=10**6, help="run so many cases, then leave")
+    parser.add_argument("--together", type=int, default=1, help="so many losses of a kind in one run, one after another")
+    parser.add_argument("--most", type=int, default=10**6, help="start so many runs, then leave")
     parser.add_argument("--show", action="store_true", help="run none")
     given = parser.parse_args(list(arguments))
     read = given.file.read_text(encoding="utf-8").splitlines() if given.file.is_file() else []
     lines = [json.loads(line) for line in read]
     done = {line["case"] for line in lines}
     left = [case for case in lost_cases(given.points, given.seed) if case.name not in done and given.only in case.name]
-    for case in () if given.show else left[: given.most]:
-        print(f"{case.name}: {case.offset} s after step {case.step}, of seed {given.seed}", flush=True)
-        lines.append(run_case(case))
+    for cases in () if given.show else in_runs(left, given.together)[: given.most]:
+        moments = ", ".join(f"{case.offset} s after step {case.step}" for case in cases)
+        print(f"{cases[0].name}: {moments}, of seed {given.seed}", flush=True)
+        new = run_cases(cases)
         with given.file.open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps(lines[-1]) + "\n")
-        told = {name: lines[-1][name] for name in ("first_codes", "codes", "lost_seconds", "problems", "seconds")}
-        print(f"    {told}", flush=True)
+            opened.writelines(json.dumps(line) + "\n" for line in new)
+        lines += new
+        told = {name: [line[name] for line in new] for name in ("first_codes", "lost_seconds")}
+        print(f"    {told | {name: new[0][name] for name in ('codes', 'problems', 'seconds')}}", flush=True)
     print(table(lines))
     return int(any(line["problems"] for line in lines))
 
