@@ -1,6 +1,7 @@
 """What lost nodes cost a run of rollouts: kinds of loss x staleness x random moments, one after another, into a table as they go.
 
     python -m tests.faults.lost_table lost.jsonl --points 5 --seed 0                 # root; minutes a case on two cores
+    python -m tests.faults.lost_table lost.jsonl --points 5 --seed 0 --together 5    # a run a kind: half of that
     python -m tests.faults.lost_table lost.jsonl --points 5 --seed 0 --only cut --most 1
     python -m tests.faults.lost_table lost.jsonl --show                              # the table in Markdown
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -59,19 +61,26 @@ def in_runs(cases: Sequence[LostCase], together: int) -> list[list[LostCase]]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each kind and staleness."""
-    rows = ["| lost | staleness | moments | exit codes | seconds to the next step | all right |", "|---|---|---|---|---|---|"]
+    """A row for each kind and staleness. All right: each prompt once, no token too old, each step once, nothing left behind."""
+    titles = "lost | staleness | moments: steps + seconds | exit codes | seconds to the next step | median | all right"
+    rows = [f"| {titles} |", "|---|---|---|---|---|---|---|"]
     for kind in KINDS:
         for staleness in STALENESS:
             own = [line for line in lines if (line["kind"], line["staleness"]) == (kind, staleness)]
             if not own:
                 continue
-            moments = ", ".join(f"{line['step']} + {line['offset']} s" for line in own)
-            codes = "; ".join(sorted({", ".join(map(str, [*line["first_codes"], *line["codes"]])) for line in own}))
-            seconds = ", ".join(f"{line['lost_seconds']:g}" for line in own)
+            moments = ", ".join(f"{line['step']} + {line['offset']}" for line in own)
+            codes = "; ".join(sorted({_codes(line) for line in own}))
+            seconds = [line["lost_seconds"] for line in own]
+            told = f"{min(seconds):.1f} to {max(seconds):.1f} | {statistics.median(seconds):.1f}"
             right = f"{sum(not line['problems'] for line in own)} of {len(own)}"
-            rows.append(f"| {kind} | {staleness} | {moments} | {codes} | {seconds} | {right} |")
+            rows.append(f"| {kind} | {staleness} | {moments} | {codes} | {told} | {right} |")
     return "\n".join(rows)
+
+
+def _codes(line: dict[str, Any]) -> str:
+    first = f"{', '.join(map(str, line['first_codes']))}, then " if line["first_codes"] else ""
+    return first + ", ".join(map(str, line["codes"]))
 
 
 def main(arguments: Sequence[str]) -> int:
