@@ -33,6 +33,7 @@ STEPS_AFTER = 6  # the last loss
 SLOW_STEPS = 2  # 40 s each
 SLOW_RATE = "4mbit"  # 1 % of 400 Mbit/s
 CUT_SECONDS = 5.0
+LEFT_SECONDS = 30.0  # for what outlives a launcher, such as who removes its folder
 LIMIT_SECONDS = 300.0  # for a loss to be over, or the run
 
 
@@ -91,6 +92,7 @@ class LostRun:
         self.codes: list[int] = []  # of the launchers that ended last
         self.problems: list[str] = []
         self.running: list[subprocess.Popen[str]] = []
+        self._should_end: set[tuple[int, str]] = set()  # number of the node and process
         self._said: list[Path] = []
 
     @property
@@ -119,6 +121,7 @@ class LostRun:
             self._break(seen)
             self._wait_for_steps(before + 1)
             seen.lost_seconds = time.monotonic() - begin
+            self._expect_ended()
             if self.kind == "slow-link":
                 self._wait_for_steps(before + SLOW_STEPS)
                 _slow(self.pair[1], ends=True)
@@ -126,8 +129,8 @@ class LostRun:
         if set(self.codes) != {0}:
             self.problems.append(f"exit codes {self.codes}")
         self.problems += problems(self.folder, self.num_steps, self.staleness)
-        for node in self.pair:
-            self._expect_empty(node)
+        self._should_end = self._all_processes()
+        self._expect_ended()
 
     def _break(self, seen: Seen) -> None:
         kind, (first, second) = self.kind, self.pair
@@ -160,10 +163,18 @@ class LostRun:
         seen.first_codes = [self._end(self.running[number])]
         if seen.first_codes != [1]:
             self.problems.append(f"exit code {seen.first_codes[0]} of the launcher that lost the head")
-        self._expect_empty(self.pair[number])
+        self._should_end = {(number, process) for process in self.pair[number].processes()}
 
-    def _expect_empty(self, node: Node) -> None:
-        self.problems += [f"left behind on node {node.number}: {each}" for each in _left(node)]
+    def _expect_ended(self) -> None:
+        """What was there when a launcher had ended, by now or within seconds."""
+        deadline = time.monotonic() + LEFT_SECONDS
+        while (left := self._should_end & self._all_processes()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        self.problems += [f"left behind on node {number + 1}: {process}" for number, process in sorted(left)]
+        self._should_end = set()
+
+    def _all_processes(self) -> set[tuple[int, str]]:
+        return {(number, process) for number, node in enumerate(self.pair) for process in node.processes()}
 
     def _start(self, number: int) -> subprocess.Popen[str]:
         ranks = ["--nproc", "0"] if self.kind == "replica-node" and number == 1 else []
@@ -227,10 +238,3 @@ def _slow(node: Node, *, ends: bool = False) -> None:
         place = ["-n", node.name] if side[0] == "-n" else []
         command = ["tc", *place, "qdisc", "del" if ends else "replace", "dev", side[-1], "root", *([] if ends else limit)]
         subprocess.run(command, check=not ends, capture_output=True)
-
-
-def _left(node: Node) -> list[str]:
-    deadline = time.monotonic() + 30
-    while node.processes() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return node.processes()
