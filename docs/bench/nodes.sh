@@ -54,5 +54,8 @@ for i in $(seq $senders); do
     "$python" -m megasync.bench.nodes.rank "$out" "$rounds" "$cases" "${receivers[@]}"
   ranks+=($!)
 done
+on 1 "$python" -m megasync.bench.nodes.probe answer "$subnet.1"
+on $((senders + 1)) "$python" -m megasync.bench.nodes.probe ask "$subnet.1" "$out.over"; probe=$!
 wait -n "${ranks[@]}"; for rank in "${ranks[@]}"; do wait "$rank" || exit 1; done
+touch "$out.over"; wait "$probe"; rm "$out.over"
 "$python" -m megasync.bench.nodes.report "$out" --rate "$rate"

@@ -95,8 +95,7 @@ class Head:
     def _begin_round(self, number: int) -> None:
         self.round = Round(number)
         self._begun = time.monotonic()
-        self._first_counts: dict[int, int] = {}
-        self._changes: dict[int, tuple[int, float]] = {}  # count and when it came
+        self._changes: dict[int, tuple[int, float, int]] = {}  # count, when it came, and how many looks found another one
         self._work = self._gather
 
     def has_acknowledged(self) -> bool:
@@ -148,17 +147,18 @@ class Head:
         self._announce(members, f"{told}: the run goes on with {len(members)} nodes, {hosts}, and {number} trainer ranks; {same}")
 
     def _present(self, fresh_seconds: float = FRESH_SECONDS) -> list[Arrival]:
-        """Those whose signs of life have come since this round began, and come still."""
-        counts, now = self._beats(), time.monotonic()
+        """Those whose signs of life have come since this round began, and come still.
+
+        After a loss more than once: the signs that a node had sent over a link that was cut come all together when it is
+        mended, also of a node that has ended since.
+        """
+        counts, now, least = self._beats(), time.monotonic(), 2 if self.round.number else 1
         for number, count in counts.items():
-            self._first_counts.setdefault(number, count)
-            if count != self._changes.get(number, (-1, 0.0))[0]:
-                self._changes[number] = count, now
-        here = [
-            self.arrivals[number]
-            for number, count in counts.items()
-            if count > self._first_counts[number] and now - self._changes[number][1] < fresh_seconds
-        ]
+            before, _, changes = self._changes.get(number, (-1, 0.0, -1))
+            if count != before:
+                self._changes[number] = count, now, changes + 1
+        looks = {number: self._changes[number] for number in counts}
+        here = [self.arrivals[each] for each, (_, at, changes) in looks.items() if changes >= least and now - at < fresh_seconds]
         return sorted(here, key=lambda arrival: (not arrival.is_head, arrival.number))
 
     def _refuse(self, present: Sequence[Arrival]) -> bool:

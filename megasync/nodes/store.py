@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
+import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -91,20 +92,22 @@ class NodeStore:
 
 
 class Beats:
-    """Signs of life of this node in the store, from a thread of its own; ends this process where the store is silent too long.
+    """Signs of life of this node in the store, from a thread of its own; where the store is silent too long, all that wait for it
+    in this process hear that it is gone.
 
     A store's client waits for ever where the machine that has it is gone without a word.
     """
 
     def __init__(self, store: NodeStore, key: str, limit_seconds: float) -> None:
         self._store, self._key, self._limit_seconds = store, key, limit_seconds
-        self._over = threading.Event()
+        self._over, self._closed = threading.Event(), threading.Event()
         self._asked = time.monotonic()
         for work in (self._beat, self._guard):
             threading.Thread(target=work, name=f"nodes-{work.__name__}", daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
+        self._closed.set()
 
     def _beat(self) -> None:
         try:
@@ -119,6 +122,17 @@ class Beats:
             if time.monotonic() - self._asked > self._limit_seconds:
                 told = f"no answer from the head node {self._store.host} for {self._limit_seconds:g} s; this node ends"
                 print(f"{told} (run.hung_rank_timeout_seconds)", file=sys.stderr, flush=True)
-                os.kill(os.getpid(), signal.SIGTERM)
-                if not self._over.wait(GRACE_SECONDS):
-                    os._exit(1)  # the main thread waits for the store; what it started ends with it
+                _break_off(self._store.port)
+                if not self._closed.wait(GRACE_SECONDS):
+                    os._exit(1)  # the main thread waits for something else; what it started ends with it
+
+
+def _break_off(port: int) -> None:
+    """Every connection of this process to a store at `port`: who waits for an answer gets an error. What is not sent is dropped,
+    which the head would take for signs of life once the link is there again.
+    """
+    for each in psutil.Process().net_connections("tcp"):
+        if each.raddr and each.raddr.port == port:
+            with suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as own:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                own.shutdown(socket.SHUT_RDWR)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,18 @@ COMMAND = Path(__file__).resolve().parents[2] / "launch" / "torchrun_nodes.sh"
 KINDS = ("replica-node", "trainer-node", "head-node", "cut-5s", "cut", "slow-link")
 STALENESS = (0, 4)
 FIRST_STEP, LAST_STEP = 4, 14  # after which a node is lost
-STEPS_AFTER = {"slow-link": 3}  # 40 s each; of the other kinds:
-USUAL_STEPS_AFTER = 6
+STEPS_AFTER = 6  # the last loss
+SLOW_STEPS = 2  # 40 s each
 SLOW_RATE = "4mbit"  # 1 % of 400 Mbit/s
 CUT_SECONDS = 5.0
-LIMIT_SECONDS = 600.0
+LEFT_SECONDS = 30.0  # for what outlives a launcher, such as who removes its folder
+LIMIT_SECONDS = 300.0  # for a loss to be over, or the run
 
 
 @dataclass(frozen=True)
 class LostCase:
-    """A node is lost `offset` seconds after `step` steps: the first, with the head, on `head-node`, else the second, which on
-    `replica-node` has no trainer rank.
+    """A node is lost `offset` seconds after `step` steps, in a run of several losses after so many more than at the loss before:
+    the first node, with the head, on `head-node`, else the second, which on `replica-node` has no trainer rank.
     """
 
     kind: str
@@ -50,10 +52,6 @@ class LostCase:
     @property
     def name(self) -> str:
         return f"{self.kind}-staleness{self.staleness}-{self.point}"
-
-    @property
-    def num_steps(self) -> int:
-        return self.step + 1 + STEPS_AFTER.get(self.kind, USUAL_STEPS_AFTER)
 
 
 def lost_cases(num_points: int, seed: int = 0) -> list[LostCase]:
@@ -70,64 +68,72 @@ def lost_cases(num_points: int, seed: int = 0) -> list[LostCase]:
 
 @dataclass
 class Seen:
-    """Exit codes of the launchers that ended last, and before of those that were lost or had to end; `lost_seconds`: from the
-    fault to the next step.
-    """
+    """Exit codes of the launchers that had to end because of the loss; `lost_seconds`: from the fault to the next step."""
 
-    codes: list[int] = field(default_factory=list)
     first_codes: list[int] = field(default_factory=list)
     lost_seconds: float = 0.0
-    said: str = ""
-    problems: list[str] = field(default_factory=list)
-
-
-def overrides(case: LostCase) -> list[str]:
-    rollout = [f"max_staleness={case.staleness}", "record=all", "replicas=2", "min_replicas=1", "answer_timeout_seconds=20"]
-    own = [f"rollout.{each}" for each in rollout]
-    return [
-        *own,
-        f"run.name={case.name}",
-        f"run.steps={case.num_steps}",
-        "checkpoint.every_steps=2",
-        "run.hung_rank_timeout_seconds=20",
-    ]
 
 
 class LostRun:
-    """A case's run on two nodes. A node that was lost comes back at once, one that was cut off once its launcher has ended."""
+    """A run on two nodes with one loss after another, all of one kind. A node that was lost comes back at once, one that was cut
+    off once its launcher has ended, and a slow link is mended after SLOW_STEPS.
+    """
 
-    def __init__(self, case: LostCase, pair: Sequence[Node], config: Path) -> None:
-        self.case, self.pair, self.config = case, pair, config
-        self.folder, self.seen = config.parent / "runs" / case.name, Seen()
+    def __init__(self, cases: Sequence[LostCase], pair: Sequence[Node], config: Path) -> None:
+        """A node that has replicas alone does not come back, so that there is one such loss a run."""
+        self.kind, self.staleness = cases[0].kind, cases[0].staleness
+        assert {(case.kind, case.staleness) for case in cases} == {(self.kind, self.staleness)}
+        assert self.kind != "replica-node" or len(cases) == 1
+        self.cases, self.pair, self.config = list(cases), pair, config
+        self.moments = list(accumulate(case.step for case in cases))
+        self.num_steps = self.moments[-1] + 1 + STEPS_AFTER
+        self.folder = config.parent / "runs" / cases[0].name
+        self.seen = [Seen() for _ in cases]
+        self.codes: list[int] = []  # of the launchers that ended last
+        self.problems: list[str] = []
         self.running: list[subprocess.Popen[str]] = []
-        self.texts: list[str] = []
+        self._should_end: set[tuple[int, str]] = set()  # number of the node and process
+        self._said: list[Path] = []
 
-    def run(self) -> Seen:
-        seen = self.seen
+    @property
+    def said(self) -> str:
+        """What all launchers have said so far."""
+        return "\n".join(f"--- {path.stem}\n{path.read_text(errors='replace')}" for path in self._said)
+
+    def run(self) -> None:
+        """To its end; `problems` has what was wrong, an exception too."""
         try:
-            self.running = [self._start(number) for number in (0, 1)]
-            self._wait_for_steps(self.case.step)
-            time.sleep(self.case.offset)
-            before, begin = num_lines(self.folder), time.monotonic()
-            self._break()
-            self._wait_for_steps(before + 1)
-            seen.lost_seconds = time.monotonic() - begin
-            left = self.running[:1] if self.case.kind == "replica-node" else self.running
-            seen.codes = [self._end(process) for process in left]
+            self._run()
+        except Exception as error:  # noqa: BLE001 # a line of the table, as any other end
+            self.problems.append(f"{type(error).__name__}: {str(error)[-3000:]}")
         finally:
             for process in self.running:
                 process.kill()
             _slow(self.pair[1], ends=True)
             self.pair[1].mend()
-        seen.said = "\n".join(self.texts)
-        (self.config.parent / f"{self.case.name}.txt").write_text(seen.said)
-        seen.problems = [] if set(seen.codes) == {0} else [f"exit codes {seen.codes}"]
-        seen.problems += problems(self.folder, self.case)
-        seen.problems += [f"left behind: {each}" for node in self.pair for each in _left(node)]
-        return seen
 
-    def _break(self) -> None:
-        kind, (first, second) = self.case.kind, self.pair
+    def _run(self) -> None:
+        self.running = [self._start(number) for number in (0, 1)]
+        for case, moment, seen in zip(self.cases, self.moments, self.seen, strict=True):
+            self._wait_for_steps(moment)
+            time.sleep(case.offset)
+            before, begin = num_lines(self.folder), time.monotonic()
+            self._break(seen)
+            self._wait_for_steps(before + 1)
+            seen.lost_seconds = time.monotonic() - begin
+            self._expect_ended()
+            if self.kind == "slow-link":
+                self._wait_for_steps(before + SLOW_STEPS)
+                _slow(self.pair[1], ends=True)
+        self.codes = [self._end(process) for process in (self.running[:1] if self.kind == "replica-node" else self.running)]
+        if set(self.codes) != {0}:
+            self.problems.append(f"exit codes {self.codes}")
+        self.problems += problems(self.folder, self.num_steps, self.staleness)
+        self._should_end = self._all_processes()
+        self._expect_ended()
+
+    def _break(self, seen: Seen) -> None:
+        kind, (first, second) = self.kind, self.pair
         if kind == "slow-link":
             _slow(second)
         elif kind == "cut-5s":
@@ -136,13 +142,13 @@ class LostRun:
             second.mend()
         elif kind == "cut":
             second.cut()
-            self.seen.first_codes = [self._end(self.running[1])]
+            self._end_by_itself(1, seen)
             second.mend()
             self.running[1] = self._start(1)
         elif kind == "head-node":
             first.kill()
             self._end(self.running[0])
-            self.seen.first_codes = [self._end(self.running[1])]
+            self._end_by_itself(1, seen)
             first.revive()
             self.running = [self._start(number) for number in (0, 1)]
         else:
@@ -152,31 +158,57 @@ class LostRun:
             if kind == "trainer-node":
                 self.running[1] = self._start(1)
 
+    def _end_by_itself(self, number: int, seen: Seen) -> None:
+        """A launcher that has lost the head: exit code 1, and nothing left on its node."""
+        seen.first_codes = [self._end(self.running[number])]
+        if seen.first_codes != [1]:
+            self.problems.append(f"exit code {seen.first_codes[0]} of the launcher that lost the head")
+        self._should_end = {(number, process) for process in self.pair[number].processes()}
+
+    def _expect_ended(self) -> None:
+        """What was there when a launcher had ended, by now or within seconds."""
+        deadline = time.monotonic() + LEFT_SECONDS
+        while (left := self._should_end & self._all_processes()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        self.problems += [f"left behind on node {number + 1}: {process}" for number, process in sorted(left)]
+        self._should_end = set()
+
+    def _all_processes(self) -> set[tuple[int, str]]:
+        return {(number, process) for number, node in enumerate(self.pair) for process in node.processes()}
+
     def _start(self, number: int) -> subprocess.Popen[str]:
-        ranks = ["--nproc", "0"] if self.case.kind == "replica-node" and number == 1 else []
-        arguments = ["--nodes", "2", "--head", self.pair[0].address, "--max-restarts", "3", *ranks]
-        command = [str(COMMAND), str(self.config), *overrides(self.case), *arguments]
+        ranks = ["--nproc", "0"] if self.kind == "replica-node" and number == 1 else []
+        restarts = ["--max-restarts", str(len(self.cases) + 2)]
+        arguments = ["--nodes", "2", "--head", self.pair[0].address, *restarts, *ranks]
+        command = [str(COMMAND), str(self.config), *self._overrides(), *arguments]
         own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
-        return self.pair[number].start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._said.append(self.config.parent / f"said-{len(self._said)}-node{number + 1}.txt")
+        with self._said[-1].open("w") as output:
+            return self.pair[number].start(command, own, stdout=output, stderr=subprocess.STDOUT)
+
+    def _overrides(self) -> list[str]:
+        rollout = [f"max_staleness={self.staleness}", "record=all", "replicas=2", "min_replicas=1", "answer_timeout_seconds=20"]
+        own = [f"rollout.{each}" for each in rollout]
+        run = [f"run.name={self.folder.name}", f"run.steps={self.num_steps}", "run.hung_rank_timeout_seconds=10"]
+        return [*own, *run, "checkpoint.every_steps=2"]
 
     def _end(self, process: subprocess.Popen[str]) -> int:
         """Wait for it; its exit code."""
-        self.texts.append(process.communicate(timeout=LIMIT_SECONDS)[0])
-        return process.returncode
+        return process.wait(timeout=LIMIT_SECONDS)
 
     def _wait_for_steps(self, steps: int) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
-        while num_lines(self.folder) < min(steps, self.case.num_steps):
-            for process in self.running[:1]:
-                assert process.poll() is None, "\n".join([*self.texts, process.communicate()[0]])
+        while num_lines(self.folder) < min(steps, self.num_steps):
+            code = self.running[0].poll()
+            assert code is None, f"the head's launcher ended with exit code {code} before step {steps}"
             assert time.monotonic() < deadline, f"no step {steps} after {LIMIT_SECONDS:g} s"
             time.sleep(0.05)
 
 
-def problems(folder: Path, case: LostCase, batch_size: int = 8) -> list[str]:
+def problems(folder: Path, num_steps: int, max_staleness: int, batch_size: int = 8) -> list[str]:
     """Of a run that has ended: prompts that were lost or trained twice, tokens that are too old, steps that are missing."""
     found = []
-    paths, num_steps = paths_of(folder), case.num_steps
+    paths = paths_of(folder)
     if list(paths) != list(range(1, num_steps + 1)) or num_lines(folder) != num_steps:
         found.append(f"steps with a record: {list(paths)}, in metrics.jsonl: {num_lines(folder)}")
     trained: Counter[int] = Counter()
@@ -184,7 +216,7 @@ def problems(folder: Path, case: LostCase, batch_size: int = 8) -> list[str]:
         record = load_record(path)
         trained.update(group.key for group in record.groups)
         versions: Any = np.concatenate([done.weight_versions for group in record.groups for done in group.members.values()])
-        if len(record.groups) != batch_size or not step - 1 - case.staleness <= versions.min() <= versions.max() <= step - 1:
+        if len(record.groups) != batch_size or not step - 1 - max_staleness <= versions.min() <= versions.max() <= step - 1:
             found.append(f"step {step}: {len(record.groups)} prompts of versions {versions.min()} to {versions.max()}")
     found += [f"prompt {key} was trained {count} times" for key, count in trained.items() if count > 1]
     checkpoint = newest_checkpoint(folder)
@@ -206,10 +238,3 @@ def _slow(node: Node, *, ends: bool = False) -> None:
         place = ["-n", node.name] if side[0] == "-n" else []
         command = ["tc", *place, "qdisc", "del" if ends else "replace", "dev", side[-1], "root", *([] if ends else limit)]
         subprocess.run(command, check=not ends, capture_output=True)
-
-
-def _left(node: Node) -> list[str]:
-    deadline = time.monotonic() + 30
-    while node.processes() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return node.processes()

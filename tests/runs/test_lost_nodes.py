@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.nodes import KINDS, STALENESS, LostCase, LostRun, lost_cases
+from tests.faults.lost_table import in_runs
+from tests.faults.nodes import FIRST_STEP, KINDS, STALENESS, LostCase, LostRun, lost_cases
 from tests.runs.train_cases import write_config
 from tests.support.nodes import nodes, why_not
 
@@ -35,7 +36,10 @@ def short_folder() -> Iterator[Path]:
 
 def test_the_cases_are_all_kinds_at_moments_in_the_midst() -> None:
     assert {(case.kind, case.staleness) for case in CASES} == {(kind, staleness) for kind in KINDS for staleness in STALENESS}
-    assert len({case.name for case in CASES}) == len(CASES) and all(0 < case.step < case.num_steps - 3 for case in CASES)
+    assert len({case.name for case in CASES}) == len(CASES) and all(case.step >= FIRST_STEP for case in CASES)
+    runs = in_runs(CASES, together=2)
+    assert [case.name for run in runs for case in run if len(run) == 1] == [c.name for c in CASES if c.kind == "replica-node"]
+    assert sorted(case.name for run in runs for case in run) == sorted(case.name for case in CASES)
 
 
 @pytest.mark.skipif(not NAMES or bool(why_not()), reason="MEGASYNC_LOST_NODES names no case, or there can be no nodes")
@@ -43,6 +47,7 @@ def test_the_cases_are_all_kinds_at_moments_in_the_midst() -> None:
 def test_a_run_of_rollouts_survives(case: LostCase, tmp_path: Path, short_folder: Path) -> None:
     config = write_config(tmp_path, engine={"wrap": "ddp"})
     with nodes(2, short_folder) as pair:
-        seen = LostRun(case, pair, config).run()
-    print(f"{case.name}: after step {case.step}, exit codes {seen.codes}, {seen.lost_seconds:.1f} s to the next step")
-    assert seen.problems == [], seen.said
+        run = LostRun([case], pair, config)
+        run.run()
+    print(f"{case.name}: after step {case.step}, exit codes {run.codes}, {run.seen[0].lost_seconds:.1f} s to the next step")
+    assert run.problems == [], run.said

@@ -17,6 +17,14 @@ from megasync.rollouts.records import load_record, paths_of
 from tests.runs.train_cases import TORCHRUN, Run, endless_run, metrics, processes_with, write_config
 
 
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and words of the command."""
+    capsys.readouterr()
+    code = scale.main(list(arguments))
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
 def num_engines(run: Run) -> int:
     return sum("EngineCor" in process.name() for process in processes_with(run.marker))
 
@@ -37,10 +45,7 @@ def test_a_replica_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[
         folder = str(run.folder)
 
         def ask(*arguments: str) -> tuple[int, str]:
-            capsys.readouterr()
-            code = scale.main([folder, *arguments])
-            said = capsys.readouterr()
-            return code, said.out + said.err
+            return asked(capsys, folder, *arguments)
 
         run.wait_for(2)
         code, said = ask("--replicas", "2")
@@ -69,6 +74,25 @@ def test_a_replica_comes_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[
     check_run(run.folder, again.said.read_text(), is_resumed=True)
     steps, num_steps = [line["step"] for line in read_evaluations(run.folder)], len(metrics(run.folder))
     assert steps == sorted(set(steps)) and {0, *range(2, num_steps, 2)} <= set(steps)
+
+
+def test_a_replica_gets_the_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over the base model that it starts with; what each replica holds is read back and compared at every sync."""
+    rollout = {"max_staleness": 2, "record": "all", "reward": "tests.runs.train_cases:parity_reward"}
+    lora = {"rank": 4, "sync": "adapter"}
+    config = write_config(tmp_path, rollout=rollout, engine={"wrap": "ddp", "lora": lora}, sync={"verify": "readback"})
+    with endless_run(TORCHRUN, config, "--nproc", "1") as run:
+        run.wait_for(2)
+        code, said = asked(capsys, str(run.folder), "--replicas", "2")
+        assert code == 0 and "done: 2 replicas" in said, said
+        run.wait_for(len(metrics(run.folder)) + 3)
+        code, said = asked(capsys, str(run.folder), "--replicas", "1")
+        assert code == 0 and "done: 1 replicas" in said, said
+        run.wait_for(len(metrics(run.folder)) + 2)
+        (run.folder / STOP_FILE).touch()
+    assert run.process.returncode == STOPPED, run.said.read_text()
+    check_run(run.folder, run.said.read_text())
+    assert all(line["sync/verified"] == 1 for line in metrics(run.folder))
 
 
 def check_run(folder: Path, said: str, *, is_resumed: bool = False) -> None:

@@ -9,5 +9,7 @@ pool.py      all receivers, as a Publisher sees replicas
 rank.py      one trainer rank: the cases, round by round
 lanes.py     `bench lanes`: one trainer rank of real Megatron on GPUs of one host, with receivers on the same GPUs
 report.py    the tables
+probe.py     what a small message waits on a link that is in use
 simulate.py  the same plan of lanes with the figures of any links
+simulation.py how its buckets are followed
 """

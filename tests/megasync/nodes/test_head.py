@@ -145,6 +145,20 @@ def test_a_failure_is_followed_by_a_round_while_restarts_are_left(stage: Stage) 
     assert over == {"code": 1, "told": "a: rank 0 failed"}
 
 
+def test_signs_of_life_that_a_link_held_up_are_no_node(stage: Stage) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    end(stage, 0, 1, 1, "rank 1 ended with exit code 1")
+    stage.silent.add(2)
+    assert stage.tick(stage.get("outcome/0")) is not None
+    stage.tick(times=1)
+    stage.store.add("beat/2", 30)
+    assert stage.tick(lambda: stage._round(1)) is None
+    stage.arrive("b")
+    stage.run(1, 1, 3)
+
+
 def test_no_round_follows_on_a_config_that_is_refused(stage: Stage) -> None:
     for name in ("a", "b"):
         stage.arrive(name)

@@ -1,0 +1,51 @@
+"""Signs of life in a store whose process is stopped: who waits for an answer hears that nobody gives one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megasync.nodes.store import Beats, HeadGoneError, NodeStore
+
+LOOPBACK = "127.0.0.1"
+SERVER = f"""
+import time
+from megasync.nodes.store import NodeStore
+store = NodeStore.listen("{LOOPBACK}", 0)
+print(store.port, flush=True)
+time.sleep(300)
+"""
+
+
+@contextmanager
+def head() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has a store, and the store's port."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_who_waits_for_a_silent_head_hears_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with head() as (process, port):
+        store, own = NodeStore.connect(LOOPBACK, port), NodeStore.connect(LOOPBACK, port)
+        assert store is not None and own is not None
+        beats = Beats(own, "beat/1", limit_seconds=3.0)
+        store.set("key", 1)
+        assert store.get("key") == 1
+        os.kill(process.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(HeadGoneError, match="is gone, or cannot be reached any more"):
+            store.get("key")
+        beats.close()
+        assert time.monotonic() - begin < 10
+    assert "no answer from the head node 127.0.0.1 for 3 s; this node ends" in capfd.readouterr().err
