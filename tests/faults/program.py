@@ -21,7 +21,7 @@ from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from megasync import train
 from megasync.episodes.task import Played
-from megasync.run import weights
+from megasync.run import replica_start
 from tests.faults import orders
 from megasync.launch.processes import run_and_leave
 from megasync.rollouts import rollout
@@ -84,9 +84,9 @@ class FaultyPool(ReplicaPool):
     replica_class = FaultyReplica
 
     @classmethod
-    def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
+    def begin_start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
         arguments = {"worker_extension_cls": WORKER_EXTENSION, **config.engine_arguments}
-        return super().start(dataclasses.replace(config, engine_arguments=arguments), num_replicas)
+        return super().begin_start(dataclasses.replace(config, engine_arguments=arguments), num_replicas)
 
 
 class RecordedStream(RolloutStream):
@@ -120,5 +120,5 @@ def _recorded(done: Completion | Played) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    vars(weights)["ReplicaPool"], vars(rollout)["RolloutStream"] = FaultyPool, RecordedStream
+    vars(replica_start)["ReplicaPool"], vars(rollout)["RolloutStream"] = FaultyPool, RecordedStream
     run_and_leave(train.main)
