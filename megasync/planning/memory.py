@@ -82,9 +82,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     # the gathered layers and waiting gradients come while activations go (gathered_bytes)
     tensors = state["weights"] + state["gradients"] + reference + held + working + sum(gathered) + 2 * bucket_bytes
     copies = state["optimizer"] // 3 if engine.gradient_dtype == "bfloat16" and dtype == "bfloat16" else 0
-    if (
-        is_cpu
-    ):  # a norm in float64 of one gradient, or two temporaries of Adam in float32 (torch/optim/adam.py:_single_tensor_adam)
+    if is_cpu:  # a norm in float64, or two temporaries of Adam (torch/optim/adam.py:_single_tensor_adam)
         copies += 8 * _shared(counts.largest_trained, grid.shards)
     step = state["weights"] + state["gradients"] + state["optimizer"] + reference + copies + 2 * bucket_bytes
     is_away = engine.optimizer.offload

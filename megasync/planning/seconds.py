@@ -30,9 +30,7 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # What an adapter moves, in inputs and outputs of its linear. Inputs: read forward and for the gradient of A; their own gradient
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
-ADAM_BYTES = (
-    34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; and the norm's read
-)
+ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
 
 
 @dataclass(frozen=True)
