@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +27,17 @@ def compiles() -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile; where that would do nothing, without importing the compiler, which takes a second."""
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        return function
-    return torch.compile(function)
+    """torch.compile at the first call: the compiler's own import takes seconds, and a run without fused kernels needs none of it."""
+
+    @functools.cache
+    def made() -> Callable[..., Any]:
+        return function if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        return made()(*given, **named)
+
+    return call
 
 
 def synchronize() -> None:

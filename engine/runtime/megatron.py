@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 import warnings
+from unittest import mock
 
-from engine.runtime import fake_cuda
+import torch
+
+from engine.runtime import device, fake_cuda
 
 fake_cuda.install()
 # megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
@@ -17,6 +20,9 @@ warnings.filterwarnings("ignore", module=r"mbridge\..*")
 # megatron-fsdp 0.6.1 tells at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
 logging.getLogger("megatron").setLevel(logging.ERROR)
+# megatron-core 0.16.1 takes torch.compile for a decorator (jit.py:25), whose import takes seconds; this one waits for the first call
+with mock.patch.object(torch, "compile", device.compiled):
+    import megatron.core.jit
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
