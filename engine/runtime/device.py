@@ -27,7 +27,7 @@ def compiles() -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile at the first call: the compiler's own import takes seconds, and a run without fused kernels needs none of it."""
+    """torch.compile at the first call: importing the compiler takes seconds, and a run without fused kernels never calls it."""
 
     @functools.cache
     def made() -> Callable[..., Any]:

@@ -20,7 +20,7 @@ warnings.filterwarnings("ignore", module=r"mbridge\..*")
 # megatron-fsdp 0.6.1 tells at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
 logging.getLogger("megatron").setLevel(logging.ERROR)
-# megatron-core 0.16.1 takes torch.compile for a decorator (jit.py:25), whose import takes seconds; this one waits for the first call
+# megatron-core 0.16.1 decorates with torch.compile (jit.py:25), which imports for seconds; this one waits for the first call
 with mock.patch.object(torch, "compile", device.compiled):
     import megatron.core.jit
 

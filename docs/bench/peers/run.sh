@@ -11,9 +11,14 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 trl_path=
 if [ -n "${WHEELS:-}" ]; then
-  trl_path=$out/site
+  trl_path=$out/site-packages
   for wheel in "$WHEELS"/trl-*.whl; do "$python" -m zipfile -e "$wheel" "$trl_path"; done
   "$python" -c 'import accelerate' 2>/dev/null || for wheel in "$WHEELS"/accelerate-*.whl; do "$python" -m zipfile -e "$wheel" "$trl_path"; done
+fi
+# dill 0.4.1 takes packages outside of a folder of this name for the user's own and pickles them by value, on which datasets 5.2 fails
+if ! "$python" -c 'import pyarrow; from dill._dill import _is_builtin_module as is_known; raise SystemExit(not is_known(pyarrow))'; then
+  echo "the packages lie in a folder that TRL's data sets cannot be pickled from; move them to one named site-packages" >&2
+  exit 2
 fi
 # Both sides: no staleness, one optimizer step a batch, vLLM on the trainer's GPU, its graphs captured for decoding and nothing compiled.
 task=(
