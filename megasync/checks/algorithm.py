@@ -8,7 +8,7 @@ from __future__ import annotations
 from engine.config import BIASED_ROUTERS, AlgorithmConfig
 from megasync.config.errors import refuse_if
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
 
 ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 

@@ -13,8 +13,7 @@ from typing import Any
 from engine.attention.windows import window
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
-from megasync.launch.devices import visible_devices
+from megasync.hf.model_shape import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")  # those of exact/rotary.py
@@ -61,12 +60,11 @@ def value_of(config: Config, key: str) -> Any:
     return attrgetter(key)(config)
 
 
-def check_exact(config: Config, shape: ModelShape, *, on_gpus: bool | None = None) -> None:
-    """ConfigError for the first thing of a config that has no exact functions. `on_gpus`: None where this machine tells."""
+def check_exact(config: Config, shape: ModelShape, *, on_gpus: bool) -> None:
+    """ConfigError for the first thing of a config that has no exact functions."""
     if not config.model.exact:
         return
     begin = "model.exact = true"
-    on_gpus = bool(visible_devices()) if on_gpus is None else on_gpus
     for key, value in (*WANTED, *(GPUS if on_gpus else CPUS)):
         given, told = value_of(config, key), str(value)
         remedy = f"write {key}={told}, or model.exact=false"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engine.config import LATENT_TARGETS, LORA_TARGETS
 from megasync.config.errors import refuse_if
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
 
 SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vllm/v1/attention/backends/mla: of each GPU, and of CPUs
 OF_QUERIES = "linear_q_"

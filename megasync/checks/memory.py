@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine import rules
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
 
 
 def check_recompute(config: Config, shape: ModelShape) -> None:

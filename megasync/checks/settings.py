@@ -15,7 +15,8 @@ from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
+from megasync.launch.devices import visible_devices
 
 
 def check_settings(config: Config, num_ranks: int) -> None:
@@ -36,11 +37,12 @@ def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: 
 
     `on_gpus`: None where this machine's devices tell.
     """
+    on_gpus = bool(visible_devices()) if on_gpus is None else on_gpus
     check_engine(config, shape)
     check_exact(config, shape, on_gpus=on_gpus)
     check_routing(config, shape)
     if config.algorithm.name == "grpo":
-        check_rollout(config, shape, num_ranks)
+        check_rollout(config, shape, num_ranks, on_gpus=on_gpus)
 
 
 def _check_overrides(config: Config) -> None:

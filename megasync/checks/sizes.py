@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from engine import rules
 from engine.config import DTYPE_BYTES
@@ -16,9 +17,10 @@ from megasync.checks.latent import check_latent, check_latent_rollout, low_ranks
 from megasync.checks.memory import check_context, check_recompute, refuse
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
 
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
+HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
@@ -32,9 +34,11 @@ def check_engine(config: Config, shape: ModelShape) -> None:
     check_context(config, shape)
 
 
-def check_rollout(config: Config, shape: ModelShape, world_size: int) -> None:
+def check_rollout(config: Config, shape: ModelShape, world_size: int, *, on_gpus: bool) -> None:
     """Heads divide over vLLM's workers, a sequence fits into every limit, the workers onto the ranks' devices."""
     check_latent_rollout(config, shape)
+    if not on_gpus and find_spec("vllm") is not None:  # a machine that only submits has none
+        _check_head_size(config, shape)
     _check_vllm_heads(config, shape)
     _check_lengths(config, shape)
     _check_placement(config, world_size)
@@ -118,6 +122,15 @@ def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:
     attention = "engine.lora.targets=[linear_proj]" if shape.kv_lora_rank else "engine.lora.targets=[linear_qkv,linear_proj]"
     if found := rules.experts_lora_problem(lora, adapted[0], config.model.dtype):
         refuse(config, found._replace(remedy=f"{found.remedy}, or {attention}"))
+
+
+def _check_head_size(config: Config, shape: ModelShape) -> None:
+    """On CPUs vLLM dies of other sizes at the first token."""
+    size = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    choices = ", ".join(str(served) for served in HEADS_ON_CPUS)
+    message = f"head_dim = {size} in {config.model.path}: vLLM has no attention of this size on CPUs"
+    remedy = "take another model, a machine with a GPU, or write algorithm.name=sft"
+    refuse_if(not shape.kv_lora_rank and size not in HEADS_ON_CPUS, message, choices=choices, remedy=remedy)
 
 
 def _check_vllm_heads(config: Config, shape: ModelShape) -> None:

@@ -19,6 +19,8 @@ from megasync.config.schema import Config
 from megasync.data.prompts import Prompts, load_data, read_files
 from megasync.diagnosis.finding import Finding, error, ok, some, warning
 from megasync.hf.folder import check_model_config, check_weights, model_shape, read_json_object
+from megasync.hf.model_shape import ModelShape
+from megasync.hf.tensors import check_tensors
 from megasync.rewards.resolve import resolve_rewards, weights
 
 LFS = b"version https://git-lfs"
@@ -55,7 +57,7 @@ def check_model(path: str) -> list[Finding]:
     except ValueError as problem:
         return [*refused("model", problem), *(_check_pointers(folder) if folder.is_dir() else [])]
     found = ok("model", f"{shape.model_type}, {shape.num_hidden_layers} layers, in {path}")
-    return found + (_check_pointers(folder) or _check_shards(folder))
+    return found + (_check_pointers(folder) or _check_shards(folder, shape))
 
 
 def _check_pointers(folder: Path) -> list[Finding]:
@@ -68,8 +70,8 @@ def _check_pointers(folder: Path) -> list[Finding]:
     return error("weights", seen, f"git -C {folder} lfs pull")
 
 
-def _check_shards(folder: Path) -> list[Finding]:
-    """Whole by their headers, and with the tensors that the index says of them."""
+def _check_shards(folder: Path, shape: ModelShape) -> list[Finding]:
+    """Whole by their headers, with the tensors that the index says of them, and those that config.json asks for."""
     if partial := [str(file.relative_to(folder)) for file in folder.rglob("*.incomplete")]:
         return error("weights", f"a download that was broken off: {some(partial, 2)}", DOWNLOAD)
     try:
@@ -80,6 +82,10 @@ def _check_shards(folder: Path) -> list[Finding]:
     if astray := [name for name, file in listed.items() if (name, file) not in where]:
         seen = f"{len(astray)} tensors are not where the index says: {some(astray, 2)}"
         return error("weights", seen, "the files are of several downloads: download all of them again")
+    try:
+        check_tensors(folder, shape, read_json_object(folder / "config.json"))
+    except ConfigError as problem:
+        return refused("weights", problem, DOWNLOAD)
     return ok("weights", f"{len(where)} tensors in {len({file for _, file in where})} files, whole")
 
 

@@ -8,7 +8,6 @@ Leaves out the weights themselves and the tokenizer. No torch in here.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +24,12 @@ from megasync.hf.features import (
     refused_rope,
     refused_router,
 )
+from megasync.hf.model_shape import ModelShape
+from megasync.hf.tensors import check_tensors
 from megasync.hf.windows import refused_gemma, refused_windows
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 UNSUPPORTED_REMEDY = "take a model without it"
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What parallel sizes must divide; the field names are those of config.json."""
-
-    model_type: str
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    intermediate_size: int
-    hidden_size: int
-    num_experts: int = 0  # 0, and so the next two: no mixture of experts
-    moe_intermediate_size: int = 0
-    num_experts_per_tok: int = 0
-    max_position_embeddings: int = 0  # 0: no limit is given
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
-    first_k_dense_replace: int = 0  # layers before those with experts
-    q_lora_rank: int = 0  # 0: queries have no low rank
-    kv_lora_rank: int = 0  # 0, and so the next three: no multi-latent attention
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-
-    @property
-    def split_sizes(self) -> tuple[str, ...]:
-        """Which of the sizes above tensor parallelism cuts in the layers' feed-forward parts."""
-        if not self.num_experts:
-            return ("intermediate_size",)
-        return ("moe_intermediate_size", *(("intermediate_size",) if self.first_k_dense_replace else ()))
-
-    def cached_numbers(self, num_workers: int) -> int:
-        """That a worker of vLLM keeps of a token in a layer."""
-        if self.kv_lora_rank:
-            return self.kv_lora_rank + self.qk_rope_head_dim
-        size = self.head_dim or self.hidden_size // self.num_attention_heads
-        return 2 * max(1, self.num_key_value_heads // num_workers) * size
-
 
 OPTIONAL_SIZES = (
     *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
@@ -82,6 +43,7 @@ def check_model_folder(folder: str | Path) -> ModelShape:
     """ConfigError names the folder or file, what is wrong and the remedy."""
     shape = check_model_config(Path(folder))
     check_weights(Path(folder))
+    check_tensors(Path(folder), shape, _read_model_config(Path(folder) / "config.json"))
     return shape
 
 

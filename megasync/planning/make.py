@@ -16,7 +16,8 @@ from typing import Any
 from engine.config import DTYPE_BYTES, EngineConfig
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape, model_shape
+from megasync.hf.folder import model_shape
+from megasync.hf.model_shape import ModelShape
 from megasync.planning import cpu, version_log
 from megasync.planning import seconds as times
 from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds

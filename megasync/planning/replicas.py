@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.config import DTYPE_BYTES
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
 from megasync.planning.hardware import GIB, Hardware, num_bytes
 
 BATCHED_TOKENS = 8192  # vllm/engine/arg_utils.py: max_num_batched_tokens of a GPU of 70 GiB or more

@@ -17,7 +17,7 @@ from engine.batch import costs
 from engine.config import DTYPE_BYTES
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
-from megasync.hf.folder import ModelShape
+from megasync.hf.model_shape import ModelShape
 from megasync.planning import cpu
 from megasync.planning.hardware import Hardware, seconds, share
 from megasync.planning.lengths import decode_steps

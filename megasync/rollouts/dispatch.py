@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 COLLECT_SECONDS = 1.0  # a replica with no news answers after so long
 ANSWER_KEY = "rollout.answer_timeout_seconds"
+MOST_LOSSES = 5  # replicas that one group may see the end of
 
 
 @dataclass
@@ -31,6 +32,10 @@ class _Lane:
 
     load: Load = field(default_factory=Load)
     is_open: bool = True
+
+
+class RepeatedLossError(RuntimeError):
+    """One replica after another was lost with the same group in it."""
 
 
 class Dispatcher:
@@ -205,6 +210,11 @@ class Dispatcher:
             return
         del self._lanes[replica]
         lost = [group for group in self._handed_out.values() if group.replica == replica]
+        for group in lost:
+            group.num_lost += 1
+        if any(group.num_lost >= MOST_LOSSES and group.is_wanted for group in lost):
+            told = f"{MOST_LOSSES} replicas were lost with the same prompts in them, so that the next one would be, too"
+            self.on_error(RepeatedLossError(f"{told}; the last, replica {replica}: {reason}"))
         then = "it is started anew" if replica in self.pool.wanted else "it was to leave anyway"
         self.note(f"replica {replica}: {reason}; {len(lost)} groups go to others, and {then}")
         self.pool.replace(replica)

@@ -47,6 +47,7 @@ class Group:
     replica: int | None = None
     expected_tokens: float = 0.0  # of one sample
     num_held: int = 0  # tokens of its prompt that its replica has computed
+    num_lost: int = 0  # replicas that were lost with it
     task: Task | None = None  # what its members play, where they are episodes
     place: int = 0  # what has a lower one is handed out before
     begun_seconds: float = 0.0

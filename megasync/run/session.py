@@ -40,7 +40,7 @@ from megasync.run.clock import StepClock
 from megasync.run.distribute import TokenScatter
 from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
-from megasync.run.rank_zero import TooFewReplicasError, on_rank_zero
+from megasync.run.rank_zero import RankZeroError, TooFewReplicasError, on_rank_zero
 from megasync.run.replica_start import ReplicaStart
 from megasync.run.sameness import compare
 from megasync.run.scale_request import forget_request
@@ -238,9 +238,17 @@ class Session:
         return batch
 
     def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
-        """What `work` on rank 0 gives; where that is None too few replicas are left, and it goes on with those that come back."""
-        while (result := on_rank_zero(work, for_others)) is None:
-            self.publish(version)
+        """What `work` on rank 0 gives; where that is None too few replicas are left, and it goes on with those that come back.
+
+        Raises:
+            RankZeroError: on every rank; the weights of `version` are written as a checkpoint.
+        """
+        try:
+            while (result := on_rank_zero(work, for_others)) is None:
+                self.publish(version)
+        except RankZeroError:
+            self._checkpoint_before_stop(version)
+            raise
         return result
 
     # ------------------------------------------------------------------------------------------------ checkpoints

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
@@ -18,12 +20,13 @@ from megasync.config.keys import all_keys, bounds, choices
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
-from megasync.hf.folder import check_model_folder
+from megasync.hf.folder import check_model_folder, model_shape
+from megasync.hf.tensors import expected_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
     "model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 128,
+    "vocab_size": 128, "head_dim": 32,
     "intermediate_size": 256, "hidden_size": 64, "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }  # fmt: skip
@@ -59,9 +62,20 @@ def refused(path: Path, *overrides: str, root: type[Config] = Config) -> str:
 
 def write_model(folder: Path, **changes: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    try:
+        save_file(weights_of(MODEL | changes, folder), folder / "model.safetensors")
+    except (ConfigError, TypeError):  # no model is like this
+        save_file(weights_of(MODEL, folder), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(MODEL | changes))
-    save_file({"w": np.arange(64, dtype=np.float32), "v": np.ones((3, 5), np.float16)}, folder / "model.safetensors")
     return folder
+
+
+def weights_of(fields: dict[str, Any], folder: Path) -> dict[str, npt.NDArray[np.float16]]:
+    """Zeros, of the tensors that a model with this config.json has; written to the folder's."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    sizes = expected_tensors(model_shape(folder), fields)
+    return {name: np.zeros(size, np.float16) for name, size in sizes.items()}
 
 
 def write_runnable(folder: Path) -> Path:

@@ -25,6 +25,7 @@ from bridge.config import ReplicaConfig
 from bridge.vllm.exact import register
 from bridge.vllm.serving import api, arguments as vllm_arguments, patches
 from bridge.vllm.serving.requests import to_completion
+from megasync.checks.sizes import HEADS_ON_CPUS
 from megasync.config.keys import all_keys
 from megasync.config.schema import Config
 from tests.support.replicas import numbers
@@ -47,6 +48,12 @@ def test_the_receiver_is_a_whole_weight_transfer_engine() -> None:
     assert not inspect.isabstract(BucketReceiver)
     api.register()
     assert WeightTransferEngineFactory._registry[api.BACKEND]() is BucketReceiver
+
+
+def test_sizes_of_heads_on_cpus_are_those_that_the_check_knows() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == HEADS_ON_CPUS
 
 
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:

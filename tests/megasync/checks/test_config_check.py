@@ -188,7 +188,7 @@ def test_other_impossible_combinations(runnable: Path) -> None:
         (["engine.tokens_per_microbatch=1024"], "more than rollout.max_new_tokens = 1024"),
         (["rollout.max_model_len=3000"], "max_position_embeddings = 2048"),
         (["rollout.max_new_tokens=2048"], "rollout.max_new_tokens = 2048: leaves no room for a prompt"),
-        (["rollout.kv_cache_bytes=512KiB"], "at least 1048576"),
+        (["rollout.kv_cache_bytes=512KiB"], "at least 2097152"),
         (["engine.optimizer.min_learning_rate=1"], "above engine.optimizer.learning_rate = 1e-06"),
         (["engine.optimizer.warmup_steps=5", "engine.optimizer.decay_steps=5"], "engine.optimizer.decay_steps=6"),
         (["run.stop_at_accuracy=0.5"], "algorithm.name=sft, data.eval"),

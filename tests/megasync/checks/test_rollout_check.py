@@ -9,9 +9,11 @@ import pytest
 
 from bridge.vllm.serving import arguments as vllm_arguments
 from megasync.checks.check import check_config
+from megasync.checks.settings import check_layout
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError
-from tests.support.config_files import cannot_run, command, refused, write_runnable
+from megasync.hf.folder import model_shape
+from tests.support.config_files import cannot_run, command, refused, write_model, write_runnable
 
 
 @pytest.fixture
@@ -81,6 +83,16 @@ def test_arguments_of_vllm_where_there_is_no_vllm_to_ask(monkeypatch: pytest.Mon
         assert vllm_arguments.refusal("max_num_seqs", 64) == "rollout.max_num_seqs sets it"
     finally:
         vllm_arguments.fields.cache_clear()
+
+
+def test_heads_that_vllm_has_no_attention_for_on_cpus(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first token its engine core would die, and each that is started in its place."""
+    folder = write_model(Path(load_config(runnable, []).model.path), head_dim=16)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    message = cannot_run(runnable)
+    assert "head_dim = 16 in" in message and "choices: 32, 64, 80" in message and "algorithm.name=sft" in message
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    check_layout(load_config(runnable, []), model_shape(folder), 2)
 
 
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:

@@ -9,8 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from megasync.assets import build_tokenizer
 from megasync.config.load import load_config
@@ -65,10 +64,12 @@ def config(folder: Path, *overrides: str) -> Config:
 def sharded(folder: Path) -> Path:
     """A model of two files with an index."""
     write_model(folder)
+    tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    for number, name in enumerate("ab"):
-        save_file({name: np.ones(64, np.float32)}, folder / f"model-{number}.safetensors")
-    index = {"metadata": {}, "weight_map": {"a": "model-0.safetensors", "b": "model-1.safetensors"}}
+    file_of = {name: f"model-{int('embed' in name)}.safetensors" for name in tensors}
+    for file in set(file_of.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if file_of[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     build_tokenizer().save_pretrained(folder)
     return folder

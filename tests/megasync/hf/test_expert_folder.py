@@ -98,7 +98,7 @@ def test_multi_latent_attention(tmp_path: Path) -> None:
     assert shape.cached_numbers(2) == 512 + 64
     shape = check_model_folder(write_model(tmp_path, **DEEPSEEK, rope_interleave=True, moe_layer_freq=1))
     assert shape.q_lora_rank == 1536
-    assert check_model_folder(write_model(tmp_path)).cached_numbers(2) == 2 * 1 * 16
+    assert check_model_folder(write_model(tmp_path)).cached_numbers(2) == 2 * 1 * 32
     without_numbers = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     check_model_folder(write_model(tmp_path, **DEEPSEEK | {"rope_parameters": without_numbers}))
 

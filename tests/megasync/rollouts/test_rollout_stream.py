@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from bridge.generation import Collected, GenerationRequest
+from bridge.generation import Collected, GenerationRequest, GroupRequest
 from megasync.rewards.pool import Scored
+from megasync.rollouts.dispatch import RepeatedLossError
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.stream import RolloutStream
 from tests.megasync.rollouts.stream_model import ModelPool
@@ -91,3 +92,37 @@ def test_a_step_for_which_nothing_runs_is_told_with_its_numbers() -> None:
             stream.take(0)
     finally:
         stream.close()
+
+
+def test_a_group_with_which_every_replica_dies_ends_the_run() -> None:
+    """The replica is started anew each time, until the same group has seen the end of five."""
+    deaths = list[float]()
+
+    async def score(group: Group, samples: list[int]) -> list[Scored]:
+        return [Scored(1.0, {}) for _ in samples]
+
+    def length(group: GroupRequest, sample: int) -> int:
+        if group.key == 1:
+            deaths.append(pool.loop.time())
+            pool.loop.call_later(0.5, pool.kill, 0)
+        return 3
+
+    pool = ModelPool(1, length)
+    settings, request = replace(SETTINGS, batch_size=2, slots=None), GenerationRequest((1,), num_samples=1)
+    stream = RolloutStream(cast(Any, pool), settings, lambda key: Group(key, request), score, print, pool.loop)
+
+    async def train() -> None:
+        pool.sync(0)
+        await stream._serve(0)
+        await stream._admit(0)
+        while await stream._take(0) is None:
+            await asyncio.sleep(1)
+            pool.sync(0)
+            await stream._serve(0)
+
+    try:
+        with pytest.raises(RepeatedLossError, match=r"^5 replicas were lost with the same prompts in them"):
+            stream.run(train())
+    finally:
+        stream.close()
+    assert len(deaths) == 5

@@ -1,0 +1,139 @@
+"""The tensors of a model by its config.json, with names and shapes as transformers 5.19 saves them, against those of a folder.
+
+Leaves out what config.json may say (folder.py, features.py) and whether the files are whole. No torch in here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.layout.manifest import read_folder_manifest
+from engine.config import BIASED_ROUTERS, GEMMA
+from megasync.config.errors import ConfigError
+from megasync.hf.model_shape import ModelShape
+
+Shapes = dict[str, tuple[int, ...]]
+TIED_HEAD, FREQUENCIES = "lm_head.weight", "rotary_emb.inv_freq"
+WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA)
+OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
+NUM_NAMED = 6
+
+
+def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) -> None:
+    """The folder holds what its config.json asks for, in these shapes, and nothing that the model would leave out.
+
+    A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
+    predict further tokens.
+    """
+    expected = expected_tensors(shape, fields)
+    held = _held(folder)
+    is_tied = fields.get("tie_word_embeddings", shape.model_type == GEMMA)
+    if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
+        message = f"{folder}: the weights lack {len(missing)} of the tensors that config.json asks for"
+        raise ConfigError(message, missing=_some(missing), remedy=OTHER_CONFIG)
+    for name, size in expected.items():
+        if held.get(name, size) != size:
+            message = f"{folder}: {name} has the shape {list(held[name])}, and by config.json {list(size)}"
+            raise ConfigError(message, remedy=OTHER_CONFIG)
+    own = (name for name in held if not name.endswith(FREQUENCIES) and not _is_after(name, shape.num_hidden_layers, fields))
+    if unknown := [name for name in own if name not in expected]:
+        message = f"{folder}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
+        raise ConfigError(message, tensors=_some(unknown), remedy=OTHER_CONFIG)
+
+
+def _held(folder: Path) -> Shapes:
+    """Of the files that the index names, or of model.safetensors: other files beside them are not read by anyone."""
+    try:
+        return {spec.name: spec.shape for spec in read_folder_manifest(folder).tensors}
+    except ValueError as problem:
+        remedy = f"name the file model.safetensors, or write an index: {folder / 'model.safetensors.index.json'}"
+        raise ConfigError(str(problem), remedy=remedy) from problem
+
+
+def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
+    """Name and shape of each, the output layer's too where it is the embeddings'. Pure.
+
+    `fields`: of config.json; of those that say which tensors there are.
+    """
+    hidden, layers = shape.hidden_size, range(shape.num_hidden_layers)
+    found: Shapes = {"model.embed_tokens.weight": (shape.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    found[TIED_HEAD] = (shape.vocab_size, hidden)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if shape.model_type == GEMMA else []
+    attention = _latent_attention(shape) if shape.kv_lora_rank else _attention(shape, fields)
+    dense, experts = _feed_forward("mlp.", shape.intermediate_size, hidden), _experts(shape, fields)
+    for layer in layers:
+        has_experts = shape.num_experts and layer >= shape.first_k_dense_replace
+        of_layer = {f"{name}.weight": (hidden,) for name in norms} | attention | (experts if has_experts else dense)
+        found |= {f"model.layers.{layer}.{name}": size for name, size in of_layer.items()}
+    return found
+
+
+def _attention(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
+    hidden, family = shape.hidden_size, shape.model_type
+    size = shape.head_dim or hidden // shape.num_attention_heads
+    rows = {"q": shape.num_attention_heads * size, "k": shape.num_key_value_heads * size, "v": shape.num_key_value_heads * size}
+    found: Shapes = {f"self_attn.{name}_proj.weight": (number, hidden) for name, number in rows.items()}
+    found["self_attn.o_proj.weight"] = (hidden, rows["q"])
+    if family in WITH_BIASES or (family == "glm4_moe" and fields.get("attention_bias")):
+        found |= {f"self_attn.{name}_proj.bias": (number,) for name, number in rows.items()}
+    if family in WITH_QK_NORMS or (family == "glm4_moe" and fields.get("use_qk_norm")):
+        found |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    return found
+
+
+def _latent_attention(shape: ModelShape) -> Shapes:
+    hidden, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.kv_lora_rank
+    of_queries = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+    found: Shapes = {
+        "kv_a_proj_with_mqa.weight": (rank + shape.qk_rope_head_dim, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank),
+        "o_proj.weight": (hidden, heads * shape.v_head_dim),
+    }
+    if low := shape.q_lora_rank:
+        found |= {"q_a_proj.weight": (low, hidden), "q_a_layernorm.weight": (low,), "q_b_proj.weight": (of_queries, low)}
+    else:
+        found["q_proj.weight"] = (of_queries, hidden)
+    return {f"self_attn.{name}": size for name, size in found.items()}
+
+
+def _feed_forward(prefix: str, size: int, hidden: int) -> Shapes:
+    into, out = (size, hidden), (hidden, size)
+    return {f"{prefix}gate_proj.weight": into, f"{prefix}up_proj.weight": into, f"{prefix}down_proj.weight": out}
+
+
+def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
+    """Of one layer; nothing where the model has none."""
+    hidden, size, family = shape.hidden_size, shape.moe_intermediate_size, shape.model_type
+    experts = range(shape.num_experts)
+    if family == "mixtral":
+        sizes = {"w1": (size, hidden), "w2": (hidden, size), "w3": (size, hidden)}
+        found: Shapes = {f"experts.{one}.{name}.weight": each for one in experts for name, each in sizes.items()}
+        return {f"block_sparse_moe.{name}": each for name, each in ({"gate.weight": (shape.num_experts, hidden)} | found).items()}
+    found = {"mlp.gate.weight": (shape.num_experts, hidden)}
+    for one in experts:
+        found |= _feed_forward(f"mlp.experts.{one}.", size, hidden)
+    if family == "qwen2_moe":
+        found |= _feed_forward("mlp.shared_expert.", shape.shared_expert_intermediate_size, hidden)
+        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+    if family in BIASED_ROUTERS:
+        found["mlp.gate.e_score_correction_bias"] = (shape.num_experts,)
+        if number := fields.get("n_shared_experts", 1):
+            found |= _feed_forward("mlp.shared_experts.", size * number, hidden)
+    return found
+
+
+def _is_after(name: str, num_layers: int, fields: Mapping[str, Any]) -> bool:
+    """Whether it is of a layer that predicts further tokens (multi-token prediction)."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    predicts = any(fields.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
+    return predicts and layer is not None and int(layer[1]) >= num_layers
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:NUM_NAMED]) + (f" and {len(listed) - NUM_NAMED} more" if len(listed) > NUM_NAMED else "")

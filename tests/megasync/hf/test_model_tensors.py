@@ -1,0 +1,91 @@
+"""Tensors that a folder has to hold, for every family, against what transformers saves; folders with others are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import FAMILIES
+from megasync.config.errors import ConfigError
+from megasync.hf.folder import check_model_folder, model_shape
+from megasync.hf.tensors import expected_tensors
+from tests.support.tiny_models import SERVED, write_tiny_model
+
+MORE = {  # other forms of a family
+    "glm4_moe": ({"attention_bias": False, "use_qk_norm": True, "n_shared_experts": 2}, {"first_k_dense_replace": 2}),
+    "deepseek_v3": ({"q_lora_rank": None, "n_shared_experts": 2},),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_are_those_that_transformers_saves(family: str, tmp_path: Path) -> None:
+    own = SERVED if family == "deepseek_v3" else {}
+    for number, more in enumerate(({}, *MORE.get(family, ()))):
+        folder = write_tiny_model(tmp_path / str(number), family, **own, **more)
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        saved = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+        assert expected_tensors(model_shape(folder), fields) == saved
+        check_model_folder(folder)
+
+
+def _changed(folder: Path, **changes: object) -> str:
+    """What is said of the folder with another config.json."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(fields | changes), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check_model_folder(folder)
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    return str(caught.value)
+
+
+def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama")
+    told = _changed(folder, num_hidden_layers=6)
+    assert "the weights lack 18 of the tensors" in told and "model.layers.4.input_layernorm.weight" in told and "remedy" in told
+    told = _changed(folder, num_hidden_layers=3)
+    assert "hold 9 tensors that llama with this config.json does not have" in told and "model.layers.3." in told
+    told = _changed(folder, intermediate_size=192)
+    assert "model.layers.0.mlp.gate_proj.weight has the shape [256, 128], and by config.json [192, 128]" in told
+    assert "lack 12" in _changed(folder, model_type="qwen2"), "biases"
+    check_model_folder(folder)
+
+
+def test_what_may_be_there_beside_the_model(tmp_path: Path) -> None:
+    """A head beside tied embeddings, frequencies of rotary embeddings, layers that predict further tokens; nothing else."""
+    folder = write_tiny_model(tmp_path, "llama", tied=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    check_model_folder(folder)
+    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    save_file(tensors, path, {"format": "pt"})
+    check_model_folder(folder)
+    save_file(tensors | {"model.layers.4.mlp.up_proj.weight": torch.ones(256, 128)}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"hold 1 tensors[\s\S]*tensors: model.layers.4.mlp.up_proj.weight"):
+        check_model_folder(folder)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"tensors: model.layers.0.self_attn.q_proj.bias"):
+        check_model_folder(folder)
+
+
+def test_files_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    """Such as the publisher's own format next to the shards."""
+    folder = write_tiny_model(tmp_path, "mistral")
+    save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, folder / "consolidated.safetensors")
+    check_model_folder(folder)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks .*model\.safetensors[\s\S]*remedy: name the file model.safetensors"):
+        check_model_folder(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.3.shared_head.norm.weight": torch.ones(128)}, path, {"format": "pt"})
+    check_model_folder(folder)
