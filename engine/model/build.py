@@ -172,7 +172,7 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
     """This rank's model chunks with the folder's weights, not yet wrapped. No path: random weights, drawn on the device.
 
     Raises:
-        ValueError: the folder lacks a tensor that the model needs.
+        ValueError: the folder lacks a tensor that the model needs, or has values that are not finite.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # mbridge prints its parameter count on each rank
         chunks: list[torch.nn.Module] = bridge.get_model(
@@ -194,17 +194,21 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
             bridge.load_weights(chunks, str(path))
     except KeyError as missing:
         raise ValueError(f"model.path: {path} holds no tensor {missing}, which its config.json asks for") from missing
-    if bridge.dtype is torch.float16:
-        _check_range(chunks, path)
+    check_finite(chunks, path)
     return chunks
 
 
-def _check_range(chunks: list[torch.nn.Module], path: str | Path) -> None:
+def check_finite(chunks: list[torch.nn.Module], path: str | Path) -> None:
+    """ValueError names the first parameter with NaN or infinity, and the folder that it is of."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                message = f"model.dtype = float16: {global_name(chunk, name)} of {path} has values that float16 cannot hold"
+            if bool(torch.isfinite(parameter).all()):
+                continue
+            name = global_name(chunk, name)
+            if parameter.dtype is torch.float16 and not bool(torch.isnan(parameter).any()):
+                message = f"model.dtype = float16: {name} of {path} has values that float16 cannot hold"
                 raise ValueError(f"{message} (its largest is 65504). Remedy: write model.dtype=bfloat16")
+            raise ValueError(f"model.path: {name} of {path} has values that are not finite. Remedy: download the model again")
 
 
 def gpt_model(chunk: torch.nn.Module) -> Any:

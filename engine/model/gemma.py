@@ -51,9 +51,8 @@ def scale_embeddings(model: Any, hf_config: Any) -> None:
     """Of a GPTModel; on stages without embeddings nothing. The factor is rounded to their dtype, as transformers rounds it."""
     if hf_config.model_type != GEMMA or not hasattr(model, "embedding"):
         return
-    dtype = model.embedding.word_embeddings.weight.dtype
-    factor = torch.tensor(math.sqrt(hf_config.hidden_size)).to(dtype).item()
-    model.embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
+    factor = math.sqrt(hf_config.hidden_size)
+    model.embedding.register_forward_hook(lambda _module, _inputs, output: output * output.new_full((), factor))
 
 
 def _of_kind(angles: torch.Tensor, core_attention: CoreAttention) -> torch.Tensor:

@@ -131,6 +131,9 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         **refused_latent(family, fields),
         f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
         f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
+        f"head_dim = {fields.get('head_dim')} on {family}, where vLLM takes hidden_size / num_attention_heads,": _has_other_heads(
+            family, fields
+        ),
         f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
         "a quantised checkpoint (quantization_config)": bool(fields.get("quantization_config")),
     }
@@ -150,6 +153,12 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         if present:
             remedy = next((text for begin, text in REMEDIES.items() if feature.startswith(begin)), UNSUPPORTED_REMEDY)
             raise ConfigError(f"{path}: {feature} is not supported", remedy=remedy)
+
+
+def _has_other_heads(family: str, fields: dict[str, Any]) -> bool:
+    """vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does."""
+    size, heads, hidden = (fields.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
+    return family in ("qwen2", "qwen2_moe") and size is not None and size * (heads or 0) != hidden
 
 
 def check_weights(folder: Path) -> None:

@@ -214,7 +214,7 @@ class Dispatcher:
             group.num_lost += 1
         if any(group.num_lost >= MOST_LOSSES and group.is_wanted for group in lost):
             told = f"{MOST_LOSSES} replicas were lost with the same prompts in them, so that the next one would be, too"
-            self.on_error(RepeatedLossError(f"{told}; the last, replica {replica}: {reason}"))
+            self.on_error(RepeatedLossError(f"{told}; the last, replica {replica}: {reason.splitlines()[-1]}"))
         then = "it is started anew" if replica in self.pool.wanted else "it was to leave anyway"
         self.note(f"replica {replica}: {reason}; {len(lost)} groups go to others, and {then}")
         self.pool.replace(replica)

@@ -291,7 +291,10 @@ def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path,
         break_rewards(tmp_path)
     said = run.said.read_text()
     assert run.process.returncode == 1, said
-    assert exact(tmp_path / "runs" / "run")[:6] == exact(first_run)
+    done = exact(tmp_path / "runs" / "run")
+    assert done[:6] == exact(first_run)
+    newest = max(path.name for path in (tmp_path / "runs" / "run" / "checkpoints").iterdir())
+    assert newest == f"step_{len(done):08}", "the steps before it are not lost"
     reward = "tests.runs.train_cases:breaking_reward"
     told = (f"the reward {reward} raised RuntimeError: broken on purpose", "data line: ", "response: ")
     assert all(words in said for words in told) and "in breaking_reward" in said, said

@@ -126,10 +126,10 @@ def _trace_chunk(traced: Traced, chunk: torch.nn.Module) -> Activations:
     own_tokens = sum(lengths) // engine.parallel.context
     tokens = torch.empty(1, own_tokens, dtype=torch.int64, device=META)
     sequences = packed(lengths, engine)
+    rotation = latent.rotation(rank.bridge.hf_config)
     with OnMeta():
-        rotation = latent.rotation(rank.bridge.hf_config)
         if rotation is not None:
-            sequences.rotary = rotation.tables(tokens)
+            sequences.rotary = rotation._replace(frequencies=rotation.frequencies.to(META)).tables(tokens)
         elif use_fused:
             sequences.rotary = fused.rotary_tables(model.rotary_pos_emb, tokens, max(lengths))
     if model.config.num_moe_experts:

@@ -117,7 +117,9 @@ def _attend_on_cpu(self: Any, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def _dot_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any) -> Any:
-    """What scaled_dot_product_attention calls on CPUs; of a meta tensor it takes plain products."""
+    """What it calls on CPUs; of meta tensors it takes plain products, as of values smaller than keys."""
+    if value.shape[-1] != query.shape[-1]:
+        return _real_dot_products(query, key, value, attn_mask=attn_mask, **options)
     causal, scale = bool(options.get("is_causal")), options.get("scale")
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
@@ -135,6 +137,7 @@ def _attend_over_context(part: Any, query: torch.Tensor, key: torch.Tensor, valu
     return _attend(query, key[seen], value[seen])
 
 
+_real_dot_products = F.scaled_dot_product_attention
 _real_attend = context.attend
 
 

@@ -96,7 +96,7 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_needs_follow_the_config(tmp_path: Path) -> None:
     config = broken.config(tmp_path, "sync.bucket_bytes=64MiB", "checkpoint.every_steps=50", "model.dtype=float32")
-    assert count_parameters(tmp_path / "model") == 2 * 128 * 64 + 64 + 4 * (64 * (2 * 128 + 2 * 64 + 3 * 256 + 2) + 2 * 32)
+    assert count_parameters(tmp_path / "model") == 2 * 128 * 128 + 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 256 + 2) + 2 * 32)
     on_cpu, on_gpus = (needs_of(config, 10**9, 4, has_gpus=has_gpus) for has_gpus in (False, True))
     assert on_cpu.shared_memory == 128 * MIB and on_gpus.shared_memory == 0 and on_gpus.replica_gpus == 1
     assert on_cpu.disk == 2 * 16 * 10**9, "of 100 steps two checkpoints: weights, main weights and two moments"

@@ -80,6 +80,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"partial_rotary_factor": 0.5}, "partial rotary embedding (partial_rotary_factor = 0.5)"),
         ({"attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen2", "head_dim": 64}, "head_dim = 64 on qwen2, where vLLM takes hidden_size / num_attention_heads"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),

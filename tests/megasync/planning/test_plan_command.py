@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from engine.config import FAMILIES
 from megasync import plan as command
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
@@ -19,6 +21,7 @@ from megasync.planning.remedies import nearest, suggest, with_changes
 from megasync.planning.shapes import Request
 
 from tests.megasync.planning.test_planned_memory import BENCH, write_model
+from tests.support.tiny_models import SERVED, write_tiny_model
 
 
 def config_of(folder: Path, shapes: str = "3b", **sections: Any) -> Any:
@@ -61,6 +64,19 @@ def test_suggestions_fit_and_are_no_slower(tmp_path: Path) -> None:
         changed = load_config(tmp_path / "config.yaml", overrides)
         own = 0 if changed.rollout.is_colocated else changed.rollout.replicas * changed.rollout.tensor_parallel
         check(changed, 4 - own, on_gpus=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_plan(family: str, tmp_path: Path) -> None:
+    """On both kinds of devices, also in two stages."""
+    path = write_tiny_model(tmp_path / family, family, **(SERVED if family == "deepseek_v3" else {}))
+    config = config_of(tmp_path, "tiny", model={"path": str(path), "dtype": "float32"}, algorithm={"name": "sft"})
+    held = sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
+    for machine, stages in (("cpu", 1), ("h100", 2)):
+        split = with_changes(config, {"engine.parallel.pipeline": stages})
+        plan = make_plan(split, Request(stages, hardware(machine), 64.0, lengths=(64,)))
+        assert plan.fits and plan.seconds.step > 0
+        assert plan.num_parameters == pytest.approx(held, rel=0.01), "padded vocabularies and counted stages"
 
 
 def test_a_layout_that_training_refuses_is_refused(tmp_path: Path) -> None:
