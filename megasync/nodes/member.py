@@ -9,6 +9,7 @@ Leaves out who decides (head.py).
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,7 @@ class Member:
             self.end_ranks()
             if self.ray is not None:
                 self.ray.close()
+            shutil.rmtree(self.told_file.parent, ignore_errors=True)
 
     def _tell_leaving(self) -> None:
         """Before this node's ranks are ended, which others would miss without knowing why."""

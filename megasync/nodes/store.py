@@ -91,6 +91,16 @@ class NodeStore:
         return HeadGoneError(f"the head node {self.host} is gone, or cannot be reached any more")
 
 
+def silence(host: str, port: int) -> str:
+    """Why there is no head to connect to, in words."""
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS):
+            remedy = "end it, or write another port in --head on all nodes"
+            return f"a program listens there that is no head of a run; {remedy}"
+    except OSError as error:  # its name is not known, nobody listens, there is no way, or no answer
+        return str(error.strerror or error)
+
+
 class Beats:
     """Signs of life of this node in the store, from a thread of its own; where the store is silent too long, all that wait for it
     in this process hear that it is gone.
