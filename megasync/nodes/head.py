@@ -6,7 +6,8 @@ A state machine that looks at the store and writes to it; `tick` is called again
     the end from anywhere: `over` in the store, which every node reads
 
 Keys: arrival/K {arrival, facts}, beat/K, left/K; round {round, members, store}; wire results in the round's own store; fit/R;
-ended/R/SEAT {code, told}; outcome/R; over {code, told}; waiting TEXT; refused/K TEXT. Leaves out what a node does (member.py).
+ended/R/SEAT {code, told}; outcome/R; over {code, told}; acknowledged/K; waiting TEXT; refused/K TEXT.
+Leaves out what a node does (member.py).
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Head:
         self.facts: dict[int, dict[str, Any]] = {}
         self.gone: set[int] = set()
         self._compared: set[int] = set()  # while a round was run
+        self._to_read: set[int] = set()  # who was here when it was over
         self._work: Callable[[], None] = self._gather
         self._begin_round(0)
 
@@ -91,6 +93,9 @@ class Head:
         """For all nodes; the first word stays."""
         if self.store.get("over") is None:
             self.store.set("over", {"code": code, "told": told})
+        self._present()
+        now = time.monotonic()
+        self._to_read = {number for number, (_, at, _) in self._changes.items() if now - at < FRESH_SECONDS}
         self._work = lambda: None
 
     def _begin_round(self, number: int) -> None:
@@ -101,9 +106,9 @@ class Head:
         self._work = self._gather
 
     def has_acknowledged(self) -> bool:
-        """Whether all nodes have read the last word, or are gone."""
+        """Whether all nodes that were here then have read the last word, or are gone."""
         self._look()
-        return self.store.add("acknowledged", 0) >= len(self.arrivals) - len(self.gone)
+        return all(self.store.get(f"acknowledged/{number}") is not None for number in self._to_read - self.gone)
 
     def _look(self) -> None:
         """New arrivals, and those that have left."""

@@ -95,7 +95,7 @@ def live(member: Member, head: Head | None) -> tuple[int, str]:
     except SystemExit as leaving:  # a signal
         code, told = int(leaving.code or 0), ""
     with suppress(HeadGoneError):  # which may have ended a moment ago
-        member.store.add("acknowledged")
+        member.store.set(f"acknowledged/{member.arrival.number}", {})
     if head is not None:
         wait_for_others(head)
     return code, told
