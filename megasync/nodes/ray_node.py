@@ -2,6 +2,8 @@
 
 Ends with the launcher, by its process id: `ray stop` would end every Ray on the machine. All nodes have one token, without which
 Ray lets nobody in. Leaves out when it is started (member.py).
+
+python -m megasync.nodes.ray_node start ...     # `ray start`, without the daemons that a run does not use
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from pathlib import Path
 
 from bridge.processes import RAY_PATH, socket_folder
 from megasync.launch.processes import end_group, end_with_parent
-from megasync.launch.ray_cluster import NO_DRAINING, NO_IDLE_WORKERS, START_SECONDS, STOP_SECONDS, free_port
+from megasync.launch.ray_cluster import (
+    NO_DRAINING,
+    NO_IDLE_WORKERS,
+    START_SECONDS,
+    STOP_SECONDS,
+    free_port,
+    without_unused_daemons,
+)
 
 STARTED = "Ray runtime started"  # ray 2.60.0 scripts/scripts.py
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -40,7 +49,7 @@ class RayNode:
         self.address = head or f"{address}:{free_port()}"
         place = [f"--address={head}"] if head else ["--head", f"--port={self.address.rpartition(':')[2]}"]
         if not head:
-            place += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+            place += ["--include-dashboard=false"]
         options = {
             "node-ip-address": address,
             "temp-dir": str(self.folder),
@@ -51,7 +60,7 @@ class RayNode:
         flags = [*place, "--block", "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", *flags],
+                [sys.executable, "-m", "megasync.nodes.ray_node", "start", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -85,3 +94,15 @@ class RayNode:
 
     def _said(self) -> str:
         return self.log.read_text(errors="replace")
+
+
+def main() -> None:
+    """Ray's own command line."""
+    from ray.scripts.scripts import main as ray_main
+
+    with without_unused_daemons():
+        ray_main()
+
+
+if __name__ == "__main__":
+    main()
