@@ -15,9 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from bridge.processes import RAY_PATH, socket_folder
+import psutil
+
+from bridge.processes import RAY_PATH, descendants, socket_folder
 from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.ray_cluster import (
     NO_DRAINING,
@@ -29,6 +32,7 @@ from megasync.launch.ray_cluster import (
 )
 
 STARTED = "Ray runtime started"  # ray 2.60.0 scripts/scripts.py
+ACTOR_SECONDS = 2.0  # for actors to end with their Ray
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -90,7 +94,12 @@ class RayNode:
             time.sleep(0.1)
 
     def close(self) -> None:
+        """With its actors, which notice late that a Ray whose head is gone has ended."""
+        family = descendants(self.process.pid)
         end_group(self.process, STOP_SECONDS)
+        for process in psutil.wait_procs(family, timeout=ACTOR_SECONDS)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _said(self) -> str:
         return self.log.read_text(errors="replace")
