@@ -191,7 +191,13 @@ class Member:
         return subprocess.Popen(command, env=own, preexec_fn=end_with_parent)  # noqa: PLW1509  (it calls the kernel alone)
 
     def _begin_ray(self) -> None:
-        """The run's Ray, once, where it can be started: the head's, or by a node that knows already where the head has it."""
+        """The run's Ray, once, where it can be started: the head's, or by a node that knows already where the head has it.
+
+        Once more on a node that the head's Ray took for lost, for a link that was cut longer than Ray waits.
+        """
+        if self.ray is not None and not self.arrival.is_head and self.ray.problem():
+            self.ray.close()
+            self.ray = None
         if not self.starts_ray or self.ray is not None:
             return
         gpus = devices_for_ray(visible_devices(), self.arrival.num_ranks, is_colocated=False) or ()

@@ -83,11 +83,11 @@ class RayNode:
         """Until it has started.
 
         Raises:
-            RuntimeError: it did not, with what Ray said.
+            RuntimeError: it did not, or has ended since, with what Ray said.
         """
         deadline = time.monotonic() + START_SECONDS
-        while STARTED not in self._said():
-            if problem := self.problem():
+        while (problem := self.problem()) or STARTED not in self._said():
+            if problem:
                 raise RuntimeError(problem)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Ray did not start on this node within {START_SECONDS:g} s:\n{self._said()[-2000:]}")
