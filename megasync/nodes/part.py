@@ -51,7 +51,12 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
         tensor_parallel=config.rollout.tensor_parallel, min_nodes=given.min_nodes, parallel=config.engine.parallel,
         min_replicas=config.rollout.min_replicas,
     )  # fmt: skip
-    store = meet(given)
+    try:
+        store = meet(given)
+    except OSError as error:
+        told = f"--head {given.host}:{given.port}: this node cannot listen there: {error.strerror}"
+        print(f"{told}; write another port on all nodes", file=sys.stderr)
+        return REFUSED
     if store is None:
         why = silence(given.host, given.port)
         print(f"gave up after {given.wait_seconds:g} s: nobody answers at {given.host}:{given.port}: {why}", file=sys.stderr)

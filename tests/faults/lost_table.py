@@ -65,8 +65,8 @@ def in_runs(cases: Sequence[LostCase], together: int) -> list[list[LostCase]]:
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """A row for each kind and staleness. All right: each prompt once, no token too old, each step once, nothing left behind."""
-    titles = "lost | staleness | moments: steps + seconds | exit codes | seconds to the next step | median | all right"
-    rows = [f"| {titles} |", "|---|---|---|---|---|---|---|"]
+    titles = "lost | staleness | moments: steps + seconds | exit codes | seconds to the next step | median | worst | all right"
+    rows = [f"| {titles} |", "|---|---|---|---|---|---|---|---|"]
     for kind in KINDS:
         for staleness in STALENESS:
             own = [line for line in lines if (line["kind"], line["staleness"]) == (kind, staleness)]
@@ -75,7 +75,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             moments = ", ".join(f"{line['step']} + {line['offset']}" for line in own)
             codes = "; ".join(sorted({_codes(line) for line in own}))
             seconds = [line["lost_seconds"] for line in own]
-            told = f"{min(seconds):.1f} to {max(seconds):.1f} | {statistics.median(seconds):.1f}"
+            told = f"{', '.join(map(str, seconds))} | {statistics.median(seconds):.1f} | {max(seconds):.1f}"
             right = f"{sum(not line['problems'] for line in own)} of {len(own)}"
             rows.append(f"| {kind} | {staleness} | {moments} | {codes} | {told} | {right} |")
     return "\n".join(rows)
