@@ -32,7 +32,7 @@ from megasync.launch.ray_cluster import (
 )
 
 STARTED = "Ray runtime started"  # ray 2.60.0 scripts/scripts.py
-ACTOR_SECONDS = 2.0  # for actors to end with their Ray
+ACTOR_SECONDS = 0.5  # for actors to end with their Ray
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 

@@ -186,7 +186,7 @@ class Heartbeat:
 
     def _describe_store(self, what: str) -> str:
         address, port = store_address()
-        phase = self._phases.get(0, {}).get("phase", "not there yet")
+        phase = self.phase if self.rank == 0 else self._phases.get(0, {}).get("phase", "not there yet")
         where = f"the ranks' store at {address}:{port}, which rank 0 ({phase}) or the launcher has"
         return f"{where}: {what}, seen from rank {self.rank} ({self.phase}); the run ends"
 
