@@ -25,6 +25,7 @@ from bridge.replicas.replica import Replica
 from bridge.vllm.serving import api
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
+SIGN_SECONDS = 5.0  # for an actor that is to close to give a sign of life
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 
@@ -120,11 +121,19 @@ class ActorLauncher:
         return self.gather(refs)
 
     def _end(self, actors: list[ReplicaActor], seconds: float = CLOSE_SECONDS) -> None:
-        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (api.py)."""
+        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (api.py).
+
+        Who gives no sign of life, such as on a node that is cut off, is not waited for.
+        """
         if not actors:
             return
         seconds = seconds if all(actor.pid for actor in actors) else UNSTARTED_CLOSE_SECONDS
-        ray.wait([actor.handle.close.remote() for actor in actors], num_returns=len(actors), timeout=seconds)
+        signs = [actor.handle.host_name.remote() for actor in actors]
+        calls = {sign: actor.handle.close.remote() for sign, actor in zip(signs, actors, strict=True)}
+        alive, _ = ray.wait(signs, num_returns=len(signs), timeout=min(seconds, SIGN_SECONDS))
+        closing = [calls[sign] for sign in alive]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=seconds)
         for actor in actors:
             ray.kill(actor.handle)
         deadline = time.monotonic() + CLOSE_SECONDS

@@ -36,8 +36,9 @@ NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 # `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
 NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
-# What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs and a dashboard.
-UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server")
+# What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs, a dashboard and, by
+# `ray start`, a server for clients elsewhere.
+UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        with environment(variables), _without_unused_daemons():
+        with environment(variables), without_unused_daemons():
             _connect(options)
     except BaseException:
         stop()
@@ -132,8 +133,8 @@ def _use_own_token() -> Callable[[], None]:
 
 
 @contextmanager
-def _without_unused_daemons() -> Iterator[None]:
-    """A Ray of our own starts without UNUSED_DAEMONS, for which `ray.init` has no keys (ray 2.60.0 _private/node.py:1642)."""
+def without_unused_daemons() -> Iterator[None]:
+    """A Ray that this process starts has no UNUSED_DAEMONS, for which there are no keys (ray 2.60.0 _private/node.py:1642)."""
     from ray._private.node import Node
 
     def leave_out(node: Any, **_: Any) -> None:

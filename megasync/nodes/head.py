@@ -6,14 +6,15 @@ A state machine that looks at the store and writes to it; `tick` is called again
     the end from anywhere: `over` in the store, which every node reads
 
 Keys: arrival/K {arrival, facts}, beat/K, left/K; round {round, members, store}; wire results in the round's own store; fit/R;
-ended/R/SEAT {code, told}; outcome/R; over {code, told}; waiting TEXT; refused/K TEXT. Leaves out what a node does (member.py).
+ended/R/SEAT {code, told}; outcome/R; over {code, told}; acknowledged/K; waiting TEXT; refused/K TEXT.
+Leaves out what a node does (member.py).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,8 @@ class Head:
         self.arrivals: dict[int, Arrival] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self.gone: set[int] = set()
+        self._compared: set[int] = set()  # while a round was run
+        self._to_read: set[int] = set()  # who was here when it was over
         self._work: Callable[[], None] = self._gather
         self._begin_round(0)
 
@@ -90,18 +93,22 @@ class Head:
         """For all nodes; the first word stays."""
         if self.store.get("over") is None:
             self.store.set("over", {"code": code, "told": told})
+        self._present()
+        now = time.monotonic()
+        self._to_read = {number for number, (_, at, _) in self._changes.items() if now - at < FRESH_SECONDS}
         self._work = lambda: None
 
     def _begin_round(self, number: int) -> None:
         self.round = Round(number)
+        self.store.set("waiting", None)
         self._begun = time.monotonic()
         self._changes: dict[int, tuple[int, float, int]] = {}  # count, when it came, and how many looks found another one
         self._work = self._gather
 
     def has_acknowledged(self) -> bool:
-        """Whether all nodes have read the last word, or are gone."""
+        """Whether all nodes that were here then have read the last word, or are gone."""
         self._look()
-        return self.store.add("acknowledged", 0) >= len(self.arrivals) - len(self.gone)
+        return all(self.store.get(f"acknowledged/{number}") is not None for number in self._to_read - self.gone)
 
     def _look(self) -> None:
         """New arrivals, and those that have left."""
@@ -163,16 +170,25 @@ class Head:
 
     def _refuse(self, present: Sequence[Arrival]) -> bool:
         """Nodes that are not fit for any round: before the first one the whole run ends, later they alone do."""
-        hosts = {arrival.number: arrival.host for arrival in present}
-        names = {number: host if list(hosts.values()).count(host) == 1 else f"{host} #{number}" for number, host in hosts.items()}
         is_early = len(present) < self.terms.num_nodes and self.round.number == 0  # nobody to compare with, yet
-        told = {} if is_early else differences({name: self.facts[number] for number, name in names.items()})
+        told = {} if is_early else self._differing(present)
         if told and self.round.number == 0:
             self.end(REFUSED, "\n".join(told.values()))
-        for number in (number for number, name in names.items() if name in told and self.round.number):
-            self.gone.add(number)
-            self.store.set(f"refused/{number}", told[names[number]])
+        elif told:
+            self._send_away(told)
         return bool(told)
+
+    def _differing(self, nodes: Sequence[Arrival]) -> dict[int, str]:
+        """What is wrong with which of them, by number."""
+        hosts = {arrival.number: arrival.host for arrival in nodes}
+        names = {number: host if list(hosts.values()).count(host) == 1 else f"{host} #{number}" for number, host in hosts.items()}
+        told = differences({name: self.facts[number] for number, name in names.items()})
+        return {number: told[name] for number, name in names.items() if name in told}
+
+    def _send_away(self, told: Mapping[int, str]) -> None:
+        for number, why in told.items():
+            self.gone.add(number)
+            self.store.set(f"refused/{number}", why)
 
     def _announce(self, members: list[Arrival], said: str = "") -> None:
         """`said`: why there are fewer than ever; then there may be fewer replicas, too."""
@@ -218,6 +234,7 @@ class Head:
                 return
             warnings += [told["warning"] for told in ready if told and told["warning"]]
             self.store.set(f"fit/{number}", {"warnings": warnings})
+            self.store.set("waiting", self._told_to_spares())
             self._work = self._run
 
     def _judged(self, members: Sequence[Arrival]) -> tuple[list[str], list[str]]:
@@ -227,7 +244,23 @@ class Head:
 
     # ------------------------------------------------------------------------------------------------ run
 
+    def _told_to_spares(self) -> str:
+        here = f"the run goes on with {', '.join(member.host for member in self.round.members)}"
+        if self.terms.max_restarts > self.round.number:
+            return f"{here}; this node is a spare, and takes the place of one that is lost"
+        return f"{here}; this node is not needed: no restart is left (--max-restarts {self.terms.max_restarts})"
+
+    def _refuse_spares(self) -> None:
+        """Those that have come while the run goes on and could not take part in it, such as of another run."""
+        for number in [number for number in self.arrivals if number not in self._compared]:
+            self._compared.add(number)
+            arrival = self.arrivals[number]
+            if arrival not in self.round.members and number not in self.gone:
+                told = self._differing([*self.round.members, arrival])
+                self._send_away({number: told[number]} if number in told else {})
+
     def _run(self) -> None:
+        self._refuse_spares()
         self._replace_helpers()
         members, number = self.round.trainers, self.round.number
         ended = [self.store.get(f"ended/{number}/{seat}") for seat in range(len(members))]

@@ -9,6 +9,7 @@ Leaves out who decides (head.py).
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ class Member:
         self.starts_ray = starts_ray
         self.overrides: list[str] = []  # of the round
         self.ray: RayNode | None = None
+        self._authentication: dict[str, str] = {}  # of a Ray whose head is here
         self.torchrun: subprocess.Popen[bytes] | None = None
         self.told_file = Path(tempfile.mkdtemp(prefix="told-")) / "cause"
         self._said_at, self._said = time.monotonic(), ""
@@ -78,6 +80,7 @@ class Member:
             self.end_ranks()
             if self.ray is not None:
                 self.ray.close()
+            shutil.rmtree(self.told_file.parent, ignore_errors=True)
 
     def _tell_leaving(self) -> None:
         """Before this node's ranks are ended, which others would miss without knowing why."""
@@ -105,6 +108,7 @@ class Member:
         self.say(told["said"])
         try:
             probe = self._start_wire(told, seat)
+            self._begin_ray()  # beside the rest of the check, which takes as long; ended with this node where it is refused
             if problem := problem_here(self.config, told["num_ranks"], free):
                 code = REFUSED
             else:
@@ -186,23 +190,37 @@ class Member:
         own = os.environ | {"MASTER_ADDR": host, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, env=own, preexec_fn=end_with_parent)  # noqa: PLW1509  (it calls the kernel alone)
 
-    def _join_ray(self) -> None:
-        """The run's Ray, once: the head says where it is, and how nodes are let in."""
+    def _begin_ray(self) -> None:
+        """The run's Ray, once, where it can be started: the head's, or by a node that knows already where the head has it.
+
+        Once more on a node that the head's Ray took for lost, for a link that was cut longer than Ray waits.
+        """
+        if self.ray is not None and not self.arrival.is_head and self.ray.problem():
+            self.ray.close()
+            self.ray = None
         if not self.starts_ray or self.ray is not None:
             return
         gpus = devices_for_ray(visible_devices(), self.arrival.num_ranks, is_colocated=False) or ()
         if self.arrival.is_head:
-            own = authentication(os.environ)
-            os.environ |= own
+            self._authentication = authentication(os.environ)
+            os.environ |= self._authentication
             self.ray = RayNode(self.arrival.address, gpus)
-            self.ray.wait()
-            self.store.set("ray", {"address": self.ray.address, "environment": own})
-        else:
-            told = self._until(lambda: self.store.get("ray"), says=False)
+        elif (told := self.store.get("ray")) is not None:
             os.environ |= told["environment"]
             self.ray = RayNode(self.arrival.address, gpus, told["address"])
-            self.ray.wait()
-        os.environ[RAY_ADDRESS] = self.store.get("ray")["address"]
+
+    def _join_ray(self) -> None:
+        """Wait until it runs here: the head says where it is, and how nodes are let in."""
+        if not self.starts_ray:
+            return
+        if self.ray is None and not self.arrival.is_head:
+            self._until(lambda: self.store.get("ray"), says=False)
+        self._begin_ray()
+        assert self.ray is not None
+        self.ray.wait()
+        if self.arrival.is_head and self.store.get("ray") is None:
+            self.store.set("ray", {"address": self.ray.address, "environment": self._authentication})
+        os.environ[RAY_ADDRESS] = self.ray.address
 
     def _start_ranks(self, endpoint: str, place: int, num_nodes: int, num_hosts: int) -> subprocess.Popen[bytes]:
         self.told_file.unlink(missing_ok=True)

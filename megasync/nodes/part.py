@@ -21,11 +21,12 @@ from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import num_replica_gpus
+from megasync.launch.processes import REFUSED
 from megasync.nodes.facts import node_facts
 from megasync.nodes.head import FINAL, Head, Terms
 from megasync.nodes.member import SAY_SECONDS, Member
 from megasync.nodes.roll_call import Arrival
-from megasync.nodes.store import Beats, HeadGoneError, NodeStore
+from megasync.nodes.store import Beats, HeadGoneError, NodeStore, silence
 
 ACKNOWLEDGED_SECONDS = 10.0
 RETRY_SECONDS = 1.0
@@ -50,10 +51,21 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
         tensor_parallel=config.rollout.tensor_parallel, min_nodes=given.min_nodes, parallel=config.engine.parallel,
         min_replicas=config.rollout.min_replicas,
     )  # fmt: skip
-    store = meet(given)
+    try:
+        store = meet(given)
+    except OSError as error:
+        told = f"--head {given.host}:{given.port}: this node cannot listen there: {error.strerror}"
+        print(f"{told}; write another port on all nodes", file=sys.stderr)
+        return REFUSED
     if store is None:
-        print(f"gave up after {given.wait_seconds:g} s: nobody answers at {given.host}:{given.port}", file=sys.stderr)
+        why = silence(given.host, given.port)
+        print(f"gave up after {given.wait_seconds:g} s: nobody answers at {given.host}:{given.port}: {why}", file=sys.stderr)
         return 1
+    if store.of_head and store.add("heads") > 1:
+        remedy = "write --node-rank 0 on that node alone"
+        told = f"--node-rank 0: {socket.gethostname()} is not the head node {given.host}, which is here already; {remedy}"
+        print(told, file=sys.stderr)
+        return REFUSED
     address = reach(given.host)
     os.environ.setdefault(GLOO, interface_of(address))
     number = store.add("arrivals")
@@ -88,7 +100,7 @@ def live(member: Member, head: Head | None) -> tuple[int, str]:
     except SystemExit as leaving:  # a signal
         code, told = int(leaving.code or 0), ""
     with suppress(HeadGoneError):  # which may have ended a moment ago
-        member.store.add("acknowledged")
+        member.store.set(f"acknowledged/{member.arrival.number}", {})
     if head is not None:
         wait_for_others(head)
     return code, told
@@ -111,7 +123,7 @@ def meet(given: argparse.Namespace) -> NodeStore | None:
         if store is not None or time.monotonic() > deadline:
             return store
         if time.monotonic() - said_at >= SAY_SECONDS:
-            print(f"waiting: the head node {given.host}:{given.port} is not here", flush=True)
+            print(f"waiting: the head node {given.host}:{given.port} is not here: {silence(given.host, given.port)}", flush=True)
             said_at = time.monotonic()
         time.sleep(RETRY_SECONDS)
 

@@ -2,6 +2,8 @@
 
 Ends with the launcher, by its process id: `ray stop` would end every Ray on the machine. All nodes have one token, without which
 Ray lets nobody in. Leaves out when it is started (member.py).
+
+python -m megasync.nodes.ray_node start ...     # `ray start`, without the daemons that a run does not use
 """
 
 from __future__ import annotations
@@ -13,13 +15,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from bridge.processes import RAY_PATH, socket_folder
+import psutil
+
+from bridge.processes import RAY_PATH, descendants, socket_folder
 from megasync.launch.processes import end_group, end_with_parent
-from megasync.launch.ray_cluster import NO_DRAINING, NO_IDLE_WORKERS, START_SECONDS, STOP_SECONDS, free_port
+from megasync.launch.ray_cluster import (
+    NO_DRAINING,
+    NO_IDLE_WORKERS,
+    START_SECONDS,
+    STOP_SECONDS,
+    free_port,
+    without_unused_daemons,
+)
 
 STARTED = "Ray runtime started"  # ray 2.60.0 scripts/scripts.py
+ACTOR_SECONDS = 0.5  # for actors to end with their Ray
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -40,7 +53,7 @@ class RayNode:
         self.address = head or f"{address}:{free_port()}"
         place = [f"--address={head}"] if head else ["--head", f"--port={self.address.rpartition(':')[2]}"]
         if not head:
-            place += ["--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+            place += ["--include-dashboard=false"]
         options = {
             "node-ip-address": address,
             "temp-dir": str(self.folder),
@@ -51,7 +64,7 @@ class RayNode:
         flags = [*place, "--block", "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", *flags],
+                [sys.executable, "-m", "megasync.nodes.ray_node", "start", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -70,18 +83,35 @@ class RayNode:
         """Until it has started.
 
         Raises:
-            RuntimeError: it did not, with what Ray said.
+            RuntimeError: it did not, or has ended since, with what Ray said.
         """
         deadline = time.monotonic() + START_SECONDS
-        while STARTED not in self._said():
-            if problem := self.problem():
+        while (problem := self.problem()) or STARTED not in self._said():
+            if problem:
                 raise RuntimeError(problem)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Ray did not start on this node within {START_SECONDS:g} s:\n{self._said()[-2000:]}")
             time.sleep(0.1)
 
     def close(self) -> None:
+        """With its actors, which notice late that a Ray whose head is gone has ended."""
+        family = descendants(self.process.pid)
         end_group(self.process, STOP_SECONDS)
+        for process in psutil.wait_procs(family, timeout=ACTOR_SECONDS)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _said(self) -> str:
         return self.log.read_text(errors="replace")
+
+
+def main() -> None:
+    """Ray's own command line."""
+    from ray.scripts.scripts import main as ray_main
+
+    with without_unused_daemons():
+        ray_main()
+
+
+if __name__ == "__main__":
+    main()

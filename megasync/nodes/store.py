@@ -42,20 +42,24 @@ class NodeStore:
 
     @staticmethod
     def listen(host: str, port: int) -> NodeStore | None:
-        """The head's. None where somebody has the port; OSError where it cannot be had at all."""
+        """The head's. None where somebody has the port, or no way leads to the host; OSError where this user may not have it."""
         own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-        address = socket.gethostbyname(host)
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            return None
         try:
             listener = socket.create_server((address if address in own else "", port))
         except OSError as error:
             if error.errno == 98:  # EADDRINUSE
                 return None
             raise
-        with listener:
+        with listener, suppress(RuntimeError):  # `host` is another's address, or name, and nobody answers there
             seconds = timedelta(seconds=CONNECT_SECONDS)
             options = {"is_master": True, "wait_for_workers": False, "timeout": seconds}
             store = dist.TCPStore(host, port, **options, master_listen_fd=listener.detach())
-        return NodeStore(store, host, of_head=True)
+            return NodeStore(store, host, of_head=True)
+        return None
 
     @staticmethod
     def connect(host: str, port: int) -> NodeStore | None:
@@ -89,6 +93,16 @@ class NodeStore:
 
     def _gone(self) -> HeadGoneError:
         return HeadGoneError(f"the head node {self.host} is gone, or cannot be reached any more")
+
+
+def silence(host: str, port: int) -> str:
+    """Why there is no head to connect to, in words."""
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS):
+            remedy = "end it, or write another port in --head on all nodes"
+            return f"a program listens there that is no head of a run; {remedy}"
+    except OSError as error:  # its name is not known, nobody listens, there is no way, or no answer
+        return str(error.strerror or error)
 
 
 class Beats:

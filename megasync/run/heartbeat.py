@@ -33,7 +33,7 @@ dist: Any = distributed  # its stores are not typed
 
 NUM_WATCHED = 8  # ranks that each looks at: rank 0 and those after its own
 LONGEST_INTERVAL_SECONDS = 10.0
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 5.0  # for a main thread to begin to close; one that waits in a collective never does
 CLOSE_SECONDS = 2.0
 LEAVE_SECONDS = 0.1  # between two looks whether the others have come to their end, too
 PREFIX = "megasync/heartbeat"
@@ -186,7 +186,7 @@ class Heartbeat:
 
     def _describe_store(self, what: str) -> str:
         address, port = store_address()
-        phase = self._phases.get(0, {}).get("phase", "not there yet")
+        phase = self.phase if self.rank == 0 else self._phases.get(0, {}).get("phase", "not there yet")
         where = f"the ranks' store at {address}:{port}, which rank 0 ({phase}) or the launcher has"
         return f"{where}: {what}, seen from rank {self.rank} ({self.phase}); the run ends"
 

@@ -26,8 +26,8 @@ from tests.runs.train_cases import write_config
 from tests.support.nodes import nodes
 
 
-def run_cases(cases: Sequence[LostCase]) -> list[dict[str, Any]]:
-    """Lines of the file, of one run. What was said is kept where something was wrong."""
+def run_cases(cases: Sequence[LostCase], said: Path | None = None) -> list[dict[str, Any]]:
+    """Lines of the file, of one run. What was said is kept where something was wrong, else in the folder `said` alone."""
     short = Path(tempfile.mkdtemp(prefix="msl-", dir="/tmp"))  # short enough for sockets
     begin = time.monotonic()
     try:
@@ -38,6 +38,9 @@ def run_cases(cases: Sequence[LostCase]) -> list[dict[str, Any]]:
         whole = {"codes": run.codes, "problems": run.problems, "seconds": round(time.monotonic() - begin), "together": len(cases)}
         if run.problems:
             whole["said"] = run.said[-40000:]
+        if said is not None:
+            said.mkdir(parents=True, exist_ok=True)
+            (said / f"{cases[0].name}.txt").write_text(run.said, encoding="utf-8")
     finally:
         shutil.rmtree(short, ignore_errors=True)
     return [
@@ -62,8 +65,8 @@ def in_runs(cases: Sequence[LostCase], together: int) -> list[list[LostCase]]:
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """A row for each kind and staleness. All right: each prompt once, no token too old, each step once, nothing left behind."""
-    titles = "lost | staleness | moments: steps + seconds | exit codes | seconds to the next step | median | all right"
-    rows = [f"| {titles} |", "|---|---|---|---|---|---|---|"]
+    titles = "lost | staleness | moments: steps + seconds | exit codes | seconds to the next step | median | worst | all right"
+    rows = [f"| {titles} |", "|---|---|---|---|---|---|---|---|"]
     for kind in KINDS:
         for staleness in STALENESS:
             own = [line for line in lines if (line["kind"], line["staleness"]) == (kind, staleness)]
@@ -72,7 +75,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             moments = ", ".join(f"{line['step']} + {line['offset']}" for line in own)
             codes = "; ".join(sorted({_codes(line) for line in own}))
             seconds = [line["lost_seconds"] for line in own]
-            told = f"{min(seconds):.1f} to {max(seconds):.1f} | {statistics.median(seconds):.1f}"
+            told = f"{', '.join(map(str, seconds))} | {statistics.median(seconds):.1f} | {max(seconds):.1f}"
             right = f"{sum(not line['problems'] for line in own)} of {len(own)}"
             rows.append(f"| {kind} | {staleness} | {moments} | {codes} | {told} | {right} |")
     return "\n".join(rows)
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--together", type=int, default=1, help="so many losses of a kind in one run, one after another")
     parser.add_argument("--most", type=int, default=10**6, help="start so many runs, then leave")
+    parser.add_argument("--said", type=Path, metavar="FOLDER", help="for all that the launchers said, with seconds")
     parser.add_argument("--show", action="store_true", help="run none")
     given = parser.parse_args(list(arguments))
     read = given.file.read_text(encoding="utf-8").splitlines() if given.file.is_file() else []
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     for cases in () if given.show else in_runs(left, given.together)[: given.most]:
         moments = ", ".join(f"{case.offset} s after step {case.step}" for case in cases)
         print(f"{cases[0].name}: {moments}, of seed {given.seed}", flush=True)
-        new = run_cases(cases)
+        new = run_cases(cases, given.said)
         with given.file.open("a", encoding="utf-8") as opened:
             opened.writelines(json.dumps(line) + "\n" for line in new)
         lines += new

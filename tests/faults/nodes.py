@@ -10,9 +10,11 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -93,12 +95,16 @@ class LostRun:
         self.problems: list[str] = []
         self.running: list[subprocess.Popen[str]] = []
         self._should_end: set[tuple[int, str]] = set()  # number of the node and process
-        self._said: list[Path] = []
+        self._said: list[str] = []
+        self._begun = time.monotonic()
 
     @property
     def said(self) -> str:
-        """What all launchers have said so far."""
-        return "\n".join(f"--- {path.stem}\n{path.read_text(errors='replace')}" for path in self._said)
+        """What all launchers have said so far and what was done to them, each line with the second of the run."""
+        return "\n".join(self._said)
+
+    def _say(self, who: str, text: str) -> None:
+        self._said.append(f"{time.monotonic() - self._begun:7.1f} {who}: {text}")
 
     def run(self) -> None:
         """To its end; `problems` has what was wrong, an exception too."""
@@ -118,9 +124,11 @@ class LostRun:
             self._wait_for_steps(moment)
             time.sleep(case.offset)
             before, begin = num_lines(self.folder), time.monotonic()
+            self._say("fault", f"{self.kind} after {before} steps")
             self._break(seen)
             self._wait_for_steps(before + 1)
             seen.lost_seconds = time.monotonic() - begin
+            self._say("fault", f"{seen.lost_seconds:.1f} s to the next step")
             self._expect_ended()
             if self.kind == "slow-link":
                 self._wait_for_steps(before + SLOW_STEPS)
@@ -182,9 +190,15 @@ class LostRun:
         arguments = ["--nodes", "2", "--head", self.pair[0].address, *restarts, *ranks]
         command = [str(COMMAND), str(self.config), *self._overrides(), *arguments]
         own = os.environ | {"MEGASYNC_PYTHON": sys.executable}
-        self._said.append(self.config.parent / f"said-{len(self._said)}-node{number + 1}.txt")
-        with self._said[-1].open("w") as output:
-            return self.pair[number].start(command, own, stdout=output, stderr=subprocess.STDOUT)
+        self._say(f"node{number + 1}", "started")
+        process = self.pair[number].start(command, own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+        threading.Thread(target=self._read, args=(number, process), daemon=True).start()
+        return process
+
+    def _read(self, number: int, process: subprocess.Popen[str]) -> None:
+        with suppress(ValueError):  # closed with the run
+            for line in process.stdout or ():
+                self._say(f"node{number + 1}", line.rstrip())
 
     def _overrides(self) -> list[str]:
         rollout = [f"max_staleness={self.staleness}", "record=all", "replicas=2", "min_replicas=1", "answer_timeout_seconds=20"]
@@ -194,7 +208,9 @@ class LostRun:
 
     def _end(self, process: subprocess.Popen[str]) -> int:
         """Wait for it; its exit code."""
-        return process.wait(timeout=LIMIT_SECONDS)
+        code = process.wait(timeout=LIMIT_SECONDS)
+        self._say(f"node{self.running.index(process) + 1}", f"ended with exit code {code}")
+        return code
 
     def _wait_for_steps(self, steps: int) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS

@@ -226,6 +226,45 @@ def test_a_silent_node_is_missed_and_waited_for(stage: Stage) -> None:
     stage.run(1, 1, 3)
 
 
+def test_the_last_word_waits_for_nobody_who_is_gone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    stage.silent.add(2)
+    end(stage, 0, 0, 1)
+    stage.tick(stage.get("outcome/0"), times=1)
+    stage.arrive("b")
+    stage.run(1, 1, 3)
+    monkeypatch.setattr(head_module, "FRESH_SECONDS", 0.1)
+    time.sleep(0.2)
+    for seat in (0, 1):
+        end(stage, 1, seat, 0)
+    assert stage.tick(stage.get("over")) == {"code": 0, "told": ""}
+    stage.store.set("acknowledged/1", {})
+    assert not stage.head.has_acknowledged()
+    stage.store.set("acknowledged/3", {})
+    assert stage.head.has_acknowledged()
+
+
+def test_a_spare_hears_that_it_is_one_or_that_it_is_of_another_run(stage: Stage) -> None:
+    for name in ("a", "b"):
+        stage.arrive(name)
+    stage.run(0, 1, 2)
+    told = "the run goes on with a, b; this node is a spare, and takes the place of one that is lost"
+    assert stage.store.get("waiting") == told
+    stage.arrive("a", facts=FACTS | {"config": {"run.name": "other"}})
+    assert "a #3: another config\n  here:   run.name other (elsewhere absent)" in stage.tick(stage.get("refused/3"))
+    stage.arrive("c")
+    stage.tick()
+    assert stage.store.get("refused/4") is None and stage.store.get("outcome/0") is None
+    stage.store.set("left/2", {})
+    assert stage.tick(stage.get("outcome/0")) is not None
+    stage.run(1, 1, 4)
+    assert stage.store.get("waiting") == (
+        "the run goes on with a, c; this node is not needed: no restart is left (--max-restarts 1)"
+    )
+
+
 def test_a_node_of_replicas_alone_may_go_and_come(stage: Stage) -> None:
     stage.arrive("a")
     stage.arrive("b", num_ranks=0)

@@ -80,6 +80,6 @@ def live(store: NodeStore, seat: int, config: Config, scratch: Path, terms: Term
     member.scratch = scratch
     results[seat] = member.live()
     beats.close()
-    store.add("acknowledged")
+    store.set(f"acknowledged/{number}", {})
     while head is not None and not head.has_acknowledged():
         threading.Event().wait(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from megasync.nodes.store import Beats, HeadGoneError, NodeStore
+from megasync.launch.ray_cluster import free_port
+from megasync.nodes.store import Beats, HeadGoneError, NodeStore, silence
 
 LOOPBACK = "127.0.0.1"
 SERVER = f"""
@@ -49,3 +51,10 @@ def test_who_waits_for_a_silent_head_hears_it(capfd: pytest.CaptureFixture[str])
         beats.close()
         assert time.monotonic() - begin < 10
     assert "no answer from the head node 127.0.0.1 for 3 s; this node ends" in capfd.readouterr().err
+
+
+def test_a_node_hears_why_the_head_is_not_there() -> None:
+    assert silence(LOOPBACK, free_port()) == "Connection refused"
+    with socket.create_server((LOOPBACK, 0)) as other:
+        told = silence(LOOPBACK, other.getsockname()[1])
+    assert told.startswith("a program listens there that is no head of a run; end it, or write another port")
