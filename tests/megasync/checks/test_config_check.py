@@ -88,9 +88,9 @@ def test_recompute_takes_what_the_model_has(runnable: Path) -> None:
 
 
 def test_lora_must_fit_the_model(runnable: Path, tmp_path: Path) -> None:
-    check_config(load_config(runnable, ["engine.lora.rank=64"]), 2)
-    message = cannot_run(runnable, "engine.lora.rank=65")
-    assert "larger than the model's smallest dimension, 64" in message
+    check_config(load_config(runnable, ["engine.lora.rank=128"]), 2)
+    message = cannot_run(runnable, "engine.lora.rank=129")
+    assert "larger than the model's smallest dimension, 128" in message
     assert "there is no adapter that engine.lora.alpha" in cannot_run(runnable, "engine.lora.alpha=8")
     message = cannot_run(runnable, "engine.lora.rank=8", f"engine.lora.adapter_path={tmp_path}")
     assert "holds no adapter_config.json" in message
