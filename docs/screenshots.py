@@ -6,6 +6,7 @@ Of AGENTS, a run of episodes, samples are shown. Pages are written to a temporar
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -31,7 +32,11 @@ SAMPLES = ONLY.replace("#timeline):not(#samples", "#samples")
 
 
 def main() -> None:
-    run, other, *agents = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Take the documentation's screenshots of the report.")
+    for name, nargs in (("run", None), ("other", None), ("agents", "*")):
+        parser.add_argument(name, type=Path, nargs=nargs, metavar=name.upper(), help="a run's folder")
+    given = parser.parse_args()
+    run, other, agents = given.run, given.other, given.agents
     chromium = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
     if chromium is None:
         sys.exit("no chromium on PATH: apt-get install chromium")

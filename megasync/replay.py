@@ -253,6 +253,8 @@ def lines(each: Replayed, prompts: Prompts) -> list[str]:
     """What there is to say of a step."""
     compared = f"{each.compared_tokens} of {each.tokens} tokens compared"
     told = f"step {each.step}: {each.episodes} episodes, {each.turns} turns, {compared}"
+    if not each.compared_tokens:
+        return [told, *_left_out(each)]
     if not each.differences:
         return [f"{told}: every one is the same; log-probs within {each.largest_gap:.1e}", *_left_out(each)]
     first = each.differences[0]

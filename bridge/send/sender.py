@@ -50,7 +50,7 @@ class StageSender:
     def __init__(self, source: WeightSource, stage: StagePlan, writer: Writer | None) -> None:
         self.source, self.stage, self.writer = source, stage, writer
         self._pieces = [(bucket, piece) for bucket in stage.buckets for piece in bucket.pieces]
-        self._steps: dict[int, list[Step]] = {}  # of each part of the source, by its first tensor
+        self._steps: dict[tuple[int, int, tuple[str, ...]], list[Step]] = {}  # of each part of the source
 
     def run(self, deadline: float, check: Callable[[], None], verify: str) -> PassResult:
         """One pass. `check` is called often and raises when another side failed.
@@ -93,9 +93,11 @@ class StageSender:
             verify, writer = self._verify != "none", self.writer
             if writer is None:
                 return
-            if first_tensor not in self._steps:
-                self._steps[first_tensor] = list(self._plan_steps(part, first_tensor))
-            for step in self._steps[first_tensor]:
+            # A source that takes another's place, as in a bench, may cut parts elsewhere, and name their memory otherwise.
+            key = first_tensor, len(part.copies), tuple(part.memory)
+            if key not in self._steps:
+                self._steps[key] = list(self._plan_steps(part, first_tensor))
+            for step in self._steps[key]:
                 if step.begins:
                     self._begin_bucket(writer, step)
                 data = self._buffer[: step.bucket.num_bytes]

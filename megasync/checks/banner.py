@@ -73,12 +73,17 @@ def _rollouts(config: Config) -> str:
     workers = f" of {own.tensor_parallel} workers" if own.tensor_parallel > 1 else ""
     behind = f"at most {_plural(own.max_staleness, 'version')} behind" if own.max_staleness else "in turns with training"
     where = "on the trainer's GPUs, in turns" if own.is_colocated else behind
-    samples = f"{_plural(batch, 'prompt')} x {own.group_size} samples a step, up to {own.max_new_tokens} tokens each"
+    if own.episode:
+        turns = f"up to {_plural(own.episode_max_turns, 'turn')} of up to {own.max_new_tokens} tokens each"
+        samples = f"{_plural(batch, 'prompt')} x {own.group_size} episodes of {own.episode} a step, {turns}"
+    else:
+        samples = f"{_plural(batch, 'prompt')} x {own.group_size} samples a step, up to {own.max_new_tokens} tokens each"
     return f"{_plural(own.replicas, 'vLLM replica')}{workers}, {where}; {samples}"
 
 
 def _reward(config: Config) -> str:
-    return ", ".join(name if weight == 1 else f"{weight:g} x {name}" for name, weight in weights(config.rollout.reward).items())
+    named = [name if weight == 1 else f"{weight:g} x {name}" for name, weight in weights(config.rollout.reward).items()]
+    return f"{'of the episode; where it returns none: ' if config.rollout.episode else ''}{', '.join(named)}"
 
 
 def _data(data: RunData, num_trained: int, config: Config) -> dict[str, str]:

@@ -65,10 +65,17 @@ def write_files(module: str, made: Callable[[int], Mapping[str, Sequence[object]
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
     parser.add_argument("--seed", default=0, type=int)
     given = parser.parse_args(arguments)
-    given.to.mkdir(parents=True, exist_ok=True)
-    for name, rows in made(given.seed).items():
-        (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(given.to, made(given.seed))
     return 0
+
+
+def write_lines(folder: Path, files: Mapping[str, Sequence[object]]) -> None:
+    """A JSONL file for each name, and a line of each on the console."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{path}: {len(rows)} lines")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ talk to it. Needs transformers and torch when it is run, for the model's folder 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import string
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.examples.calculator import pairs_of
+from megasync.examples.calculator import pairs_of, write_lines
 from megasync.examples.small_qwen3 import EOS, PAD, UNKNOWN, write_small_qwen3
 
 TOOL = "multiply"
@@ -83,8 +82,7 @@ def write(folder: Path, seed: int = 0) -> None:
     """Model and data; existing files are overwritten."""
     write_small_qwen3(folder / "model", vocabulary_of(), seed, "float32", max_position_embeddings=256)
     build_tokenizer().save_pretrained(folder / "model")
-    for name, rows in lines(seed).items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(folder, lines(seed))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.examples.attempts import WRONG
+from megasync.examples.calculator import write_lines
 from megasync.examples.chat_calculator import ASSISTANT, USER, build_tokenizer, vocabulary_of
 from megasync.examples.small_qwen3 import EOS, write_small_qwen3
 from megasync.examples.tasks import generate_task
@@ -83,8 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     write_small_qwen3(given.to / "model", vocabulary_of(WORDS), given.seed, "float32", max_position_embeddings=512)
     build_tokenizer(WORDS).save_pretrained(given.to / "model")
-    for name, rows in lines(given.seed).items():
-        (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(given.to, lines(given.seed))
     return 0
 
 

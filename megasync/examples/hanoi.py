@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasync.examples.calculator import write_lines
 from megasync.examples.chat_calculator import ASSISTANT, USER, build_tokenizer, vocabulary_of, words_of
 from megasync.examples.small_qwen3 import EOS, write_small_qwen3
 from megasync.examples.tasks import generate_task, score
@@ -122,8 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     words = words_of([part for line in files["train"] for part in (line["question"], *line["answer"].splitlines())])
     write_small_qwen3(given.to / "model", vocabulary_of(words), given.seed, "float32", max_position_embeddings=512)
     build_tokenizer(words).save_pretrained(given.to / "model")
-    for name, rows in files.items():
-        (given.to / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(given.to, files)
     return 0
 
 

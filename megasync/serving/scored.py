@@ -153,7 +153,8 @@ def lines(each: Compared) -> list[str]:
     left_out = [f"{each.later_tokens} tokens that follow an update in their midst"] if each.later_tokens else []
     lacking = each.without_weights.items()
     left_out += [f"{number} tokens of version {version}, whose weights are not there" for version, number in lacking]
-    return [f"{told}: {found}", *first, *([f"  not compared: {'; '.join(left_out)}"] if left_out else [])]
+    not_compared = [f"  not compared: {'; '.join(left_out)}"] if left_out else []
+    return [f"{told}: {found}" if each.compared_tokens else told, *first, *not_compared]
 
 
 def total(done: Sequence[Compared]) -> str:

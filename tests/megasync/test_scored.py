@@ -49,6 +49,14 @@ def test_a_token_that_differs_is_named() -> None:
     assert scored.total([found]).startswith("all: 4 tokens compared, 1 differ;")
 
 
+def test_where_nothing_was_compared_no_gap_is_told() -> None:
+    found = scored.begun(7, 1, of_response([2, 2], recomputes=False), [3])
+    assert scored.lines(found) == [
+        "step 7: 1 episodes, 0 of 2 tokens compared",
+        "  not compared: 2 tokens of version 2, whose weights are not there",
+    ]
+
+
 def test_given_tokens_of_an_episode_are_not_compared() -> None:
     mask = np.array([False, False, True, False, True])
     branch = Branch(np.arange(5), 2, mask, np.where(mask, -1.0, 0.0), np.full(5, 3))

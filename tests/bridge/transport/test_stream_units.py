@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.export.source import Part
 from bridge.layout.bucket import ALIGNMENT_BYTES, StagePlan, SyncPlan
 from bridge.config import SyncConfig
 from bridge.send.connection import RankRole, assign_readers
@@ -218,6 +220,42 @@ def test_a_stream_arrives_bit_for_bit(specs, bucket_bytes) -> None:
     assert result.digests == [digest_value(tensor) for tensor in tensors.values()]
     for index, tensor in enumerate(tensors.values()):
         assert bytes(received[index]) == as_bytes(tensor).numpy().tobytes()
+
+
+class Elsewhere(DictSource):
+    """Has the same tensors in memory of other names, as merged weights are."""
+
+    def parts(self) -> Iterator[Part]:
+        for part in super().parts():
+            copies = [tuple(copy._replace(buffer=f"merged {copy.buffer}") for copy in each) for each in part.copies]
+            yield Part(copies, {f"merged {name}": flat for name, flat in part.memory.items()})
+
+
+@pytest.mark.parametrize("part_size", [1, 3])
+def test_a_source_that_takes_anothers_place_may_have_its_tensors_elsewhere(part_size) -> None:
+    """As in `bench sync`, where full weights and merged ones go through one publisher in turns."""
+    stage = stage_of(DictSource({f"t{i}": torch.zeros(64) for i in range(7)}).manifest(), 300)
+    writer = open_writer("shm", stage, ["r"], [0])
+    sources = [kind({f"t{i}": torch.rand(64) for i in range(7)}) for kind in (DictSource, Elsewhere)]
+    sources[1].part_size = part_size
+    sender, received = StageSender(sources[0], stage, writer), bytearray(stage.manifest.total_bytes)
+
+    def read(sync: int) -> None:
+        reader = open_reader((writer.endpoint,), 0, 1, CPU)
+        for bucket, data in reader.buckets(stage, sync, soon(), verify=True):
+            for p in bucket.pieces:
+                part, first = data[p.bucket_offset : p.bucket_offset + p.num_bytes], p.tensor * 256 + p.tensor_offset
+                received[first : first + p.num_bytes] = part.numpy().tobytes()
+
+    for sync, source in enumerate([*sources, *sources]):
+        sender.source = source
+        thread = threading.Thread(target=read, args=(sync,))
+        thread.start()
+        result = sender.run(soon(), lambda: None, "digest")
+        thread.join()
+        assert result.problem is None
+        assert received == b"".join(as_bytes(tensor).numpy().tobytes() for tensor in source.tensors.values())
+    writer.close()
 
 
 def test_a_source_is_drained_after_an_error() -> None:

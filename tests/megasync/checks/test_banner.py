@@ -49,6 +49,13 @@ def test_layout_rollouts_and_rewards_are_named(runnable: Path) -> None:
     assert "reward" not in sft and "rollouts" not in sft
 
 
+def test_episodes_are_named(runnable: Path) -> None:
+    name = "megasync.examples.calculator:episode"
+    lines = told(runnable, f"rollout.episode={name}", "rollout.episode_max_turns=2", "rollout.reward=exact_match")
+    assert f"episodes of {name} a step, up to 2 turns of up to " in lines["rollouts"]
+    assert lines["reward"] == "of the episode; where it returns none: exact_match"
+
+
 def test_what_is_dropped_and_the_first_prompt_are_shown(runnable: Path) -> None:
     lines = [json.dumps({"question": "1" * length, "answer": "2"}) for length in (3, 40, 4)]
     train = write(runnable.parent / "some.jsonl", "\n".join(lines))
