@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
+torch_compile = torch.compile
 
 
 def has_cuda() -> bool:
@@ -35,9 +36,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # it is part of a caller's kernel
+            return function(*given, **named)
         return made()(*given, **named)
 
     return call
+
+
+def compiled_late(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In the place of torch.compile while others are imported: `compiled`, where there are no options."""
+    return torch_compile(function, **options) if function is None or options else compiled(function)
 
 
 def synchronize() -> None:

@@ -24,7 +24,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from engine.runtime import gloo
-from engine.runtime.device import CPU, compiled, has_cuda
+from engine.runtime.device import CPU, compiled_late, has_cuda
 
 PACKAGES = ("megatron.", "megatron_fsdp", "mbridge")
 _installed = False
@@ -186,7 +186,7 @@ def _torch_stand_in() -> types.ModuleType:
     )
     distributed = _StandIn(torch.distributed, {**COLLECTIVES, "_coalescing_manager": _not_coalescing})
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _StandIn(torch, {"cuda": cuda, "distributed": distributed, "compile": compiled, **factories})
+    return _StandIn(torch, {"cuda": cuda, "distributed": distributed, "compile": compiled_late, **factories})
 
 
 class _CpuDeviceMesh:

@@ -21,7 +21,7 @@ warnings.filterwarnings("ignore", module=r"mbridge\..*")
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 # megatron-core 0.16.1 decorates with torch.compile (jit.py:25), which imports for seconds; this one waits for the first call
-with mock.patch.object(torch, "compile", device.compiled):
+with mock.patch.object(torch, "compile", device.compiled_late):
     import megatron.core.jit
 
 from megatron.core import parallel_state, tensor_parallel
