@@ -88,6 +88,7 @@ class ReplicaConfig:
     answer_timeout_seconds: float = 120.0  # with no sign of life for so long it counts as hung, where a call itself has no limit
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
     shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
+    has_room: bool = False  # beside the trainer, on devices that they share: it need not wait with its start for memory
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
     on_update: OnUpdate = "drain"  # what a sync does to running requests: wait for them, hold them, or begin them anew
     recomputes_cache: bool = True  # continue: what held requests have computed is computed anew, with the new weights

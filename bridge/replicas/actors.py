@@ -85,9 +85,18 @@ class ReplicaActors(ActorLauncher):
         return actors
 
     def finish_start(self) -> None:
-        """Wait for those of `begin_start`; on devices that the trainer shares they start vLLM only now. Raises as `start`."""
+        """Wait for those of `begin_start`. Raises as `start`.
+
+        On devices that the trainer shares vLLM starts only now, without room for both, or once more, where it was not enough.
+        """
+        starting = dict(self._starting)
         try:
-            self._actors = self._finish_launch(dict(self._starting))
+            try:
+                self._actors = self._finish_launch(starting)
+            except RuntimeError as error:
+                if not self.config.has_room or "memory" not in str(error).lower():
+                    raise
+                self._actors = self._launch(list(starting), serves_folder=True)
         except BaseException:
             self._release(*self._groups)
             raise

@@ -67,8 +67,8 @@ class ActorLauncher:
         return self._finish_launch(self._begin_launch(replicas, serves_folder=serves_folder))
 
     def _begin_launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
-        """Actors by number, that start by themselves. On devices that they share with the trainer they only import, since it may
-        still have the memory. Does not wait.
+        """Actors by number, that start by themselves. On devices that they share with the trainer, if there is no room for both,
+        they only import, since it may still have the memory. Does not wait.
         """
         cuda = torch.cuda.is_available()
         if not self.config.devices and (new := [replica for replica in replicas if replica not in self._groups]):
@@ -81,7 +81,7 @@ class ActorLauncher:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._groups[replica], 0)
             handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
             actors[replica] = self._starting[replica] = ReplicaActor(handle)
-            if self.config.shares_devices:
+            if self.config.shares_devices and not self.config.has_room:
                 handle.load.remote()
             else:
                 actors[replica].started = handle.start.remote()

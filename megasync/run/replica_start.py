@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+
+import psutil
+import torch
 
 from bridge.config import ReplicaConfig
 from bridge.replicas.pool import ReplicaPool
 from megasync.config.schema import Config
+from megasync.hf.folder import model_shape
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.launch.scope import ray_address
+from megasync.planning.hardware import GIB, hardware
+from megasync.planning.replicas import worker_memory
+
+STATE_BYTES = 24  # of the trainer for each parameter, at most: weights, gradients, float32 copy, moments
+TRAINER_BYTES = 2 * GIB  # beside them once its model is built: CUDA's context
+FREE_SHARE = 0.9
 
 
 class ReplicaStart:
@@ -39,7 +50,9 @@ class ReplicaStart:
         gpus = devices_for_ray(visible_devices(), num_local_ranks, is_colocated=rollout.is_colocated)
         if (stop_ray := start_ray(ray_address(self.config), gpus)) is not None:
             self._ends.callback(stop_ray)
-        self._pool = ReplicaPool.begin_start(replica_config(self.config), rollout.replicas)
+        on_cpu = psutil.virtual_memory().available // num_local_ranks
+        is_roomy = has_room(self.config, torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else on_cpu)
+        self._pool = ReplicaPool.begin_start(replace(replica_config(self.config), has_room=is_roomy), rollout.replicas)
         self._ends.callback(self._pool.close)
 
     def finish(self) -> ReplicaPool:
@@ -53,6 +66,21 @@ class ReplicaStart:
     def close(self) -> None:
         """End the replicas, whether they have started or not, and a Ray of our own. Safe to repeat."""
         self._ends.close()
+
+
+def has_room(config: Config, free_bytes: int) -> bool:
+    """Whether a replica and a rank of the trainer on one device, with so many bytes free, have all of their memory at once. Pure
+    but for sizes in the model folder.
+
+    Only where `rollout.kv_cache_bytes` says what the KV cache takes, which vLLM otherwise finds by what is free while it starts.
+    """
+    rollout, folder = config.rollout, Path(config.model.path)
+    if not rollout.is_colocated or rollout.kv_cache_bytes is None:
+        return False
+    num_parameters = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2  # at most
+    worker = worker_memory(config, model_shape(folder), num_parameters, hardware("h100"))
+    replica = max(worker.total, int(rollout.gpu_memory_utilization * free_bytes))
+    return replica + num_parameters * STATE_BYTES + TRAINER_BYTES < FREE_SHARE * free_bytes
 
 
 def replica_config(config: Config) -> ReplicaConfig:

@@ -57,10 +57,10 @@ def environment(*, cuda: bool) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not every host has flashinfer
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # on CPUs see patches.fork_processes
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # but see patches.fork_processes
     }
     if cuda:
-        return common
+        return common | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # looks for GPUs without CUDA, as a process to be forked has to
     return common | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_CI_ENV": "1",  # no warm-up

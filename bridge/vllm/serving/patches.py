@@ -6,12 +6,14 @@ weight_transfer_config, worker_extension_cls, scheduler_cls, distributed_executo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
 
 CPU_SPIN_SECONDS = 0.01
+CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h: what calls of the driver give before cuInit
 
 
 def spin_less() -> None:
@@ -29,15 +31,16 @@ def spin_less() -> None:
 
 
 def fork_processes() -> None:
-    """On CPUs the core and the workers of a replica are forked from its actor, which has imported what they need.
+    """The core and the workers of a replica are forked from its actor, which has imported what they need.
 
     That is vLLM's default, but not on CPUs (platforms/cpu.py:409) nor in a Ray actor (utils/system_utils.py:130): each of them
-    would import vLLM anew, for five seconds. A fork has none of the threads that Ray has started in the actor, and needs none; of
-    PyTorch's there are none, since an actor computes nothing. What a title is written over has been moved by Ray.
+    would import vLLM anew, for five seconds or more. A fork has none of the threads that Ray has started in the actor, and needs
+    none; of PyTorch's there are none, since an actor computes nothing. What a title is written over has been moved by Ray. CUDA
+    does not work in the fork of a process that has begun with it; then they are spawned.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() or is_without_cuda():
         import setproctitle
         from ray import _raylet
         from vllm.utils import system_utils
@@ -46,6 +49,15 @@ def fork_processes() -> None:
         system_utils.is_in_ray_actor = lambda: False
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_begin_as_started)
+
+
+def is_without_cuda() -> bool:
+    """Whether this process has a CUDA driver and has not initialised it, whoever would have; torch knows its own calls alone."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == CUDA_ERROR_NOT_INITIALIZED)
 
 
 def _begin_as_started() -> None:

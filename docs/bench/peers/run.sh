@@ -42,7 +42,8 @@ export CUDA_VISIBLE_DEVICES=${one%%,*} # of several GPUs TRL would take all
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 for seed in "$@"; do
   rm -rf "$out/trl$seed" "$out/megasync$seed"
-  PYTHONPATH=$trl_path:$PYTHONPATH run "trl$seed" "$python" "$here/docs/bench/peers/trl_grpo.py" "$here/configs/smollm2.yaml" \
+  port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') # TRL takes 29500, whoever has it
+  MASTER_PORT=$port PYTHONPATH=$trl_path:$PYTHONPATH run "trl$seed" "$python" "$here/docs/bench/peers/trl_grpo.py" "$here/configs/smollm2.yaml" \
     --to "$out/trl$seed" --steps "$steps" "${theirs[@]}" "${task[@]}" run.seed="$seed"
   run "megasync$seed" "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/smollm2.yaml" \
     "${task[@]}" run.dir="$out" run.name="megasync$seed" run.seed="$seed" run.steps="$steps" rollout.evaluate_every_steps=5 \
