@@ -16,7 +16,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
@@ -32,6 +34,9 @@ from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.reporting.log import read_summary
+
+if TYPE_CHECKING:
+    from megasync.run.replica_start import ReplicaStart
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,11 +57,14 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
-        reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
-        data = load_data(config) if reads_data else None
-    if rank == 0 and config.run.progress != "none":
-        print(banner(config, world_size, data), flush=True)
-    return run(config, data)
+    end_on_sigterm(and_on_sigint=True)
+    with starting_replicas(config, rank) as replicas:
+        with main_errors(speak=rank == 0):
+            reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
+            data = load_data(config) if reads_data else None
+        if rank == 0 and config.run.progress != "none":
+            print(banner(config, world_size, data), flush=True)
+        return run(config, data, replicas)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -116,8 +124,30 @@ def why_done(config: Config) -> str:
     return ""
 
 
-def run(config: Config, data: RunData | None) -> int:
-    """Train by a checked config on this rank. Returns the exit code. `data`: None on the ranks that need none."""
+@contextmanager
+def starting_replicas(config: Config, rank: int) -> Iterator[ReplicaStart | None]:
+    """Rank 0's replicas, if there are to be any: they begin to start before the trainer imports what it needs.
+
+    They have ended when the block is left.
+    """
+    if rank != 0 or config.algorithm.name != "grpo":
+        yield None
+        return
+    from engine.runtime.deterministic import use_deterministic
+    from megasync.run.replica_start import ReplicaStart
+
+    if config.run.deterministic:
+        use_deterministic()  # also by its environment, which replicas inherit
+    replicas = ReplicaStart(config)
+    try:
+        replicas.begin()
+        yield replicas
+    finally:
+        replicas.close()
+
+
+def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> int:
+    """Train by a checked config on this rank. Returns the exit code. `data`: None on ranks without; `replicas`: rank 0's."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from bridge.messages import SyncError
@@ -127,13 +157,10 @@ def run(config: Config, data: RunData | None) -> int:
     from megasync.run.canary import CanaryError
     from megasync.run.loop import train_grpo, train_sft
     from megasync.run.rank_zero import RankZeroError
-    from megasync.run.replica_start import ReplicaStart
     from megasync.run.session import Session
 
     rank = int(os.environ.get("RANK", "0"))
-    end_on_sigterm(and_on_sigint=True)
     session, is_well, told = None, False, ""
-    replicas = ReplicaStart(config) if rank == 0 and config.algorithm.name == "grpo" else None
     try:
         with main_errors(speak=rank == 0):
             session = Session(config, data, replicas)

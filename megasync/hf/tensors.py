@@ -16,7 +16,7 @@ from megasync.config.errors import ConfigError
 from megasync.hf.model_shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
-TIED_HEAD, FREQUENCIES = "lm_head.weight", "rotary_emb.inv_freq"
+EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
 WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA)
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
 NUM_NAMED = 6
@@ -59,7 +59,7 @@ def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     `fields`: of config.json; of those that say which tensors there are.
     """
     hidden, layers = shape.hidden_size, range(shape.num_hidden_layers)
-    found: Shapes = {"model.embed_tokens.weight": (shape.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    found: Shapes = {EMBEDDINGS: (shape.vocab_size, hidden), "model.norm.weight": (hidden,)}
     found[TIED_HEAD] = (shape.vocab_size, hidden)
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if shape.model_type == GEMMA else []

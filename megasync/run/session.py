@@ -54,7 +54,7 @@ class Session:
     """What a run holds on one rank. Built by train.py; `close` in any case."""
 
     def __init__(self, config: Config, data: RunData | None, replica_start: ReplicaStart | None = None) -> None:
-        """`replica_start`: on rank 0, where there are to be replicas; they begin to start while the engine is built."""
+        """`replica_start`: on rank 0, where there are to be replicas, which have begun to start."""
         self.config = config
         self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
@@ -67,8 +67,6 @@ class Session:
         self.step = self.first_step = self.checkpoints.first_step
         self.progress = self.checkpoints.progress(config.data.batch_size)
         former = on_rank_zero(self._begin_folder)
-        if replica_start is not None:
-            replica_start.begin()
         self.engine = Engine(
             config.model,
             config.engine,

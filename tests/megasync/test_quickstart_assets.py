@@ -15,11 +15,12 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from megasync.assets import main as write_any_assets
 from megasync.assets import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
 from megasync.config.errors import ConfigError
+from megasync.examples.small_qwen3 import write_small_qwen3
 from megasync.quickstart import (
     MARKER,
     WARM_UP,
@@ -37,6 +38,18 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     return write_assets(tmp_path_factory.mktemp("quick start") / "assets", seed=0)
+
+
+def test_the_small_models_weights_are_those_of_transformers_class(tmp_path: Path) -> None:
+    """small_qwen3.py draws them itself, without the class, whose import takes seconds."""
+    write_small_qwen3(tmp_path, VOCABULARY, 7, "float32")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        expected = Qwen3ForCausalLM(AutoConfig.from_pretrained(tmp_path)).state_dict()
+    del expected["lm_head.weight"]
+    held = load_file(tmp_path / "model.safetensors")
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -106,6 +106,7 @@ def build_engine(config: ReplicaConfig) -> Any:
     if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
         os.environ |= {"VLLM_BATCH_INVARIANT": "1", exact.STEADY: "1"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
+    patches.inspect_models_in_forks()
     arguments = engine_args(**engine_arguments(config))
     made = arguments.create_engine_config()
     patches.fork_processes()

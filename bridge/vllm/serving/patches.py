@@ -7,10 +7,14 @@ weight_transfer_config, worker_extension_cls, scheduler_cls, distributed_executo
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import stat
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 CPU_SPIN_SECONDS = 0.01
 CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h: what calls of the driver give before cuInit
@@ -49,6 +53,41 @@ def fork_processes() -> None:
         system_utils.is_in_ray_actor = lambda: False
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_begin_as_started)
+
+
+def inspect_models_in_forks() -> None:
+    """A replica's actor looks at the class of its model in a fork of itself.
+
+    vLLM starts a process for that, so that what a model imports does not initialise CUDA in its own. That process imports vLLM
+    anew (model_executor/models/registry.py:1079), for sixteen seconds on a machine where no replica has started before.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = run_in_fork
+
+
+def run_in_fork(look: Callable[[], Any]) -> Any:
+    """What `look` returns in a fork of this process. RuntimeError: it raised, or ended the fork."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def tell() -> None:
+        try:
+            sender.send((look(), ""))
+        except BaseException:  # noqa: BLE001 # whatever it is, the text is what counts
+            sender.send((None, traceback.format_exc()))
+
+    process = context.Process(target=tell)
+    process.start()
+    sender.close()  # here, so that the end of the fork is seen
+    try:
+        found, problem = receiver.recv()
+    except EOFError:
+        found, problem = None, "it ended without a word"
+    process.join()
+    if problem:
+        raise RuntimeError(f"Error raised in a fork:\n{problem}")
+    return found
 
 
 def is_without_cuda() -> bool:

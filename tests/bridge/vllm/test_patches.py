@@ -1,8 +1,9 @@
-"""patches.py where vLLM is not needed: whether a process may still be forked for CUDA."""
+"""patches.py where vLLM is not needed: what runs in a fork, and whether a process may still be forked for CUDA."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,3 +31,21 @@ def test_without_a_driver_nothing_is_said_to_be_fit_for_cuda(monkeypatch: pytest
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert not patches.is_without_cuda()
+
+
+def test_a_fork_returns_what_was_found_and_leaves_this_process_as_it_was() -> None:
+    seen = []
+
+    def look() -> int:
+        seen.append(os.getpid())
+        return os.getpid()
+
+    assert patches.run_in_fork(look) != os.getpid()
+    assert seen == []
+
+
+def test_what_goes_wrong_in_a_fork_is_told() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        patches.run_in_fork(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="ended without a word"):
+        patches.run_in_fork(lambda: os._exit(3))

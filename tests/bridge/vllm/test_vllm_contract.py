@@ -131,6 +131,14 @@ def test_processes_of_a_replica_on_cpus_are_forked_by_what_vllm_looks_at() -> No
     assert all("load_general_plugins()" in inspect.getsource(begins) for begins in (EngineCore, WorkerWrapperBase))
 
 
+def test_the_class_of_a_model_is_looked_at_where_patches_put_it() -> None:
+    """patches.inspect_models_in_forks."""
+    from vllm.model_executor.models import registry
+
+    assert "_run_in_subprocess(" in inspect.getsource(registry._LazyRegisteredModel.inspect_model_cls)
+    assert list(inspect.signature(registry._run_in_subprocess).parameters) == ["fn"]
+
+
 def test_engine_arguments_are_known() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
