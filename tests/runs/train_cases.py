@@ -68,6 +68,7 @@ def environment(config: Path, **more: str) -> dict[str, str]:
     folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"
     folder.mkdir(exist_ok=True)
     own = {"MEGASYNC_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), TEST_FOLDER: str(config.parent)}
+    own["TORCHINDUCTOR_CACHE_DIR"] = str(config.parent / "torchinductor")  # stays after a run (megasync/launch/scope.py)
     return {**os.environ, **own, **more}
 
 
