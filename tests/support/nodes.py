@@ -62,7 +62,7 @@ class Node:
     def revive(self) -> None:
         """A first process that holds the namespaces, as after a boot."""
         for path in self.temporary.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         mounts = f"mount -t tmpfs -o size=2g tmpfs /dev/shm; mount --bind {self.temporary} {TEMPORARY}"
         inner = f"hostname {self.name}; {mounts}; echo up; exec sleep infinity"
         spaces = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
