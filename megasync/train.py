@@ -109,7 +109,7 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
 def why_done(config: Config) -> str:
     """What to say where a start would find nothing to do; empty where it would.
 
-    All steps, or those that it took to `run.stop_at_accuracy`, what `Session.finish` writes last and the weights are there.
+    All steps, or those that it took to `run.stop_at_accuracy`, what `ending.finish` writes last and the weights are there.
     """
     run, folder = config.run, config.run.folder
     is_exported = not run.export_hf or (folder / "hf").is_dir()
@@ -155,6 +155,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     from engine.objective.metrics import NonFiniteError
     from engine.runtime import parallel
     from megasync.run.canary import CanaryError
+    from megasync.run.ending import finish
     from megasync.run.loop import train_grpo, train_sft
     from megasync.run.rank_zero import RankZeroError
     from megasync.run.session import Session
@@ -165,7 +166,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
         with main_errors(speak=rank == 0):
             session = Session(config, data, replicas)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
-        told = session.finish()
+        told = finish(session)
         is_well = True
     except Exception as error:
         get_error_handler().record_exception(error)  # for the launcher, which says it last

@@ -38,6 +38,13 @@ def refuse_if(is_wrong: object, message: str, **lines: str) -> None:
         raise ConfigError(message, **lines)
 
 
+def some(names: Iterable[object], most: int = 6) -> str:
+    """The first of them, and how many more there are; empty when there are none."""
+    listed = list(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
 def nearest_name(word: str, names: Iterable[str]) -> str:
     """The name most alike `word`, whole, in one of its `_` parts or by their initials; empty when none is near."""
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasync.diagnosis.finding import Finding, Level, ok, some
+from megasync.config.errors import some
+from megasync.diagnosis.finding import Finding, Level, ok
 
 FAMILIES = ("CUDA_", "NCCL_", "VLLM_", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "NVTE_", "GLOO_", "TRITON_")
 OF_SCRIPTS = ("VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND")  # launch/setup.sh writes them

@@ -40,12 +40,6 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
-def some(names: Sequence[object], most: int = 6) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
-
-
 def gib(num_bytes: float) -> str:
     """With the unit: GiB, or MiB below one."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -11,7 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megasync.diagnosis.finding import Finding, error, ok, some, warning
+from megasync.config.errors import some
+from megasync.diagnosis.finding import Finding, error, ok, warning
 
 QUERY = "index,name,uuid,memory.total,memory.used,compute_cap,compute_mode,mig.mode.current,driver_version"
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}  # of each CUDA major (CUDA release notes, minor version compatibility)

@@ -14,10 +14,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megasync.checks.check import check_config
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, some
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts, load_data, read_files
-from megasync.diagnosis.finding import Finding, error, ok, some, warning
+from megasync.diagnosis.finding import Finding, error, ok, warning
 from megasync.hf.folder import check_model_config, check_weights, model_shape, read_json_object
 from megasync.hf.model_shape import ModelShape
 from megasync.hf.tensors import check_tensors

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 
 from bridge.processes import MEMORY_FOLDER, SHARED_MEMORY
-from megasync.diagnosis.finding import Finding, error, gib, ok, some, warning
+from megasync.config.errors import some
+from megasync.diagnosis.finding import Finding, error, gib, ok, warning
 from megasync.launch.scope import unreachable
 
 SEGMENTS = (*SHARED_MEMORY, "cuda.shm.*", "torch_*")

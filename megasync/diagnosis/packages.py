@@ -15,7 +15,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megasync.diagnosis.finding import Finding, error, ok, some, warning
+from megasync.config.errors import some
+from megasync.diagnosis.finding import Finding, error, ok, warning
 
 LOCKS = Path(__file__).resolve().parents[2] / "locks"
 PYTHONS = {"cpu": ((3, 11), (3, 12), (3, 13)), "gpu": ((3, 12),)}  # as launch/setup.sh

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES
-from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.hf.features import (
     QUERY_RANK,
     REFUSED_FAMILIES,
@@ -70,7 +70,7 @@ def _read_model_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         message = f"model.path = {path.parent}: the folder holds no config.json"
         remedy = "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
-        raise ConfigError(message, holds=_some(file.name for file in path.parent.iterdir()), remedy=remedy)
+        raise ConfigError(message, holds=_holds(path.parent), remedy=remedy)
     return read_json_object(path)
 
 
@@ -173,11 +173,10 @@ def check_weights(folder: Path) -> None:
         missing = sorted(shards - {file.name for file in files})
         if missing:
             message = f"{index}: names {len(missing)} files that are not in the folder"
-            raise ConfigError(message, missing=_some(missing), remedy=DOWNLOAD_REMEDY)
+            raise ConfigError(message, missing=some(missing, 12), remedy=DOWNLOAD_REMEDY)
     if not files:
-        holds = _some(file.name for file in folder.iterdir())
         message = f"model.path = {folder}: the folder holds no *.safetensors file"
-        raise ConfigError(message, holds=holds, remedy="convert the weights to safetensors")
+        raise ConfigError(message, holds=_holds(folder), remedy="convert the weights to safetensors")
     for file in files:
         _check_safetensors(file)
 
@@ -197,6 +196,5 @@ def _check_safetensors(path: Path) -> None:
         raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD_REMEDY) from error
 
 
-def _some(names: Any) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "") or "nothing"
+def _holds(folder: Path) -> str:
+    return some(sorted(path.name for path in folder.iterdir()), 12) or "nothing"

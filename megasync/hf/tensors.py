@@ -6,20 +6,19 @@ Leaves out what config.json may say (folder.py, features.py) and whether the fil
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bridge.layout.manifest import read_folder_manifest
 from engine.config import BIASED_ROUTERS, GEMMA
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, some
 from megasync.hf.model_shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
 EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
 WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA)
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
-NUM_NAMED = 6
 
 
 def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) -> None:
@@ -33,7 +32,7 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     is_tied = fields.get("tie_word_embeddings", shape.model_type == GEMMA)
     if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
         message = f"{folder}: the weights lack {len(missing)} of the tensors that config.json asks for"
-        raise ConfigError(message, missing=_some(missing), remedy=OTHER_CONFIG)
+        raise ConfigError(message, missing=some(missing), remedy=OTHER_CONFIG)
     for name, size in expected.items():
         if held.get(name, size) != size:
             message = f"{folder}: {name} has the shape {list(held[name])}, and by config.json {list(size)}"
@@ -41,7 +40,7 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     own = (name for name in held if not name.endswith(FREQUENCIES) and not _is_after(name, shape.num_hidden_layers, fields))
     if unknown := [name for name in own if name not in expected]:
         message = f"{folder}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
-        raise ConfigError(message, tensors=_some(unknown), remedy=OTHER_CONFIG)
+        raise ConfigError(message, tensors=some(unknown), remedy=OTHER_CONFIG)
 
 
 def _held(folder: Path) -> Shapes:
@@ -132,8 +131,3 @@ def _is_after(name: str, num_layers: int, fields: Mapping[str, Any]) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     predicts = any(fields.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
     return predicts and layer is not None and int(layer[1]) >= num_layers
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:NUM_NAMED]) + (f" and {len(listed) - NUM_NAMED} more" if len(listed) > NUM_NAMED else "")

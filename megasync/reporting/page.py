@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.config.files import write_atomically
+from megasync.config.files import METRICS_FILE, write_atomically
 from megasync.reporting.advisories import advisories, console_lines
 from megasync.reporting.html import lanes, sections
 from megasync.reporting.html.curves import Group, charts
@@ -36,6 +36,12 @@ def write_report(run_folder: str | Path) -> Path:
     folder = Path(run_folder)
     write_atomically(folder / REPORT_FILE, page([read_record(folder)]))
     return folder / REPORT_FILE
+
+
+def write_unfinished_report(folder: Path) -> None:
+    """Of a run that failed or was stopped, where it has done steps."""
+    if (folder / METRICS_FILE).is_file():
+        write_report(folder)
 
 
 def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Path:

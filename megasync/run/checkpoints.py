@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
-from megasync.config.files import CHECKPOINTS
+from megasync.config.files import CHECKPOINTS, forget_stop, set_aside
 from megasync.rollouts.progress import Progress, load_progress
 from megasync.run.rank_zero import on_rank_zero
+from megasync.run.scale_request import forget_request
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -24,11 +25,19 @@ class Checkpoints:
 
     def __init__(self, config: Config) -> None:
         self.config, self.model = config.checkpoint, Path(config.model.path)
-        self.folder = config.run.folder / CHECKPOINTS
+        self.run_folder, self.folder = config.run.folder, config.run.folder / CHECKPOINTS
         resumes = self.config.resume == "auto"
         self.last: Path | None = on_rank_zero(lambda: checkpoint.newest(self.folder) if resumes else None)
         self.first_step = checkpoint.step_of(self.last) if self.last else 0
         self._saving: checkpoint.Save | None = None
+
+    def begin_folder(self) -> Path | None:
+        """Where the results of a former run are now, from which this one does not go on. On rank 0."""
+        forget_stop(self.run_folder)
+        if self.last:
+            return None
+        forget_request(self.run_folder)
+        return set_aside(self.run_folder)
 
     def engine_arguments(self) -> dict[str, Any]:
         """What the engine is to be built with, to go on from the last one. Not collective."""

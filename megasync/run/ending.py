@@ -1,6 +1,6 @@
-"""How a run ends: summary.json, the last two lines on the terminal, and a report in any case. Rank 0 does it.
+"""How a run ends: the last checkpoint and evaluation, summary.json, a report and the last two lines on the terminal.
 
-Leaves out the last checkpoint and evaluation (session.py), and what a launcher says of a run that failed (launch/last_words.py).
+Leaves out how a run that failed is taken down (session.py), and what its launcher says of it (launch/last_words.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,69 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megasync.config.files import METRICS_FILE, newest_checkpoint
+from megasync.config.files import forget_stop, newest_checkpoint
 from megasync.config.schema import Config
+from megasync.planning.record import outcome
+from megasync.planning.replicas import WORKER_PEAK
 from megasync.reporting.log import SUMMARY_FILE, read_evaluations
-from megasync.reporting.page import REPORT_FILE, write_report
+from megasync.reporting.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
+from megasync.run.rank_zero import on_rank_zero
+from megasync.run.scale_request import forget_request
+
+if TYPE_CHECKING:
+    from megasync.run.session import Session
 
 HELD_OUT = {"eval/reward": "held-out reward", "eval/accuracy": "held-out accuracy"}  # metrics of one file, and in words
+
+
+def finish(session: Session) -> str:
+    """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last.
+
+    Collective; rank 0 alone has something to say.
+    """
+    config, log = session.config, session.log
+    done = session.step + 1 if config.run.steps > session.first_step else session.first_step
+    if session.is_stopped:
+        return _stop(session, done)
+    on_rank_zero(lambda: _forget_what_was_asked(config.run.folder))
+    if session.checkpoints.is_unsaved(done) and config.checkpoint.every_steps:
+        session.saving.write(done, waits=True)
+    if done not in session.evaluated:
+        session.evaluate(done)
+    if config.run.export_hf:
+        session.weights.export(config.run.folder / "hf")
+    if session.layout.rank != 0:
+        return ""
+    if session.rollouts is not None:
+        session.rollouts.records.wait()
+    found = summary(config, done, session.weights.syncs, session.clock.summary())
+    if session.weights.pool is not None:
+        found[WORKER_PEAK] = session.weights.pool.host_peak_bytes() or None
+    log.timeline.write()
+    log.summary(found | outcome(config.run.folder, found))
+    write_report(config.run.folder)
+    for line in advice_lines(config.run.folder):
+        log.note(line)
+    return closing_lines(config, found)
+
+
+def _stop(session: Session, done: int) -> str:
+    """Where the run was asked to: a checkpoint, and no more, since who asks has little time."""
+    if session.checkpoints.is_unsaved(done):
+        session.saving.write(done, waits=True)
+    if session.layout.rank != 0:
+        return ""
+    session.log.timeline.write()
+    write_unfinished_report(session.config.run.folder)
+    return f"stopped after step {done}, as asked; checkpoint: {session.checkpoints.last}; the same command goes on from it"
+
+
+def _forget_what_was_asked(folder: Path) -> None:
+    """Of the process that has done all steps; on rank 0."""
+    forget_stop(folder)
+    forget_request(folder)
 
 
 def summary(config: Config, steps: int, syncs: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -60,9 +115,3 @@ def closing_lines(config: Config, found: Mapping[str, Any]) -> str:
     places += [f"checkpoint: {checkpoint}"] if checkpoint else []
     places += [f"weights: {folder / 'hf'}"] if config.run.export_hf else []
     return f"{'; '.join(told)}\n{'; '.join(places)}"
-
-
-def write_unfinished_report(folder: Path) -> None:
-    """Of a run that failed, where it has done steps."""
-    if (folder / METRICS_FILE).is_file():
-        write_report(folder)

@@ -1,6 +1,7 @@
 """Session: engine, weights, rollouts and log of one rank, put together from a Config; the words that loop.py speaks.
 
-Every public method is collective unless it says otherwise. Leaves out the order of things, which is the loop's.
+Every public method is collective unless it says otherwise. Leaves out the order of things, which is the loop's, and the run's end
+(ending.py).
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from engine.runtime import memory, parallel
 from engine.runtime.deterministic import use_deterministic
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
-from megasync.config.files import forget_stop, is_asked_to_stop, set_aside
+from megasync.config.files import is_asked_to_stop
 from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
-from megasync.planning.record import outcome, write_plan
-from megasync.planning.replicas import WORKER_PEAK
+from megasync.planning.record import write_plan
 from megasync.reporting.log import RunLog
-from megasync.reporting.page import advice_lines, write_report
+from megasync.reporting.page import write_unfinished_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, save_progress
@@ -38,12 +38,11 @@ from megasync.run.canary import build_canary
 from megasync.run.checkpoints import Checkpoints
 from megasync.run.clock import StepClock
 from megasync.run.distribute import TokenScatter
-from megasync.run.ending import closing_lines, summary, write_unfinished_report
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import RankZeroError, TooFewReplicasError, on_rank_zero
 from megasync.run.replica_start import ReplicaStart
 from megasync.run.sameness import compare
-from megasync.run.scale_request import forget_request
+from megasync.run.saving import Saving
 from megasync.run.scaling import Scaling
 from megasync.run.weights import Weights
 
@@ -66,7 +65,7 @@ class Session:
         self.checkpoints = Checkpoints(config)
         self.step = self.first_step = self.checkpoints.first_step
         self.progress = self.checkpoints.progress(config.data.batch_size)
-        former = on_rank_zero(self._begin_folder)
+        former = on_rank_zero(self.checkpoints.begin_folder)
         self.engine = Engine(
             config.model,
             config.engine,
@@ -87,6 +86,8 @@ class Session:
         for note in (*unused_keys(config), *(data.notes if data is not None else ())):
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log, replica_start)
+        parts = (self.engine, self.weights, self.log, self.clock, self.heartbeat)
+        self.saving = Saving(self.checkpoints, *parts, save_progress=self._save_progress)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.is_stopped = False  # before all steps were done, because it was asked to
@@ -96,18 +97,6 @@ class Session:
         if self.layout.rank == 0 and (problem := self._write_plan()):
             self.log.note(problem)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
-
-    def _forget_what_was_asked(self) -> None:
-        """Of the process; on rank 0."""
-        forget_stop(self.config.run.folder)
-        forget_request(self.config.run.folder)
-
-    def _begin_folder(self) -> Path | None:
-        """Where the results of a former run are now, from which this one does not go on. On rank 0."""
-        forget_stop(self.config.run.folder)
-        if not self.checkpoints.last:
-            forget_request(self.config.run.folder)
-        return None if self.checkpoints.last else set_aside(self.config.run.folder)
 
     def _write_plan(self) -> str | None:
         """plan.json, on rank 0; a note where there can be none."""
@@ -205,7 +194,7 @@ class Session:
         except TooFewReplicasError:
             if trained is not None:
                 self.log_step(trained)
-            self._checkpoint_before_stop(version)
+            self.saving.write_before_stop(version)
             raise
         on_rank_zero(lambda: self._rollouts.stream.serve(version))
         return metrics
@@ -245,31 +234,16 @@ class Session:
             while (result := on_rank_zero(work, for_others)) is None:
                 self.publish(version)
         except RankZeroError:
-            self._checkpoint_before_stop(version)
+            self.saving.write_before_stop(version)
             raise
         return result
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` writes one after the last step."""
+        """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` (ending.py) writes one after the last step."""
         if self.checkpoints.is_due(step):
-            self._checkpoint(step)
-
-    def _checkpoint_before_stop(self, step: int) -> None:
-        """After `step` whole steps, where there is none yet of a step that this process has done. The replicas end."""
-        if self.checkpoints.is_unsaved(step):
-            self.weights.end_replicas()
-            self._checkpoint(step, waits=True)
-
-    def _checkpoint(self, step: int, *, waits: bool = False) -> None:
-        """`waits`: until it is written."""
-        self.heartbeat.phase = f"checkpoint after {step} steps"
-        span = self.log.timeline.span("checkpoint", "trainer", step=step)
-        with self.clock.phase("checkpoint"), span, self.weights.devices.training():
-            self.checkpoints.write(step, self.engine, self.weights.whole_tensors(), self._save_progress)
-        if waits:
-            self.checkpoints.finish()
+            self.saving.write(step)
 
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
@@ -319,42 +293,6 @@ class Session:
         return self.evaluate(step) if every and step % every == 0 else None
 
     # ------------------------------------------------------------------------------------------------ the end
-
-    def finish(self) -> str:
-        """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last."""
-        done = self.step + 1 if self.config.run.steps > self.first_step else self.first_step
-        if self.is_stopped:
-            return self._stop(done)
-        on_rank_zero(self._forget_what_was_asked)
-        if self.checkpoints.is_unsaved(done) and self.config.checkpoint.every_steps:
-            self._checkpoint(done, waits=True)
-        if done not in self.evaluated:
-            self.evaluate(done)
-        if self.config.run.export_hf:
-            self.weights.export(self.config.run.folder / "hf")
-        if self.layout.rank != 0:
-            return ""
-        if self.rollouts is not None:
-            self.rollouts.records.wait()
-        found = summary(self.config, done, self.weights.syncs, self.clock.summary())
-        if self.weights.pool is not None:
-            found[WORKER_PEAK] = self.weights.pool.host_peak_bytes() or None
-        self.log.timeline.write()
-        self.log.summary(found | outcome(self.config.run.folder, found))
-        write_report(self.config.run.folder)
-        for line in advice_lines(self.config.run.folder):
-            self.log.note(line)
-        return closing_lines(self.config, found)
-
-    def _stop(self, done: int) -> str:
-        """Where the run was asked to: a checkpoint, and no more, since who asks has little time."""
-        if self.checkpoints.is_unsaved(done):
-            self._checkpoint(done, waits=True)
-        if self.layout.rank != 0:
-            return ""
-        self.log.timeline.write()
-        write_unfinished_report(self.config.run.folder)
-        return f"stopped after step {done}, as asked; checkpoint: {self.checkpoints.last}; the same command goes on from it"
 
     def close(self, *, is_done: bool = False) -> None:
         """Take rewards and the weight bridge down, and close the log. Not collective; safe after any failure.

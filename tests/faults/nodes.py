@@ -139,6 +139,8 @@ class LostRun:
         self.problems += problems(self.folder, self.num_steps, self.staleness)
         self._should_end = self._all_processes()
         self._expect_ended()
+        files = [(number + 1, path.name) for number, node in enumerate(self.pair) for path in node.temporary.iterdir()]
+        self.problems += [f"left behind on node {number}: TMPDIR/{name}" for number, name in sorted(files)]
 
     def _break(self, seen: Seen) -> None:
         kind, (first, second) = self.kind, self.pair
@@ -178,7 +180,7 @@ class LostRun:
         deadline = time.monotonic() + LEFT_SECONDS
         while (left := self._should_end & self._all_processes()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        self.problems += [f"left behind on node {number + 1}: {process}" for number, process in sorted(left)]
+        self.problems += [f"left behind on node {number + 1}: {each}" for number, each in sorted(left)]
         self._should_end = set()
 
     def _all_processes(self) -> set[tuple[int, str]]:

@@ -22,6 +22,7 @@ from typing import Any
 PREFIX = os.environ.get("MEGASYNC_TEST_NODES", f"msn{os.getpid() % 10000}")
 SUBNET = os.environ.get("MEGASYNC_TEST_SUBNET", "10.81.0")
 TOOLS = ("ip", "unshare", "nsenter")
+TEMPORARY = "/mnt"  # TMPDIR within a node: as short as sockets need it, else what runs there takes /tmp, which is everybody's
 
 
 def why_not() -> str:
@@ -42,7 +43,7 @@ def ip(*arguments: str) -> None:
 
 
 class Node:
-    """One of them. `rate` such as 400mbit limits its link, each way."""
+    """One of them. `rate` such as 400mbit limits its link, each way. `temporary`: what its TMPDIR holds, seen from outside."""
 
     def __init__(self, number: int, temporary: Path, rate: str = "") -> None:
         self.number, self.name, self.address = number, f"{PREFIX}n{number}", f"{SUBNET}.{number}"
@@ -61,8 +62,9 @@ class Node:
     def revive(self) -> None:
         """A first process that holds the namespaces, as after a boot."""
         for path in self.temporary.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
-        inner = f"hostname {self.name}; mount -t tmpfs -o size=2g tmpfs /dev/shm; echo up; exec sleep infinity"
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        mounts = f"mount -t tmpfs -o size=2g tmpfs /dev/shm; mount --bind {self.temporary} {TEMPORARY}"
+        inner = f"hostname {self.name}; {mounts}; echo up; exec sleep infinity"
         spaces = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         command = ["ip", "netns", "exec", self.name, "unshare", *spaces, "sh", "-c", inner]
         self.keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -75,7 +77,7 @@ class Node:
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         enter = ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wd={folder or Path.cwd()}"]
-        own = {**environment, "TMPDIR": str(self.temporary)}
+        own = {**environment, "TMPDIR": TEMPORARY}
         return subprocess.Popen([*enter, *command], env=own, text=True, **options)
 
     def processes(self) -> list[str]:
@@ -108,7 +110,7 @@ class Node:
 
 @contextmanager
 def nodes(count: int, temporary: Path, rate: str = "") -> Iterator[list[Node]]:
-    """`temporary`: holds the nodes' TMPDIR, a short path."""
+    """`temporary`: holds what is in the nodes' TMPDIR."""
     ip("link", "add", f"{PREFIX}br", "type", "bridge")
     ip("link", "set", f"{PREFIX}br", "up")
     made: list[Node] = []
