@@ -1,7 +1,7 @@
 """Names the first module in which trainer and replica of a run compute otherwise than they should, and what it looks like.
 
     megasync bisect runs/rl                        # the newest checkpoint, a response of the run
-    megasync bisect runs/rl --step 40 --prompt 3   # the fourth response that was sampled with the weights of step 40
+    megasync bisect runs/rl --step 50 --prompt 1   # the second response that was sampled with the weights of step 50
     megasync bisect runs/rl --swap self_attn.attn  # besides: the share of all attention in the gap, computed in float64
 
 Both sides, the trainer's megatron-core model and a real vLLM replica, are led through one response; each module is compared with

@@ -5,8 +5,9 @@
     python -m tests.doc_commands --run FOLDER --only evaluate.md
 
 A page's commands run in the order in which they stand, in one clone for all pages, with what is there in the place of
-PLACEHOLDERS and FILES. What is not run is named with its reason (NEEDS). The suite checks that each command is one that its
-program takes (test_doc_commands.py); docs/your_own.md is run there as a whole (test_your_own.py).
+PLACEHOLDERS and FILES. What a command's comment says pip is to install is installed before it. What is not run is named with its
+reason (NEEDS). The suite checks that each command is one that its program takes (test_doc_commands.py); docs/your_own.md is run
+there as a whole (test_your_own.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,24 +47,23 @@ NEEDS = {
     r"configs/agents_smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
     r"^\./launch/test\.sh$": "it is the suite itself",
     r"-m tests\.|^MEGASYNC_\w+=\w+(,\w+)* python -m pytest": "takes half an hour to hours",
-    r"clients:by_agents": "needs pip install openai-agents",
-    r"agents_gym\.yaml": "needs pip install skyrl-gym",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
     r"^megasync scale runs/NAME": "needs a run that goes on",
     r"^(sbatch|kubectl)": "needs a cluster",
     r"IMAGE": "needs an image",
-    r"check_locks\.sh": "takes minutes, after a change of locks/ alone",
 }
+INSTALLS = re.compile(r"\bpip install ([\w-]+)")
 UNTIL_STOPPED = re.compile(r"--watch")
 JUDGES = re.compile(r"^megasync doctor")  # exit code 1: this machine is not fit, as it says
 SERVES_SECONDS, LIMIT_SECONDS = 20.0, 1800.0
 
 
 class Command(NamedTuple):
-    """One line of a block, continued lines joined, without its comment."""
+    """One line of a block, continued lines joined, without its comment; `installs`: packages that the comment tells pip to."""
 
     page: str
     line: str
+    installs: str = ""
 
     @property
     def needs(self) -> str:
@@ -82,13 +83,15 @@ def collect() -> list[Command]:
     """All but those of ELSEWHERE."""
     rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
     pages = [*FIRST, *(page for page in rest if page not in (*FIRST, *ELSEWHERE)), "CONTRIBUTING.md"]
-    return [Command(page, line) for page in pages for line in lines_of((ROOT / page).read_text(encoding="utf-8"))]
+    return [Command(page, *line) for page in pages for line in lines_of((ROOT / page).read_text(encoding="utf-8"))]
 
 
-def lines_of(page: str) -> list[str]:
-    text = "".join(BLOCKS.findall(page)).replace("\\\n", " ")
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
-    return [re.sub(r"\s+", " ", line) for line in lines if line]
+def lines_of(page: str) -> Iterator[tuple[str, str]]:
+    """Each command, and what is to be installed for it."""
+    for line in "".join(BLOCKS.findall(page)).replace("\\\n", " ").splitlines():
+        command, _, comment = re.sub(r"\s+", " ", f" {line}").partition(" #")
+        if command.strip():
+            yield command.strip(), " ".join(INSTALLS.findall(comment))
 
 
 def write_files(folder: Path) -> None:
@@ -104,6 +107,8 @@ def run(command: Command, clone: Path) -> tuple[int, float, str]:
     line = command.line
     for placeholder, remedy in PLACEHOLDERS.items():
         line = line.replace(placeholder, remedy)
+    if command.installs:
+        line = f"pip install --quiet {command.installs} && {line}"
     write_files(clone)
     begin = time.monotonic()
     limit = SERVES_SECONDS if UNTIL_STOPPED.search(line) else LIMIT_SECONDS

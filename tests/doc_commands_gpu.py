@@ -33,7 +33,6 @@ SHORT = f"run.steps={NUM_STEPS} data.batch_size=16 rollout.evaluate_every_steps=
 FEWER = {
     "megasync train configs/smollm2.yaml": f"megasync train configs/smollm2.yaml {SHORT} {IN_TURNS} {SMALL}",
     "--step 50": "--step 4",
-    "--step 40 --prompt 3": "--step 4 --prompt 3",
     "87": "7",
     "v87": "v7",
 }

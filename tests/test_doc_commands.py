@@ -105,6 +105,12 @@ def test_what_is_said_of_commands_is_said_of_some() -> None:
     assert all((ROOT / page).is_file() for page in ELSEWHERE)
 
 
+def test_what_a_comment_says_pip_is_to_install_goes_with_its_command() -> None:
+    installs = {command.installs: command.line for command in COMMANDS if command.installs}
+    assert installs["skyrl-gym"].endswith("configs/agents_gym.yaml") and installs["openai-agents"].endswith("clients:by_agents")
+    assert not any("#" in command.line for command in COMMANDS)
+
+
 def test_the_list_prints() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.doc_commands"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "not run: needs a GPU" in done.stdout

@@ -19,6 +19,9 @@ warnings.filterwarnings("ignore", module=r"megatron\..*")
 warnings.filterwarnings("ignore", module=r"mbridge\..*")
 # megatron-fsdp 0.6.1 tells at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
+# the same once a rank of Megatron-FSDP (megatron-fsdp 0.6.1 mixed_precision.py:115), which also calls what torch has renamed
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 # megatron-core 0.16.1 decorates with torch.compile (jit.py:25), which imports for seconds; this one waits for the first call
 with mock.patch.object(torch, "compile", device.compiled_late):

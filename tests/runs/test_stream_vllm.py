@@ -31,6 +31,7 @@ from tests.support.sources import DictSource
 from tests.support.tiny_models import write_tiny_model
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 4, 3
+STOPPED_SECONDS = 10.0  # a sync waits so long for a replica that gives no answer
 LONG = GenerationRequest((5, 6, 7), num_samples=GROUP_SIZE, max_new_tokens=200, seed=3)
 
 
@@ -44,7 +45,8 @@ def folders(tmp_path_factory) -> list[Path]:
 def pool(folders) -> Iterator[StampedPool]:
     stop_ray = start_ray("local")
     assert stop_ray is not None
-    config = ReplicaConfig(str(folders[0]), "float32", max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**26)
+    sizes = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_bytes": 2**26}
+    config = ReplicaConfig(str(folders[0]), "float32", **sizes, answer_timeout_seconds=STOPPED_SECONDS)
     pool = StampedPool.start(config, 2)
     try:
         yield pool

@@ -53,16 +53,16 @@ def spread(rounds: Iterable[Results]) -> dict[str, float]:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Where there is no terminal, as wide as the widest table."""
+    """No cell is cut off: in a narrow terminal cells take several lines, elsewhere the table is as wide as it has to be."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table, is_terminal = Table(title=title, title_justify="left"), sys.stdout.isatty()
     for position, header in enumerate(headers):
-        table.add_column(header, justify="right" if position else "left", no_wrap=True)
+        table.add_column(header, justify="right" if position else "left", no_wrap=not is_terminal, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=True, highlight=False).print(table)
+    Console(width=None if is_terminal else 1000, soft_wrap=True, highlight=False).print(table)
 
 
 def print_targets(targets: dict[str, dict[str, float]]) -> None:

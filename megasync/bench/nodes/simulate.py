@@ -104,15 +104,16 @@ def show_clusters() -> None:
 
 def show_measured(path: Path) -> None:
     """Simulated beside measured seconds of every case."""
-    rows = []
-    for measured in json.loads(path.read_text(encoding="utf-8")):
-        size, senders, nodes = measured["lanes"]["bytes"], measured["senders"], measured["nodes"]
-        replicas = measured["replicas"] // nodes
+    rows, measured = [], json.loads(path.read_text(encoding="utf-8"))
+    for case in sorted(measured, key=lambda each: (each["replicas"] // each["nodes"], each["senders"], each["nodes"])):
+        size, senders, nodes = case["lanes"]["bytes"], case["senders"], case["nodes"]
+        replicas = case["replicas"] // nodes
         found = simulate(Case("", size, 1, senders, nodes, "", 1, replicas), NAMESPACES)
-        seconds = measured["lanes"]["seconds_median"]
+        seconds = case["lanes"]["seconds_median"]
         numbers = [seconds, found.seconds, found.seconds / seconds]
-        rows.append([f"{senders}, {nodes} x {replicas}", *(f"{number:.2f}" for number in numbers)])
-    print_table("namespaces", ("senders, nodes x replicas", "s, measured", "s, simulated", "times measured"), rows)
+        rows.append([f"{senders} to {nodes} x {replicas}", *(f"{number:.2f}" for number in numbers)])
+    titles = ("sender nodes to receiving nodes x replicas", "s, measured", "s, simulated", "times measured")
+    print_table("between namespaces", titles, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from megasync.bench.config import BenchRoot
 from megasync.hf.shapes import SHAPES
 from megasync.bench.generation.requests import long_tail
 from megasync.bench.common.model import write_shapes
+from megasync.bench.common.results import print_table
 from megasync.bench.training.flops import num_parameters
 from megasync.bench.sync.picture import check_picture
 from megasync.bench.generation.staleness import ROWS
@@ -236,3 +237,12 @@ def test_episodes_that_cannot_be_measured_are_refused(overrides: list[str], word
     config = load_config(ROOT / "configs" / "bench_episodes.yaml", ["model.path=", *overrides], BenchRoot)
     with pytest.raises(ValueError, match=words):
         prepare(config, "episodes")
+
+
+def test_tables_are_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file or a pipe each row is a line, however wide."""
+    words = [f"{number}-{'wide' * 30}" for number in range(5)]
+    print_table("of wide cells", words, [words])
+    lines = capsys.readouterr().out.splitlines()
+    assert len({len(line) for line in lines[1:]}) == 1 and "…" not in "".join(lines)
+    assert sum(all(word in line for word in words) for line in lines) == 2

@@ -64,6 +64,19 @@ def test_a_fault_that_is_less_than_rounding_everywhere_is_seen_over_all(tmp_path
     assert float(detail.split()[0]) == pytest.approx(1e-5, rel=0.3)
 
 
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([131, 5000, 49152, 151936]), st.floats(0.1, 4), st.floats(0, 24), st.integers(0, 2**32 - 1))
+def test_log_probs_of_large_vocabularies_are_within_rounding(size: int, scale: float, peak: float, seed: int) -> None:
+    """One likely token beside many unlikely ones, which float32's sum loses."""
+    logits = scale * torch.randn(4, size, generator=torch.Generator().manual_seed(seed))
+    logits[:, 5] += peak
+    tokens = torch.full((4,), 5)
+    error = (ref.log_probs(logits, tokens, 1.0).double() - ref.log_probs(logits.double(), tokens, 1.0)).abs()
+    others = 16 * 2.0**-24 * (1 + logits.double().abs().amax(-1))
+    assert (error < others + ref.sum_of_exps_bound(logits.double())).all()
+    assert float(ref.sum_of_exps_bound(logits.double()).max()) < size * 2.0**-24 / 7
+
+
 @settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 6), st.integers(0, 2**32 - 1))
 def test_rows_after_a_cached_prefix_are_those_of_the_whole(num_tokens: int, window: int, seed: int) -> None:
