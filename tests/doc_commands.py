@@ -37,7 +37,7 @@ FILES = {"test.jsonl": "smollm2/held_out.jsonl", "prompts.jsonl": "smollm2/held_
 NUM_LINES = 16
 # Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
-    r"^docs/bench/(gpus|doc_commands_gpu)\.sh": "needs a GPU",
+    r"^docs/bench/(gpus|doc_commands_gpu|peers/run)\.sh": "needs a GPU",
     r"^docs/bench/nodes\.sh": "takes an hour, as root",
     r"-m gpu\b": "needs GPUs",
     r"^megasync train configs/smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",

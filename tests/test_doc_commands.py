@@ -28,7 +28,7 @@ SCRIPTS = {
 # Not ours, or files that test_docs.py looks for.
 OTHERS = (
     *("source", "touch", "sbatch", "kubectl", "python"),
-    *("./launch/test.sh", "./launch/check_locks.sh", "docs/bench/gpus.sh", "docs/bench/nodes.sh"),
+    *("./launch/test.sh", "./launch/check_locks.sh", "docs/bench/gpus.sh", "docs/bench/nodes.sh", "docs/bench/peers/run.sh"),
     "docs/bench/doc_commands_gpu.sh",
 )
 
