@@ -149,7 +149,7 @@ def deaf(_: Sequence[str]) -> int:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    print("there", flush=True)
+    os.write(sys.stdout.fileno(), b"there\n")  # in one piece: the other rank writes into the same pipe
     if dist.get_rank() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
@@ -162,8 +162,10 @@ def test_ranks_that_hear_nothing_end_with_their_launcher(tmp_path: Path) -> None
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", "tests.megasync.run.test_life"]
     with subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        assert [launcher.stdout.readline() for _ in range(2)] == ["there\n"] * 2
-        launcher.kill()
+        try:
+            assert [launcher.stdout.readline() for _ in range(2)] == ["there\n"] * 2
+        finally:
+            launcher.kill()
         assert left_running(tmp_path.name) == []
 
 
