@@ -58,6 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
     end_on_sigterm(and_on_sigint=True)
+    if config.run.deterministic:
+        from engine.runtime.deterministic import use_deterministic
+
+        use_deterministic()  # also by its environment, which replicas inherit
     with starting_replicas(config, rank) as replicas:
         with main_errors(speak=rank == 0):
             reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
@@ -133,11 +137,8 @@ def starting_replicas(config: Config, rank: int) -> Iterator[ReplicaStart | None
     if rank != 0 or config.algorithm.name != "grpo":
         yield None
         return
-    from engine.runtime.deterministic import use_deterministic
     from megasync.run.replica_start import ReplicaStart
 
-    if config.run.deterministic:
-        use_deterministic()  # also by its environment, which replicas inherit
     replicas = ReplicaStart(config)
     try:
         replicas.begin()

@@ -78,7 +78,7 @@ def has_room(config: Config, free_bytes: int) -> bool:
     if not rollout.is_colocated or rollout.kv_cache_bytes is None:
         return False
     num_parameters = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2  # at most
-    worker = worker_memory(config, model_shape(folder), num_parameters, hardware("h100"))
+    worker = worker_memory(config, model_shape(folder), num_parameters, hardware("h100"))  # any GPU: the cache's size is given
     replica = max(worker.total, int(rollout.gpu_memory_utilization * free_bytes))
     return replica + num_parameters * STATE_BYTES + TRAINER_BYTES < FREE_SHARE * free_bytes
 

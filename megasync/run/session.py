@@ -19,7 +19,6 @@ from engine.batch.batch import SampleTable
 from engine.engine import Engine
 from engine.minibatch import MiniBatch
 from engine.runtime import memory, parallel
-from engine.runtime.deterministic import use_deterministic
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
 from megasync.config.files import is_asked_to_stop
@@ -58,8 +57,6 @@ class Session:
         self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
-        if config.run.deterministic:
-            use_deterministic()
         is_colocated = config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
         self.checkpoints = Checkpoints(config)

@@ -44,7 +44,7 @@ def fork_processes() -> None:
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() or is_without_cuda():
+    if current_platform.is_cpu() or is_cuda_untouched():
         import setproctitle
         from ray import _raylet
         from vllm.utils import system_utils
@@ -90,8 +90,8 @@ def run_in_fork(look: Callable[[], Any]) -> Any:
     return found
 
 
-def is_without_cuda() -> bool:
-    """Whether this process has a CUDA driver and has not initialised it, whoever would have; torch knows its own calls alone."""
+def is_cuda_untouched() -> bool:
+    """Whether there is a CUDA driver that nothing in this process has initialised; torch knows of its own calls alone."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

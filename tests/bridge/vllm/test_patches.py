@@ -22,7 +22,7 @@ def test_a_process_may_be_forked_until_someone_initialises_the_driver(
     monkeypatch: pytest.MonkeyPatch, answer: int, expected: bool
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetCount=lambda count: answer))
-    assert patches.is_without_cuda() is expected
+    assert patches.is_cuda_untouched() is expected
 
 
 def test_without_a_driver_nothing_is_said_to_be_fit_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_without_a_driver_nothing_is_said_to_be_fit_for_cuda(monkeypatch: pytest
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not patches.is_without_cuda()
+    assert not patches.is_cuda_untouched()
 
 
 def test_a_fork_returns_what_was_found_and_leaves_this_process_as_it_was() -> None:
