@@ -101,9 +101,9 @@ def compare(forward: Forward, passes: Passes, response: Response, references: Re
     tensors = forward.trace(response.prompt_ids, response.token_ids)
     traced = time.monotonic()
     trainer = side_of(TRAINER, tensors, response, {})
-    first = replica_side(passes.first, response, len(response.prompt_ids), trainer.tensors)
-    own = {**trainer.tensors, **first.tensors} if not int(first.positions[0]) else trainer.tensors
-    again = replica_side(passes.again, response, passes.again_prompt, own)
+    whole = replica_side(passes.cold or passes.first, response, len(response.prompt_ids), None, trainer)
+    first = replica_side(passes.first, response, len(response.prompt_ids), whole, trainer)
+    again = replica_side(passes.again, response, passes.again_prompt, whole, trainer)
     judgement = judge(sites, {TRAINER: (references.trainer, trainer), REPLICA: (references.replica, first)})
     cached = judge(sites, {REPLICA: (references.replica, again)})
     culprit = judgement.culprit or cached.culprit
@@ -112,7 +112,7 @@ def compare(forward: Forward, passes: Passes, response: Response, references: Re
         side = trainer if culprit.side == TRAINER else first if judgement.culprit else again
         kind = explain(culprit.site, references.of(culprit.side), side, references.known)
         kind = of_layer(kind, culprit, judgement.wrong, sum(site.endswith(WEIGHTED) for site in sites if ".layers.0." in site))
-        if _is_stale(culprit, side, passes, response, references, trainer):
+        if _is_stale(culprit, side, whole, references):
             kind = Kind(STALE_KV, f"of the first {int(side.positions[0])} tokens, from the prefix cache; without it all is right")
     swapped, count = _swapped(forward, response, references, sites, swap) if swap else (None, 0)
     done = time.monotonic()
@@ -124,25 +124,29 @@ def compare(forward: Forward, passes: Passes, response: Response, references: Re
     )  # fmt: skip
 
 
-def _is_stale(culprit: Local, side: Side, passes: Passes, response: Response, references: References, trainer: Side) -> bool:
+def _is_stale(culprit: Local, side: Side, whole: Side, references: References) -> bool:
     """Attention that is wrong with what the prefix cache has, and right without."""
     if culprit.side != REPLICA or not culprit.site.endswith("self_attn.attn") or not int(side.positions[0]):
         return False
-    path = passes.cold or passes.first
-    cold = replica_side(path, response, len(response.prompt_ids), trainer.tensors)
-    return judge([culprit.site], {REPLICA: (references.replica, cold)}).culprit is None
+    return judge([culprit.site], {REPLICA: (references.replica, whole)}).culprit is None
 
 
-def replica_side(path: Path, response: Response, num_prompt: int, others: Mapping[str, torch.Tensor]) -> Side:
-    """`others`: of all positions, whose keys and values stand for those that a cache had."""
+def replica_side(path: Path, response: Response, num_prompt: int, whole: Side | None, trainer: Side) -> Side:
+    """`whole`: a pass of all positions, whose keys and values stand for those that a cache had; so far apart as they and the
+    trainer's are may be those of the cache.
+    """
     tensors = load_file(path)
     positions = tensors.pop("positions")
     first = int(positions[0])
-    device = others["log_probs"].device
+    device = trainer["log_probs"].device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    names = [name for name in others if name.endswith(("rotary_emb.k", "v_proj"))] if first else []
-    earlier = {name: others[name][:first] for name in names}
-    return replace(side_of(REPLICA, tensors, response, earlier, first), num_prompt=num_prompt)
+    side = replace(side_of(REPLICA, tensors, response, {}, first), num_prompt=num_prompt)
+    if not first or whole is None:
+        return side
+    names = [name for name in whole.tensors if name.endswith(("rotary_emb.k", "v_proj"))]
+    earlier = {name: whole[name][:first] for name in names}
+    apart = {name: (whole.double(name) - trainer.double(name)).abs().amax(0) for name in names}
+    return replace(side, earlier=earlier, apart=apart)
 
 
 def side_of(

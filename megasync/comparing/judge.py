@@ -88,7 +88,7 @@ def _local(site: str, reference: Reference, side: Side, first_row: int) -> Local
     out = side.double(site).to(value)
     error = (out - value).abs()
     ratios = torch.nan_to_num(error / bound, nan=torch.inf)
-    drift = systematic(out, value, side[site].dtype) if site.endswith("norm") else 0.0
+    drift = systematic(out, value, side[site].dtype, side.token_ids[side.positions]) if site.endswith("norm") else 0.0
     row, *element = _place(ratios)
     scale = value.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return Local(
@@ -103,13 +103,17 @@ def _local(site: str, reference: Reference, side: Side, first_row: int) -> Local
     )
 
 
-def systematic(out: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> float:
+def systematic(out: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, token_ids: torch.Tensor) -> float:
     """How far `out` is a multiple of what is expected, by what rounding may make of it, which over many elements averages out.
 
-    So another eps of a norm is seen that is less than a rounding at every element.
+    So another eps of a norm is seen that is less than a rounding at every element. Rows of one token, `token_ids` [rows], may be
+    alike, and so rounded alike: between them nothing averages out.
     """
     power = value.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-    deviation = torch.finfo(dtype).eps / 2 / math.sqrt(3) * value.pow(4).sum().sqrt() / power  # of the mean of such roundings
+    squares = value.square().flatten(1)
+    tokens, of_row = torch.unique(token_ids, return_inverse=True)
+    alike = squares.new_zeros(len(tokens), squares.shape[1]).index_add_(0, of_row, squares)
+    deviation = torch.finfo(dtype).eps / 2 / math.sqrt(3) * alike.square().sum().sqrt() / power  # of the mean of such roundings
     return float(slope(out, value).abs() / (DEVIATIONS * deviation + SUM_ROUNDINGS * UNIT_FLOAT32))
 
 

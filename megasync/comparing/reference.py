@@ -11,7 +11,7 @@ out what is wrong where one is passed (kinds.py). Pure functions of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megasync.comparing.shape import Parameters, Shape
 
 RESULT_ROUNDINGS, SUM_ROUNDINGS = 4.0, 16.0
+PASSES_APART = 2.0  # a third pass may be farther from either than they are from each other
 UNIT_FLOAT32 = 2.0**-24
 LANES = 8  # of float32 numbers that a CPU without AVX512 adds at a time
 ROWS = 256  # of queries at a time
@@ -34,7 +35,8 @@ class Expected(NamedTuple):
 class Side:
     """What one side computed of a sequence: rows are of `positions` [T], increasing; of `lm_head` and `log_probs` the response's.
 
-    `keys`, `values`: of all positions up to the last by layer, where a cache had those of the first; else {}.
+    `earlier`: keys and values of the positions before, by site, where a cache had them; else {}. They are of another pass, and
+    `apart` is how far two passes' are apart at most, by site [groups, size]: what is in the cache was rounded otherwise.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Side:
     token_ids: torch.Tensor  # int64, of the whole sequence
     num_prompt: int
     earlier: dict[str, torch.Tensor]
+    apart: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __getitem__(self, site: str) -> torch.Tensor:
         return self.tensors[site]
@@ -146,7 +149,8 @@ class Reference:
         out, weighed = attend(query, key, value, side.positions, scale, self.shape.window(site))
         unit = torch.finfo(side[site].dtype).eps / 2
         largest = scale * query.norm(dim=-1, keepdim=True) * key.norm(dim=-1).max()
-        return out, (RESULT_ROUNDINGS * unit + SUM_ROUNDINGS * UNIT_FLOAT32 * (1 + largest)) * weighed
+        slack = (RESULT_ROUNDINGS * unit + SUM_ROUNDINGS * UNIT_FLOAT32 * (1 + largest)) * weighed
+        return out, slack + cached_slack(site, side, scale * query.norm(dim=-1, keepdim=True), weighed)
 
     def _activation(self, site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = (side.double(site.replace("act_fn", f"{name}_proj")) for name in ("gate", "up"))
@@ -213,6 +217,22 @@ def attention_inputs(site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor,
     own = site.removesuffix(".attn")
     keys, values = (side.with_earlier(f"{own}.{name}") for name in ("rotary_emb.k", "v_proj"))
     return side.double(f"{own}.rotary_emb.q"), keys, values
+
+
+def cached_slack(site: str, side: Side, scaled: torch.Tensor, weighed: torch.Tensor) -> torch.Tensor:
+    """[T, heads, size]: what attention may be off by, as keys and values that it had from a cache were rounded in another pass.
+
+    `scaled` [T, heads, 1]: norms of the queries times the softmax's scale. `weighed`: attention over |value|. A result is off by
+    no more than the values are, and by twice what the softmax's weights are off relatively, times |value|.
+    """
+    own = site.removesuffix(".attn")
+    if f"{own}.v_proj" not in side.apart:
+        return torch.zeros_like(weighed)
+    keys, values = (side.apart[f"{own}.{name}"].to(weighed) for name in ("rotary_emb.k", "v_proj"))
+    heads = weighed.shape[1] // len(keys)  # of a group
+    keys, values = (each.repeat_interleave(heads, 0) for each in (keys, values))
+    slack: torch.Tensor = PASSES_APART * (values + 2 * scaled * keys.norm(dim=-1, keepdim=True) * weighed)
+    return slack
 
 
 # ---------------------------------------------------------------------------------------------------- what modules compute

@@ -18,7 +18,9 @@ from bridge.versions.writer import VersionWriter
 from megasync import bisect
 from megasync.comparing import reference as ref
 from megasync.comparing.compare import fits
+from megasync.comparing.judge import local_error, systematic
 from megasync.comparing.response import recorded
+from megasync.comparing.shape import Parameters, Shape
 from megasync.comparing.weights import choose
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
@@ -90,6 +92,51 @@ def test_rows_after_a_cached_prefix_are_those_of_the_whole(num_tokens: int, wind
     turned = ref.rotate(query, positions, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.double))
     torch.testing.assert_close(turned.norm(dim=-1), query.norm(dim=-1))
     torch.testing.assert_close(turned[0], query[0])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1))
+def test_what_a_cache_had_was_rounded_in_another_pass(seed: int) -> None:
+    """Keys and values of a cache differ by roundings from those of the pass that they are judged by; of other weights by more."""
+    generator, layer, first, count = torch.Generator().manual_seed(seed), "model.layers.0.self_attn", 32, 40
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.double)
+
+    sizes = {f"{layer}.rotary_emb.k": torch.ones(2, 16), f"{layer}.v_proj": 10 ** normal(2, 16)}  # of channels
+    shape = Shape(1, 4, 2, 16, 1e-6, torch.ones(8), 1.0, 1e4, windows=(0,), has_head_norms=False, is_tied=True)
+    reference = ref.Reference(shape, Parameters(Path("none"), torch.bfloat16, torch.device("cpu")), 1.0)
+    true = {name: size * normal(count, 2, 16) for name, size in sizes.items()}
+    query, positions, tokens = normal(count - first, 4, 16), torch.arange(first, count), torch.zeros(count, dtype=torch.long)
+
+    def another_pass(share: float) -> dict[str, torch.Tensor]:
+        return {name: each + share * sizes[name] * normal(count, 2, 16) for name, each in true.items()}
+
+    whole, trainer = another_pass(0.005), another_pass(0.005)
+    apart = {name: (whole[name] - trainer[name]).abs().amax(0) for name in whole}
+
+    def ratio(cached: dict[str, torch.Tensor], apart: dict[str, torch.Tensor]) -> float:
+        own = {name: each[first:].bfloat16() for name, each in whole.items()}
+        keys, values = (torch.cat([cached[name][:first], own[name].double()]) for name in sizes)
+        queries = query.bfloat16()
+        out, _ = ref.attend(queries.double(), keys, values, positions, 0.25, 0)
+        tensors = {**own, f"{layer}.rotary_emb.q": queries, f"{layer}.attn": out.bfloat16()}
+        earlier = {name: each[:first] for name, each in whole.items()}
+        side = ref.Side("replica", tensors, positions, tokens, count - 1, earlier, apart)
+        return local_error(f"{layer}.attn", reference, side).ratio
+
+    assert ratio(another_pass(0.005), apart) <= 1 < ratio(another_pass(0.5), apart)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_rows_of_one_token_are_rounded_alike(num_tokens: int, seed: int) -> None:
+    """A response that says one token again and again is not a norm's fault."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.arange(256) % num_tokens
+    value = torch.randn(num_tokens, 64, generator=generator, dtype=torch.double)[token_ids]
+    assert systematic(value.bfloat16().double(), value, torch.bfloat16, token_ids) <= 1
+    assert systematic(value * 1.01, value, torch.bfloat16, token_ids) > 1
 
 
 @pytest.mark.parametrize(
