@@ -3,14 +3,14 @@
 # Parts run one after another on the GPUs in CUDA_VISIBLE_DEVICES, each with a limit of its own; what fails leaves its log. Writes
 # OUT/PART.json as it goes, and runs under OUT/runs. Seconds, and GPU memory at most, on one H100 with a cold vLLM:
 #   ladder         GRPO of SmolLM2 with answers of 500 tokens, bfloat16 and exact; alone on its GPU: 350 s, 30 GB
-#   ladder-head    the same with a float32 head: 180 s
-#   ladder-float16 the same in float16: 180 s
+#   ladder-head    the same with a float32 head: 200 s
+#   ladder-float16 the same in float16: 190 s
 #   ladder-default bfloat16 as vLLM starts by itself, with torch.compile: 220 s
 #   ladder-3b-bfloat16, ladder-3b-exact: on random weights of a 3 B model, 20 steps; alone on its GPU: 300 s, 75 GB; `assets-3b` makes them
 #   exact-eager    exact without CUDA graphs, where `ladder` fails with them: 200 s
 #   deterministic  two runs of 30 steps, one after the other, and what of them is equal: 260 s, 25 GB, bears others beside it
 #   bisect         both sides of SmolLM2, bfloat16 and exact, from the runs of `ladder`: 150 s, 15 GB
-#   bisect-3b      of the 3 B model, from the run of `ladder-3b-bfloat16`, or of two steps where there is none: 60 s, 35 GB
+#   bisect-3b      of the 3 B model, from the run of `ladder-3b-bfloat16`, or of two steps where there is none: 115 s, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
 #   tests          tests that need a GPU: 120 s, 10 GB

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 TRAINER, REPLICA = "trainer", "replica"
 LAST_TOKENS = 4  # that are sampled once more, after a prefix that is cached
+RMS_APART = 4.0
 WEIGHTED = ("_proj", "norm")
 
 
@@ -101,8 +102,9 @@ def compare(forward: Forward, passes: Passes, response: Response, references: Re
     tensors = forward.trace(response.prompt_ids, response.token_ids)
     traced = time.monotonic()
     trainer = side_of(TRAINER, tensors, response, {})
-    whole = replica_side(passes.cold or passes.first, response, len(response.prompt_ids), None, trainer)
-    first = replica_side(passes.first, response, len(response.prompt_ids), whole, trainer)
+    num_prompt = len(response.prompt_ids)
+    whole = replica_side(passes.cold or passes.first, response, num_prompt, None, trainer)
+    first = replica_side(passes.first, response, num_prompt, whole, trainer) if passes.cold else whole
     again = replica_side(passes.again, response, passes.again_prompt, whole, trainer)
     judgement = judge(sites, {TRAINER: (references.trainer, trainer), REPLICA: (references.replica, first)})
     cached = judge(sites, {REPLICA: (references.replica, again)})
@@ -132,8 +134,8 @@ def _is_stale(culprit: Local, side: Side, whole: Side, references: References) -
 
 
 def replica_side(path: Path, response: Response, num_prompt: int, whole: Side | None, trainer: Side) -> Side:
-    """`whole`: a pass of all positions, whose keys and values stand for those that a cache had; so far apart as they and the
-    trainer's are may be those of the cache.
+    """`whole`: a pass of all positions, whose keys and values stand for those that a cache had. How far these may be from them is
+    told by how far they are from the trainer's (`spread`).
     """
     tensors = load_file(path)
     positions = tensors.pop("positions")
@@ -145,8 +147,16 @@ def replica_side(path: Path, response: Response, num_prompt: int, whole: Side | 
         return side
     names = [name for name in whole.tensors if name.endswith(("rotary_emb.k", "v_proj"))]
     earlier = {name: whole[name][:first] for name in names}
-    apart = {name: (whole.double(name) - trainer.double(name)).abs().amax(0) for name in names}
+    apart = {name: spread(whole.double(name) - trainer.double(name)) for name in names}
     return replace(side, earlier=earlier, apart=apart)
+
+
+def spread(difference: torch.Tensor) -> torch.Tensor:
+    """[groups, size]: between two passes' keys or values [positions, groups, size], the largest of a channel, but no less than a
+    multiple of the group's rms: rows of one token are rounded alike, so that a channel may agree in all of them by chance.
+    """
+    rms = difference.square().mean((0, 2)).sqrt()
+    return torch.maximum(difference.abs().amax(0), RMS_APART * rms[:, None])
 
 
 def side_of(

@@ -36,7 +36,7 @@ class Side:
     """What one side computed of a sequence: rows are of `positions` [T], increasing; of `lm_head` and `log_probs` the response's.
 
     `earlier`: keys and values of the positions before, by site, where a cache had them; else {}. They are of another pass, and
-    `apart` is how far two passes' are apart at most, by site [groups, size]: what is in the cache was rounded otherwise.
+    `apart` is how far two passes' are apart, by site [groups, size]: what is in the cache was rounded otherwise.
     """
 
     name: str
@@ -223,7 +223,7 @@ def cached_slack(site: str, side: Side, scaled: torch.Tensor, weighed: torch.Ten
     """[T, heads, size]: what attention may be off by, as keys and values that it had from a cache were rounded in another pass.
 
     `scaled` [T, heads, 1]: norms of the queries times the softmax's scale. `weighed`: attention over |value|. A result is off by
-    no more than the values are, and by twice what the softmax's weights are off relatively, times |value|.
+    no more than the values are, and by twice what the scores are, times |value|.
     """
     own = site.removesuffix(".attn")
     if f"{own}.v_proj" not in side.apart:
