@@ -23,8 +23,8 @@ import psutil
 from bridge.processes import RAY_PATH, descendants, socket_folder
 from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.ray_cluster import (
+    FOR_WORKERS,
     NO_DRAINING,
-    NO_IDLE_WORKERS,
     START_SECONDS,
     STOP_SECONDS,
     free_port,
@@ -68,7 +68,7 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **NO_IDLE_WORKERS, **NO_DRAINING, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+                env={**os.environ, **FOR_WORKERS, **NO_DRAINING, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509  (it calls the kernel alone)
             )

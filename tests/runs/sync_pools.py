@@ -70,7 +70,7 @@ def own_ray() -> Iterator[None]:
     assert stop_ray is not None
     yield
     idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
-    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.NO_IDLE_WORKERS"
+    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.FOR_WORKERS"
     commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
     assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"
