@@ -117,7 +117,7 @@ def why_done(config: Config) -> str:
     """
     run, folder = config.run, config.run.folder
     is_exported = not run.export_hf or (folder / "hf").is_dir()
-    if config.checkpoint.resume != "auto" or newest_checkpoint(folder) is None or not is_exported:
+    if not config.checkpoint.resumes or newest_checkpoint(folder) is None or not is_exported:
         return ""
     summary = read_summary(folder)
     steps, accuracy = summary.get("steps", 0), summary.get("eval_accuracy_after") or 0.0

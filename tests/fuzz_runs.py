@@ -33,7 +33,9 @@ from typing import Any
 
 import psutil
 
-from megasync.config.files import CHECKPOINTS
+from bridge.versions.reader import VersionReader
+from megasync.config.files import CHECKPOINTS, VERSIONS
+from megasync.run.newer import marked
 from tests.support.fuzzed import worth
 from tests.runs.train_cases import TORCHRUN, Run, leaves_nothing, metrics, processes_with, write_config
 
@@ -61,10 +63,11 @@ class Choice:
     data: int
     episode: str
     max_turns: int
+    takes_newest: bool  # the weights of steps after the checkpoint
 
     @staticmethod
-    def draw(source: random.Random, data: int, algorithm: str, *, plays: bool) -> Choice:
-        """`plays`: whether its samples may be episodes."""
+    def draw(source: random.Random, data: int, algorithm: str, *, plays: bool, keeps_versions: bool) -> Choice:
+        """`plays`: whether its samples may be episodes. `keeps_versions`: whether the run has a log of its weights."""
         return Choice(
             batch_size=source.choice((4, 7, 8)),
             max_staleness=source.choice((0, 1, 2)),
@@ -76,6 +79,7 @@ class Choice:
             data=data,
             episode=source.choice(EPISODES) if plays else "",
             max_turns=source.choice((1, 2, 2, 2)),
+            takes_newest=keeps_versions and source.random() < 0.5,
         )
 
     def overrides(self) -> list[str]:
@@ -84,11 +88,12 @@ class Choice:
         if self.episode:
             rollout |= {"episode": f"tests.support.fuzzed:{self.episode}", "episode_max_turns": self.max_turns}
         filters = f"algorithm.filter_groups={str(self.filter_groups).lower()}"
-        return [f"data.batch_size={self.batch_size}", filters, *(f"rollout.{key}={value}" for key, value in rollout.items())]
+        own = [f"data.batch_size={self.batch_size}", filters, *(f"rollout.{key}={value}" for key, value in rollout.items())]
+        return [*own, "checkpoint.resume=newest_weights"] if self.takes_newest else own
 
 
-def first_config(source: random.Random, folder: Path) -> tuple[Path, str]:
-    """And the algorithm."""
+def first_config(source: random.Random, folder: Path) -> tuple[Path, str, bool]:
+    """And the algorithm, and whether the run keeps weights that it can go on from between checkpoints."""
     held_out = folder / "held_out.jsonl"
     held_out.write_text("".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)))
     name = source.choice((*["grpo"] * 7, "sft"))
@@ -99,10 +104,21 @@ def first_config(source: random.Random, folder: Path) -> tuple[Path, str]:
         "rollout": {"replicas": source.choice((1, 2)), "max_new_tokens": MAX_NEW_TOKENS, "max_model_len": 48, **limits},
         "algorithm": {"name": name},
         "data": {"eval": str(held_out)},
-        "checkpoint": {"every_steps": source.choice((1, 2, 3)), "asynchronous": source.random() < 0.3},
+        "checkpoint": {"every_steps": source.choice((1, 2, 3, 5)), "asynchronous": source.random() < 0.3},
     }
+    keeps_versions = name == "grpo" and not sections["engine"]["lora"]["rank"] and source.random() < 0.7
+    if keeps_versions:
+        sections["sync"] = {"log": "deltas", "log_full_every": 3, "log_keep": source.choice((1, 3, None))}
     print("   ", {section: sections[section] for section in ("engine", "rollout", "algorithm", "checkpoint")}, flush=True)
-    return write_config(folder, **sections), name
+    return write_config(folder, **sections), name, keeps_versions
+
+
+def first_step(run: Path, choice: Choice) -> int:
+    """After which step a process of a run goes on."""
+    saved = max((int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*")), default=0)
+    marker = marked(run) if saved and choice.takes_newest else None
+    is_there = marker is not None and marker[0] in VersionReader(run / VERSIONS).versions
+    return max(saved, marker[0]) if marker is not None and is_there else saved
 
 
 def take_line_out(source: random.Random, folder: Path) -> None:
@@ -226,7 +242,7 @@ def check_evaluations(run: Path, choices: dict[int, Choice]) -> None:
 
 def one_run(seed: int, folder: Path) -> None:
     source = random.Random(seed)
-    config, algorithm = first_config(source, folder)
+    config, algorithm, keeps_versions = first_config(source, folder)
     run, data = folder / "runs" / "run", 0
     plays = algorithm != "sft" and source.random() < 0.5
     choices: dict[int, Choice] = {}  # by step: those of the process that trained it last
@@ -234,9 +250,8 @@ def one_run(seed: int, folder: Path) -> None:
         if number and source.random() < 0.3:
             take_line_out(source, folder)
             data += 1
-        choice = Choice.draw(source, data, algorithm, plays=plays)
-        saved = [int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*")]
-        choices |= dict.fromkeys(range(max(saved, default=0) + 1, NUM_STEPS + 1), choice)
+        choice = Choice.draw(source, data, algorithm, plays=plays, keeps_versions=keeps_versions)
+        choices |= dict.fromkeys(range(first_step(run, choice) + 1, NUM_STEPS + 1), choice)
         if process(source, config, choice, is_last=number == MOST_PROCESSES - 1) == 0:
             break
     lines = metrics(run)

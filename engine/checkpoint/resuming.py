@@ -20,8 +20,11 @@ from engine.wrap.optimizer import load_scaler_state
 MAX_NAMED = 5  # tensors in an error
 
 
-def restore(folder: Path, engine: Engine) -> str | None:
+def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:
     """Put optimizer, schedule and random states back. The engine was built from `engine_arguments(folder)`. Every rank calls.
+
+    `steps_since`: or it was built from the weights of so many steps later. They stay, the learning rate is that of then, and of
+    the checkpoint there are the optimizer's moments alone.
 
     Returns what the log should say, or None.
 
@@ -34,11 +37,15 @@ def restore(folder: Path, engine: Engine) -> str | None:
     _check_tensors(folder, reader, shards)
     with engine.state_on_device():
         for shard in shards:
-            reader.load(shard)
+            reader.load(shard, takes_weight=not steps_since)
     engine.schedule.load_state_dict(index["schedule"])
     if index.get("loss_scaler"):
         load_scaler_state(engine.optimizer, index["loss_scaler"])
     now = layout(engine)
+    if steps_since:
+        engine.schedule.step(increment=steps_since * engine.algorithm.num_minibatches)
+        derive_random_state((index["random_seed"] + steps_since) % 2**32)
+        return f"resumed with weights of {steps_since} steps after {folder.name}, whose optimizer goes on from them"
     if index["layout"] == now:
         set_random_state(_read_random_state(folder, engine))
         return None

@@ -122,8 +122,8 @@ class Reader:
         return create_read_items_for_chunk_list(shard.name, stored, [chunk(*piece.box) for piece in shard.pieces])
 
     @torch.no_grad()
-    def load(self, shard: Shard) -> None:
-        """Put the shard's main weight and optimizer state back.
+    def load(self, shard: Shard, *, takes_weight: bool = True) -> None:
+        """Put the shard's main weight and optimizer state back; or the latter alone, where the model has newer weights.
 
         Raises:
             ValueError: the main weight is another than the model's own weights, which were read from the Hugging Face folder; or
@@ -132,7 +132,10 @@ class Reader:
         entry, parameter = self.index[shard.name], local(shard.parameter)
         before = parameter.detach().clone()
         values = {kind: before.new_zeros(before.numel()) for kind in entry["kinds"]}
-        values[WEIGHT].copy_(before.view(-1))  # what is padding stays
+        if takes_weight:
+            values[WEIGHT].copy_(before.view(-1))  # what is padding stays
+        else:
+            del values[WEIGHT]
         for item in self._items(shard):
             piece = shard.pieces[item.dest_index.index]
             offsets, _, file = entry["boxes"][item.storage_index.index]
@@ -141,7 +144,7 @@ class Reader:
             for kind, flat in values.items():
                 target = flat[piece.start : piece.start + math.prod(piece.box.sizes)].view(piece.box.sizes)
                 target[region] = self._read(file, _key(kind, shard.name, tuple(offsets)), stored).to(target)
-        weight = values.pop(WEIGHT).view(before.shape)
+        weight = values.pop(WEIGHT, before).view(before.shape)
         if not torch.equal(weight.to(shard.dtype), before.to(shard.dtype)):
             raise ValueError(
                 f"{self.folder}: {shard.name}: the optimizer's weights are not those of the Hugging Face folder beside it; "

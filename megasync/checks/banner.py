@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from megasync.checks.resume import resumed_checkpoint
+from megasync.checks.resume import first_step, resumed_checkpoint
 from megasync.config.errors import explain
 from megasync.config.files import has_results
 from megasync.config.schema import Config
@@ -27,15 +27,20 @@ SHOWN = 240  # characters of the first prompt
 def banner(config: Config, num_ranks: int, data: RunData | None) -> str:
     """Several lines. `data`: None where it was not read."""
     checkpoint = resumed_checkpoint(config)
-    first_step = int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+    first = first_step(config)
     lines = {"model": _model(config), "layout": _layout(config, num_ranks)}
     if config.algorithm.name == "grpo":
         lines |= {"rollouts": _rollouts(config), "reward": _reward(config)}
-    lines |= _data(data, first_step * config.data.batch_size, config) if data is not None else {}
+    lines |= _data(data, first * config.data.batch_size, config) if data is not None else {}
     lines["folder"] = str(config.run.folder)
-    lines["resumes"] = f"from {checkpoint}" if checkpoint else _beginning(config)
-    lines["will do"] = _plan(config, first_step)
+    lines["resumes"] = _goes_on(checkpoint, first) if checkpoint else _beginning(config)
+    lines["will do"] = _plan(config, first)
     return explain(f"megasync: {config.algorithm.name} run {config.run.name!r}", **lines)
+
+
+def _goes_on(checkpoint: Path, first: int) -> str:
+    is_newer = checkpoint != checkpoint.with_name(f"step_{first:08d}")
+    return f"from {checkpoint}" + (f", with the weights of step {first}" if is_newer else "")
 
 
 def num_parameters(folder: Path) -> int:

@@ -90,7 +90,7 @@ def _check_run_folder(config: Config, *, makes_folder: bool) -> None:
 def _check_former_run(config: Config) -> None:
     """What the run starts from may not be moved aside with the results of a former run (files.py:set_aside)."""
     folder = config.run.folder
-    resumes = config.checkpoint.resume == "auto" and any((folder / CHECKPOINTS).glob("step_*"))
+    resumes = config.checkpoint.resumes and any((folder / CHECKPOINTS).glob("step_*"))
     for key, path in config.input_paths.items():
         if not resumes and has_results(folder) and folder.resolve() in Path(path).resolve().parents:
             message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"

@@ -8,14 +8,34 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.resume import model_of, read_index
-from megasync.config.errors import ConfigError
-from megasync.config.files import newest_checkpoint
+from megasync.config.errors import ConfigError, refuse_if
+from megasync.config.files import newest_checkpoint, read_marker
 from megasync.config.schema import Config
 
 
 def resumed_checkpoint(config: Config) -> Path | None:
     """The one that the run goes on from; None: it begins anew."""
-    return newest_checkpoint(config.run.folder) if config.checkpoint.resume == "auto" else None
+    return newest_checkpoint(config.run.folder) if config.checkpoint.resumes else None
+
+
+def first_step(config: Config) -> int:
+    """After so many steps it goes on."""
+    folder = resumed_checkpoint(config)
+    marker = read_marker(config.run.folder) if folder and config.checkpoint.resume == "newest_weights" else None
+    saved = int(folder.name.removeprefix("step_")) if folder else 0
+    return max(saved, marker["step"]) if marker else saved
+
+
+def check_newest_weights(config: Config) -> None:
+    """ConfigError where the config has no weights between checkpoints that a run could go on from."""
+    if config.checkpoint.resume != "newest_weights":
+        return
+    own, rank = "checkpoint.resume = newest_weights", config.engine.lora.rank
+    message = f"{own}: the run keeps no weights between its checkpoints"
+    needs, remedy = "algorithm.name=grpo, sync.log=deltas", "write sync.log=deltas, or checkpoint.resume=auto"
+    refuse_if(not config.keeps_versions, message, needs=needs, remedy=remedy)
+    message = f"{own}: with engine.lora.rank = {rank} the log's weights have the adapters merged, which cannot be taken apart"
+    refuse_if(rank > 0, message, needs="engine.lora.rank=0", remedy="write checkpoint.resume=auto")
 
 
 def check_resume(config: Config) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from engine.wrap import ddp_fields
 from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.exact import check_deterministic, check_exact
+from megasync.checks.resume import check_newest_weights
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
@@ -29,6 +30,7 @@ def check_settings(config: Config, num_ranks: int) -> None:
     _check_schedule(config)
     check_unused(config)
     check_deterministic(config)
+    check_newest_weights(config)
     refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
 
 

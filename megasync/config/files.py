@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from megasync.config.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 VERSIONS = "versions"
+MARKER = f"{VERSIONS}/trained.json"  # up to which step the run's log of versions can be gone on from (run/newer.py)
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -54,6 +57,12 @@ def lock(run_folder: Path) -> int | None:
 def newest_checkpoint(run_folder: Path) -> Path | None:
     """The whole one of the highest step. (engine.checkpoint.newest does the same, with all that the engine imports.)"""
     return max((run_folder / CHECKPOINTS).glob("step_" + 8 * "[0-9]"), default=None)
+
+
+def read_marker(run_folder: Path) -> dict[str, Any] | None:
+    """With which step, its `step`, the weights of the newest version were made, and which prompts were trained by then."""
+    path = run_folder / MARKER
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def has_results(run_folder: Path) -> bool:

@@ -206,10 +206,16 @@ class CheckpointConfig(Section):
     """0: none; else also after the last step."""
     keep: PositiveInt = 3
     """How many of the newest stay."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest checkpoint in the run's folder."""
+    resume: Literal["auto", "newest_weights", "never"] = "auto"
+    """auto: go on from the newest checkpoint in the run's folder; newest_weights: the steps after it are not trained again where
+    sync.log=deltas has the weights that they made, and the optimizer is the checkpoint's."""
     asynchronous: bool = False
     """Copy to host memory, and write while training goes on."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from what its folder has."""
+        return self.resume != "never"
 
 
 class Config(Section):
@@ -223,6 +229,11 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether the weights of every step can be had again, from the run's log of versions."""
+        return self.algorithm.name == "grpo" and self.sync.log == "deltas"
 
     @property
     def input_paths(self) -> dict[str, str]:

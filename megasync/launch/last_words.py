@@ -20,7 +20,7 @@ def last_words(config: Config, command: str) -> str:
     told = [f"report: {report}"] if report else []
     if newest is None:
         return "\n".join([*told, f"newest checkpoint: none in {config.run.folder}", f"begin again: {again}"])
-    if config.checkpoint.resume == "never":
+    if not config.checkpoint.resumes:
         again += " checkpoint.resume=auto"
     return "\n".join([*told, f"newest checkpoint: {newest}", f"go on from it: {again}"])
 

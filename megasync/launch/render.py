@@ -110,7 +110,7 @@ def common(given: argparse.Namespace, config: Config, command: str) -> dict[str,
         "run_folder": shlex.quote(str((CLONE / config.run.folder) if given.system == "kuberay" else config.run.folder)),
         "arguments": shlex.join([given.config, *given.overrides]),
         "grace_seconds": given.grace_seconds,
-        "max_restarts": given.max_restarts if config.checkpoint.every_steps and config.checkpoint.resume == "auto" else 0,
+        "max_restarts": given.max_restarts if config.checkpoint.every_steps and config.checkpoint.resumes else 0,
     }
 
 

@@ -113,5 +113,5 @@ def check_nodes(config: Config, given: argparse.Namespace) -> None:
     refuse_if(several and has_rollouts and config.sync.transport == "shm", message, choices="auto, nccl, delta", remedy=remedy)
     message = f"--max-restarts {given.max_restarts}: there is nothing that a restart could go on from"
     remedy = "write checkpoint.every_steps=NUMBER and checkpoint.resume=auto, or leave --max-restarts out"
-    goes_on = keeps.every_steps > 0 and keeps.resume == "auto"
+    goes_on = keeps.every_steps > 0 and keeps.resumes
     refuse_if(given.max_restarts and not goes_on, message, remedy=remedy)

@@ -123,6 +123,11 @@ class Rollouts:
             self.records.write(step, self._unrecorded, {"episode": self.identity, "version": step - 1})
             self._unrecorded = []
 
+    def progress(self) -> Progress:
+        """What a run that is resumed here needs to know; the records are on the disk. Raises as `record` does."""
+        self.records.wait()
+        return self.stream.progress()
+
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
         requests = requests_of(evaluation, self.prompts, self.config.run.seed)

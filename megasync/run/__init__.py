@@ -4,6 +4,7 @@ loop.py        the order of things, on a page
 session.py     engine, weights, rollouts and log, put together
 checkpoints.py the one that it goes on from, and those that it writes
 saving.py      when it writes them
+newer.py       the weights of the steps after a checkpoint
 replica_start.py  Ray and vLLM come up while the engine is built
 weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
 versions.py    the log of every version

@@ -10,6 +10,7 @@ from bridge.layout.digest import digest_tensor
 from engine import checkpoint
 from megasync.config.files import CHECKPOINTS, forget_stop, set_aside
 from megasync.rollouts.progress import Progress, load_progress
+from megasync.run.newer import Newer, find_newer, forget, mark, unmark
 from megasync.run.rank_zero import on_rank_zero
 from megasync.run.scale_request import forget_request
 
@@ -26,14 +27,22 @@ class Checkpoints:
     def __init__(self, config: Config) -> None:
         self.config, self.model = config.checkpoint, Path(config.model.path)
         self.run_folder, self.folder = config.run.folder, config.run.folder / CHECKPOINTS
-        resumes = self.config.resume == "auto"
+        resumes = self.config.resumes
         self.last: Path | None = on_rank_zero(lambda: checkpoint.newest(self.folder) if resumes else None)
         self.first_step = checkpoint.step_of(self.last) if self.last else 0
+        self._newer: Newer | None = None
+        self._note = ""
+        if self.last and self.config.resume == "newest_weights":
+            self._newer, self._note = on_rank_zero(lambda: find_newer(self.run_folder, self.model, self.first_step))
+            self.first_step = self._newer.step if self._newer else self.first_step
         self._saving: checkpoint.Save | None = None
 
     def begin_folder(self) -> Path | None:
         """Where the results of a former run are now, from which this one does not go on. On rank 0."""
         forget_stop(self.run_folder)
+        if not self._newer:
+            unmark(self.run_folder)
+            forget(self.run_folder)
         if self.last:
             return None
         forget_request(self.run_folder)
@@ -41,26 +50,38 @@ class Checkpoints:
 
     def engine_arguments(self) -> dict[str, Any]:
         """What the engine is to be built with, to go on from the last one. Not collective."""
+        if self._newer:
+            return {"weights_path": self._newer.folder}
         return checkpoint.engine_arguments(self.last) if self.last else {}
 
-    def restore(self, engine: Engine) -> str | None:
+    def restore(self, engine: Engine) -> list[str]:
         """The engine goes on from the last one, if there is one; what to say of it."""
-        return checkpoint.restore(self.last, engine) if self.last else None
+        if self.last is None:
+            return []
+        notes = [self._note, checkpoint.restore(self.last, engine, steps_since=self.first_step - checkpoint.step_of(self.last))]
+        if self._newer:
+            on_rank_zero(lambda: forget(self.run_folder))
+        return [note for note in notes if note]
 
     def progress(self, batch_size: int) -> Progress:
-        """Of the rollouts, at the last one. Not collective."""
+        """Of the rollouts, where the run goes on. Not collective."""
+        if self._newer:
+            return self._newer.progress
         begun = Progress(num_trained=self.first_step * batch_size)
         return (load_progress(self.last) if self.last else None) or begun
+
+    def mark(self, step: int, find_progress: Callable[[], Progress]) -> None:
+        """Of `step` all is written down but a checkpoint; `find_progress` is called on rank 0."""
+        on_rank_zero(lambda: mark(self.run_folder, step, find_progress()))
 
     def is_due(self, step: int) -> bool:
         """After every `checkpoint.every_steps` steps. Not collective."""
         return bool(self.config.every_steps) and step % self.config.every_steps == 0
 
     def is_unsaved(self, step: int) -> bool:
-        """Whether this process has done steps, `step` in all, of which there is none. Waits for one that is written."""
+        """Whether there is none of the `step` steps that are done. Waits for one that is written."""
         self.finish()
-        saved = self.first_step if self.last is None else checkpoint.step_of(self.last)
-        return step > max(saved, self.first_step)
+        return step > (self.first_step if self.last is None else checkpoint.step_of(self.last))
 
     def write(self, step: int, engine: Engine, tensors: Any, save_progress: Callable[[Path], None]) -> None:
         """One of the engine after `step` steps; where `checkpoint.asynchronous`, it goes on being written.

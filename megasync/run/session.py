@@ -78,9 +78,7 @@ class Session:
         self._data_of_rank = data
         if former:
             self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
-        if resumed:
-            self.log.note(resumed)
-        for note in (*unused_keys(config), *(data.notes if data is not None else ())):
+        for note in (*resumed, *unused_keys(config), *(data.notes if data is not None else ())):
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log, replica_start)
         parts = (self.engine, self.weights, self.log, self.clock, self.heartbeat)
@@ -241,11 +239,17 @@ class Session:
         """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` (ending.py) writes one after the last step."""
         if self.checkpoints.is_due(step):
             self.saving.write(step)
+        elif self.config.keeps_versions:
+            self.checkpoints.mark(step, self._progress)
 
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
+        save_progress(folder, self._progress())
+
+    def _progress(self) -> Progress:
+        """On rank 0."""
         done = self.progress.num_trained + (self.step + 1 - self.first_step) * self.config.data.batch_size
-        save_progress(folder, self.rollouts.stream.progress() if self.rollouts is not None else Progress(done))
+        return self.rollouts.progress() if self.rollouts is not None else Progress(done)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

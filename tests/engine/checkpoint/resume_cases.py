@@ -209,6 +209,26 @@ def resumed(root: str, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str
     return found
 
 
+def newer_weights(path: str, root: str, **case: Any) -> dict[str, Any]:
+    """What a run saves that goes on from a checkpoint with the weights of two steps later: where it differs from either."""
+    case |= {"num_steps": STEPS, "name": "sft", "path": path, "optimizer": {"warmup_steps": 100}}
+    with engine(**case) as built:
+        history(built, 0, STOP)
+        former = save(built, Path(root) / "former", path).wait()
+        history(built, STOP, STOP + 2)
+        later = save(built, Path(root) / "later", path).wait()
+        expected = built.schedule.num_steps, built.optimizer.param_groups[0]["lr"]
+    with engine(**case, weights_path=later / "hf") as built:
+        note = checkpoint.restore(former, built, steps_since=2)
+        found = built.schedule.num_steps, built.optimizer.param_groups[0]["lr"]
+        saved = save(built, Path(root) / "saved", path).wait()
+        losses = history(built, STOP + 2, STEPS)
+    return {
+        "note": note, "schedule": (found, expected), "former": differing(former, saved), "later": differing(later, saved),
+        "losses": losses,
+    }  # fmt: skip
+
+
 def differing(one: Path, other: Path) -> list[str]:
     """Names of tensors that are not the same bit for bit, of main weights, optimizer state and the Hugging Face folder."""
     left, right = contents(one), contents(other)

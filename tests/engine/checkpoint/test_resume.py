@@ -66,6 +66,21 @@ def test_a_run_on_gpus_goes_on_in_the_other_wrap(models: dict[str, str], tmp_pat
         assert not result["differing"]
 
 
+@pytest.mark.parametrize("case", [{}, FSDP, {"dtype": "bfloat16"}], ids=["ddp", "fsdp", "bfloat16"])
+def test_newer_weights_go_on_with_moments_of_a_checkpoint(models: dict[str, str], tmp_path: Path, case: dict[str, Any]) -> None:
+    """Weights and learning rate are those of then; main weights of bfloat16 are what was published, not what was trained."""
+    arguments = {"path": models["dense"], "root": str(tmp_path), **case}
+    for found in run_ranks(2, "tests.engine.checkpoint.resume_cases:newer_weights", arguments):
+        assert found["note"] == "resumed with weights of 2 steps after step_00000002, whose optimizer goes on from them"
+        own, expected = found["schedule"]
+        assert own == expected
+        moments = ("steps ", "exp_avg ", "exp_avg_sq ")
+        assert all(not name.startswith(moments) for name in found["former"]), "the checkpoint's"
+        rounded = ("weight ",) if case.get("dtype") else ()
+        assert all(name.startswith((*moments, *rounded)) for name in found["later"]), "the weights are the newer ones"
+        assert found["former"] and found["later"] and all(loss > 0 for loss, _ in found["losses"])
+
+
 def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_nothing(models: dict[str, str], tmp_path: Path) -> None:
     results = run_ranks(2, "tests.engine.checkpoint.resume_cases:failing_save", {"path": models["dense"], "root": str(tmp_path)})
     for result in results:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bridge.generation import Completion, GenerationRequest, GroupRequest
 from megasync.episodes.task import Played, Task
 from megasync.rollouts.group import Group, StreamSettings, oldest_of
-from megasync.rollouts.progress import Progress
+from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.rewards.pool import Scored
 from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.turns import EpisodeSettings, Player
@@ -106,6 +106,9 @@ class Walk:
                 await self._publish(stream, pool, step + 1)
             if step + 1 == checkpoint:
                 self.progress, self.step, self.trained = await stream._progress(), step + 1, list(taken)
+                if source.random() < 0.3:  # of what was generated and not trained nothing was kept
+                    kept = tuple(SavedGroup(group.key) for group in self.progress.groups)
+                    self.progress = replace(self.progress, groups=kept)
         while stream._is_busy:
             await self._publish(stream, pool, last_step)
             await asyncio.sleep(1.0)

@@ -1,0 +1,97 @@
+"""Which weights newer than a checkpoint a run can go on from, and what is said where it cannot.
+
+python -m pytest tests/megasync/run/test_newer.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from bridge.versions.file import path_of
+from bridge.versions.writer import VersionWriter
+from megasync.checks.check import check_config
+from megasync.config.errors import ConfigError
+from megasync.config.files import CHECKPOINTS, VERSIONS
+from megasync.config.load import load_config
+from megasync.rollouts.progress import Progress, SavedGroup
+from megasync.run.newer import Newer, find_newer, forget, mark, marked, unmark
+from tests.support.config_files import write_runnable
+
+COUNTS = st.integers(0, 2**40)
+
+
+@given(COUNTS, COUNTS, COUNTS, st.none() | st.floats(0, 1e9), st.lists(COUNTS, unique=True))
+def test_a_marker_tells_where_prompts_were(step: int, trained: int, begun: int, tokens: float | None, keys: list[int]) -> None:
+    progress = Progress(trained, begun, tokens, tuple(map(SavedGroup, keys)))
+    with tempfile.TemporaryDirectory() as folder:
+        assert marked(Path(folder)) is None
+        mark(Path(folder), step, progress)
+        assert marked(Path(folder)) == (step, progress)
+        unmark(Path(folder))
+        assert marked(Path(folder)) is None
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Versions 8 to 12, the last marked."""
+    write_runnable(tmp_path)
+    folder = tmp_path / "runs" / "rl"
+    writer = VersionWriter(folder / VERSIONS, stage=0, num_stages=1, keeps_weights=True, full_every=3)
+    for version in range(8, 13):
+        writer.write(version, iter([("model.embed_tokens.weight", torch.full((2, 3), float(version)))]))
+    mark(folder, 12, Progress(num_trained=48))
+    return folder
+
+
+def found(run_folder: Path, than: int) -> tuple[Newer | None, str]:
+    return find_newer(run_folder, run_folder.parents[1] / "model", than)
+
+
+def test_what_is_marked_is_rebuilt(run_folder: Path) -> None:
+    newer, note = found(run_folder, 10)
+    assert newer is not None and (newer.step, newer.progress.num_trained, note) == (12, 48, "")
+    (file,) = newer.folder.glob("*.safetensors")
+    assert torch.equal(load_file(file)["model.embed_tokens.weight"], torch.full((2, 3), 12.0))
+    assert (newer.folder / "config.json").is_file()
+    again, _ = found(run_folder, 10)
+    assert again == newer, "also where a start that was killed has left the folder"
+    forget(run_folder)
+    assert not list((run_folder / CHECKPOINTS).iterdir())
+
+
+def test_where_there_is_nothing_newer_the_checkpoint_is_gone_on_from(run_folder: Path) -> None:
+    folder = run_folder / VERSIONS
+    assert found(run_folder, 12) == (None, f"{folder}: has no weights that are newer than the checkpoint of step 12")
+    path_of(folder, 11, 0).unlink()  # version 12 was added to it
+    newer, note = found(run_folder, 10)
+    assert newer is None and "version 11 of stage 0 is missing, which version 12 was added to" in note
+    path = path_of(folder, 12, 0)
+    path.write_bytes(path.read_bytes()[:-5])
+    newer, note = found(run_folder, 10)
+    assert newer is None and "is torn" in note
+    unmark(run_folder)
+    assert found(run_folder, 10)[1].endswith("newer than the checkpoint of step 10")
+    assert not list((run_folder / CHECKPOINTS).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "the run keeps no weights between its checkpoints"),
+        (["sync.log=digests"], "the run keeps no weights between its checkpoints"),
+        (["sync.log=deltas", "engine.lora.rank=4"], "with engine.lora.rank = 4 the log's weights have the adapters merged"),
+    ],
+)
+def test_a_run_without_such_weights_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    path = write_runnable(tmp_path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_config(load_config(path, ["checkpoint.resume=newest_weights", *overrides]), 1)
+    assert "checkpoint.resume=auto" in str(caught.value)
+    check_config(load_config(path, ["checkpoint.resume=newest_weights", "sync.log=deltas"]), 1)
