@@ -109,6 +109,15 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
+def lower_priority(pid: int, niceness: int) -> None:
+    """Of a process and all below it, at least `niceness`: of each thread, since Linux has it by thread. New ones inherit it."""
+    for each in (pid, *(child.pid for child in descendants(pid))):
+        for thread in Path(f"/proc/{each}/task").glob("*"):
+            with suppress(OSError):
+                number = int(thread.name)
+                os.setpriority(os.PRIO_PROCESS, number, max(niceness, os.getpriority(os.PRIO_PROCESS, number)))
+
+
 def _shared_memory(pid: int) -> set[str]:
     """By inode: a lock is mapped under another name by the process that made it (glibc's sem_open)."""
     lines = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())

@@ -40,7 +40,7 @@ if str(ROOT) not in sys.path:
 LONGEST_FIRST = (
     *("test_nodes", "test_train", "test_unsteady_run", "test_bench", "test_submit", "test_sync_trainer", "test_real_model"),
     *("test_episode_runs", "test_life", "test_stream_vllm", "test_engine", "test_objectives", "test_lora", "test_experts"),
-    *("test_killed_episodes", "test_scale", "test_stop"),
+    *("test_killed_episodes", "test_scale", "test_newest_weights", "test_stop"),
     *("test_faults", "test_exact_runs", "test_steps", "test_sync_vllm", "test_sync_workers", "test_reward_pool", "test_context"),
     *("test_template", "test_families", "test_float16", "test_python_tool", "test_router", "test_overrides", "test_bisect"),
     *("test_generation_vllm", "test_plan_vllm", "test_resume", "test_checkpoint", "test_unshard", "test_upstream"),
@@ -51,7 +51,7 @@ VLLM_ON_CPU = {
     *("test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm", "test_stream_vllm"),
     *("test_generation_vllm", "test_faults", "test_real_model", "test_episode_runs", "test_nodes", "test_bisect"),
     *("test_exact_runs", "test_exact_layers", "test_unsteady_run", "test_sync_workers"),
-    *("test_killed_episodes", "test_scale", "test_stop"),
+    *("test_killed_episodes", "test_scale", "test_newest_weights", "test_stop"),
 }
 # how long an example takes says nothing on a busy machine; a test may want fewer of them
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

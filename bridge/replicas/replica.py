@@ -74,6 +74,7 @@ class Replica:
             returns_experts=self.config.returns_experts,
         )
         self._watch = asyncio.create_task(self._generator.watch())
+        api.yield_cores()
         return os.getpid()
 
     async def host(self) -> str:

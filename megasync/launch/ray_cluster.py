@@ -32,7 +32,8 @@ from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 # By itself Ray starts a worker for each core, which our actors cannot use, since each gets an environment of its own; and it
-# gives its workers a niceness of 15, with which a replica gets 3 % of a core that a rank of the trainer, at 0, has work for.
+# gives its workers a niceness of 15, with which a replica does not start in time on cores that others have work for. Once it has
+# started it yields some of them by itself (bridge/vllm/serving/api.py:yield_cores).
 FOR_WORKERS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 # `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
 NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}

@@ -20,10 +20,12 @@ from bridge.send import sender
 from bridge.config import SyncConfig
 from bridge.generation import GenerationRequest
 from bridge.messages import SyncError
+from bridge.processes import descendants
 from bridge.replicas.pool import Generation
 from bridge.send.publish import Publisher
 from bridge.transport import segment
 from bridge.versions.writer import VersionWriter
+from bridge.vllm.serving.api import NICENESS_ON_CPU
 from bridge.layout.digest import digest_value
 from tests.runs.sync_pools import (
     GREEDY,
@@ -89,6 +91,12 @@ def loaded(tied_pool):
 def test_a_replica_starts_with_its_folder(tied_pool, tied_folders, loaded) -> None:
     assert differing(tied_pool.read_back(replica=1), load(tied_folders[0])) == []
     assert {v for c in loaded[1][0] for v in c.weight_versions.tolist()} == {-1}
+
+
+def test_on_cpus_a_replica_yields_to_the_trainer_once_it_has_started(tied_pool) -> None:
+    for actor in tied_pool._actors.values():
+        core = [process for process in descendants(actor.pid) if "EngineCore" in " ".join(process.cmdline())]
+        assert len(core) == 1 and {process.nice() for process in (psutil.Process(actor.pid), *core)} == {NICENESS_ON_CPU}
 
 
 def test_each_sync_arrives_bit_for_bit(tied_pool, tied_folders, tied_source, tied_publisher) -> None:

@@ -30,6 +30,7 @@ REPLICA_PID = "MEGASYNC_REPLICA_PID"  # set in a replica's actor, inherited by i
 START_FAILURE = "EngineCore failed to start"  # v1/engine/core.py:1510, also in 0.26
 FAILED_START_SECONDS = 20.0
 CPU_KV_CACHE_BYTES = 2**30
+NICENESS_ON_CPU = 10  # a tenth of a core that others have work for
 SCHEDULERS = ("bridge.vllm.serving.outputs.HoldingScheduler", "bridge.vllm.serving.outputs.AsyncHoldingScheduler")
 WEIGHTS, CACHES = "weights", "kv_cache"  # kinds of memory (device_allocator/cumem.py)
 
@@ -74,6 +75,16 @@ def prepare_process() -> None:
     """Before a replica's engine is built: its children are to end with this process, and their sockets have a folder."""
     forget_launcher()
     os.environ |= {REPLICA_PID: str(os.getpid()), "VLLM_RPC_BASE_PATH": processes.make_sockets()}
+
+
+def yield_cores() -> None:
+    """On CPUs, of a replica that has started: on cores that it shares with the trainer, whose steps a run waits for, that one is
+    first. On GPUs those wait for vLLM's core.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        processes.lower_priority(os.getpid(), NICENESS_ON_CPU)
 
 
 def forget_launcher() -> None:

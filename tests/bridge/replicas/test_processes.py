@@ -88,6 +88,21 @@ def is_over(pid: int) -> bool:
         return True
 
 
+def test_every_thread_of_a_family_gets_a_lower_priority_and_none_a_higher_one(family: subprocess.Popen[str]) -> None:
+    tick(family)
+    os.setpriority(os.PRIO_PROCESS, family.pid, 15)
+    processes.lower_priority(family.pid, 10)
+    tasks = {
+        int(thread.name): int(thread.name) == family.pid
+        for pid in (family.pid, *(child.pid for child in processes.descendants(family.pid)))
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+    }
+    assert len(tasks) > 4
+    assert {number: os.getpriority(os.PRIO_PROCESS, number) for number in tasks} == {
+        number: 15 if is_first else 10 for number, is_first in tasks.items()
+    }
+
+
 def test_descendants_of_all_threads_are_ended_the_resource_tracker_is_not(family: subprocess.Popen[str]) -> None:
     tick(family)
     until(lambda: len(lasting(family.pid)) == 2)
