@@ -31,7 +31,7 @@ from megasync.data.prompts import RunData, load_data
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
+from megasync.launch.processes import end_on_sigterm, end_undisturbed, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.reporting.log import read_summary
 
@@ -170,6 +170,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
         told = finish(session)
         is_well = True
     except Exception as error:
+        end_undisturbed()  # the other ranks have failed as well, and torchrun ends this one
         get_error_handler().record_exception(error)  # for the launcher, which says it last
         if not isinstance(error, NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError):
             raise

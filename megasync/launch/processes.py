@@ -77,6 +77,14 @@ def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
         signal.signal(kind, leave)
 
 
+def end_undisturbed() -> None:
+    """No signal breaks off what this program takes down from now on. Who cannot wait any longer has SIGKILL, as torchrun does for
+    the ranks that are left, 30 seconds after SIGTERM.
+    """
+    for kind in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(kind, signal.SIG_IGN)
+
+
 def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run `main` on the command's arguments and end this process with its code, once all that was written is out; or, where it is
     a rank of torchrun, with the launcher.

@@ -84,6 +84,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
 
     if ray.is_initialized():
         return None
+    _never_start_by_itself()
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     variables, folder = {}, None
     if address == "local":  # a Ray of our own, whatever cluster this machine may belong to
@@ -109,6 +110,16 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own leaves with 15 (ray 2.60.0 _private/worker.py:1675)
     return stop
+
+
+def _never_start_by_itself() -> None:
+    """A call of Ray's in a thread that goes on after `stop` fails, in the place of starting another Ray for it.
+
+    ray 2.60.0 _private/auto_init_hook.py:8, which looks at RAY_ENABLE_AUTO_CONNECT only when ray is imported.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 def _use_own_token() -> Callable[[], None]:

@@ -103,19 +103,24 @@ def trainer_config(arguments: Sequence[str]) -> Config:
 def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
     """Exit code and words for the rank that a signal ended, else for the one that failed first.
 
-    SIGTERM comes last: torchrun ends the other ranks by it.
+    SIGTERM comes last: torchrun ends the other ranks by it, and 30 seconds later by SIGKILL. A rank that has recorded why it
+    failed was ended by that while it took down what it had.
     """
+
+    def recorded(failure: ProcessFailure) -> str:
+        message: Any = failure.message  # annotated as text, but what a rank has recorded is a dict
+        return str(message["message"]).strip() or "no word" if isinstance(message, dict) else ""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
         code = item[1].exitcode
-        return 2 if code in ENDED_WITH_OTHERS else int(code > 0), item[1].timestamp
+        kind = 1 if recorded(item[1]) or code > 0 else 0
+        return 2 if code in ENDED_WITH_OTHERS and not recorded(item[1]) else kind, item[1].timestamp
 
     rank, failure = min(failures.items(), key=order)
+    if why := recorded(failure):
+        return max(1, failure.exitcode), f"rank {rank} failed: {why.splitlines()[0]}"
     if failure.exitcode < 0:
         return 1, f"rank {rank} was ended by {failure.signal_name()}{MACHINE if -failure.exitcode in OF_MACHINE else ''}"
-    message: Any = failure.message  # annotated as text, but what a rank has recorded is a dict
-    if isinstance(message, dict):
-        return failure.exitcode, f"rank {rank} failed: {message['message'].splitlines()[0]}"
     return failure.exitcode, f"rank {rank} ended with exit code {failure.exitcode}"
 
 

@@ -152,7 +152,7 @@ class Dispatcher:
         except (ValueError, TypeError) as error:  # of the request itself: another replica would say the same
             self._refuse(replica, lane, groups, error)
         except Exception as error:  # noqa: BLE001 # whatever ended it
-            self._lose(replica, lane, str(error))
+            self._lose(replica, lane, _told(error))
 
     def _refuse(self, replica: int, lane: _Lane, groups: list[Group], error: Exception) -> None:
         """The run stops where groups are the data's; a turn is refused alone, to who has asked for it.
@@ -181,7 +181,7 @@ class Dispatcher:
             except TimeoutError:
                 return self._lose(replica, lane, f"gave no answer for {limit:g} s ({ANSWER_KEY})")
             except Exception as error:  # noqa: BLE001 # whatever ended it
-                return self._lose(replica, lane, str(error))
+                return self._lose(replica, lane, _told(error))
             if self._lanes.get(replica) is not lane:
                 return None  # it was lost while this answer was on its way, and others have its groups
             for finished in collected.finished:
@@ -214,9 +214,9 @@ class Dispatcher:
             group.num_lost += 1
         if any(group.num_lost >= MOST_LOSSES and group.is_wanted for group in lost):
             told = f"{MOST_LOSSES} replicas were lost with the same prompts in them, so that the next one would be, too"
-            self.on_error(RepeatedLossError(f"{told}; the last, replica {replica}: {reason.splitlines()[-1]}"))
+            self.on_error(RepeatedLossError(f"{told}; the last, replica {replica}: {reason.splitlines()[0]}"))
         then = "it is started anew" if replica in self.pool.wanted else "it was to leave anyway"
-        self.note(f"replica {replica}: {reason}; {len(lost)} groups go to others, and {then}")
+        self.note(f"replica {replica} is lost: {len(lost)} groups go to others, and {then}. {reason}")
         self.pool.replace(replica)
         self._take_back(lost)
         self.on_change()
@@ -229,3 +229,8 @@ class Dispatcher:
     def _add_load(self, replica: int, samples: int, tokens_each: float) -> None:
         lane = self._lanes[replica]
         lane.load = Load(lane.load.samples + samples, lane.load.tokens + samples * tokens_each)
+
+
+def _told(error: Exception) -> str:
+    """What an actor raised, without Ray's account of where."""
+    return str(getattr(error, "cause", None) or error) or type(error).__name__

@@ -38,6 +38,22 @@ def test_the_cause_is_not_a_rank_that_was_ended_with_the_others(codes: tuple[int
     assert told[0] == code and word in told[1]
 
 
+def test_a_rank_that_says_why_it_failed_was_not_ended_for_want_of_memory() -> None:
+    """Whoever was killed while it took down its replicas, torchrun's patience being over."""
+    said = {rank: {"message": f"RankZeroError: {rank} has failed\nand more"} for rank in range(2)}
+
+    def told(codes: tuple[int, int], *with_words: int) -> tuple[int, str]:
+        words = [said[rank] if rank in with_words else "<N/A>" for rank in range(2)]
+        failures = {rank: ProcessFailure(rank, 1000 + rank, int(codes[rank]), "<N/A>") for rank in range(2)}
+        for rank, failure in failures.items():
+            failure.message, failure.timestamp = words[rank], 10 - rank
+        return likely_cause(failures)
+
+    assert told((KILLED, 1), 0, 1) == (1, "rank 1 failed: RankZeroError: 1 has failed")
+    assert told((KILLED, TERMINATED), 0) == (1, "rank 0 failed: RankZeroError: 0 has failed")
+    assert told((KILLED, 1), 1)[1].startswith("rank 0 was ended by SIGKILL: is there too little memory?")
+
+
 def test_a_config_error_is_said_once_by_two_ranks() -> None:
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", "megasync.train"]
     config = str(CONFIGS / "quickstart.yaml")
