@@ -184,6 +184,30 @@ def test_nothing_that_libraries_do_at_exit_holds_a_program_that_is_done(deed: st
     assert (done.returncode, done.stdout) == (code, "said this\n")
 
 
+UNDISTURBED = """
+import os, signal
+from megasync.launch.processes import end_on_sigterm, end_undisturbed, run_and_leave
+def main(arguments):
+    end_on_sigterm(and_on_sigint=True)
+    try:
+        raise ValueError
+    except ValueError:
+        end_undisturbed()
+        return 3
+    finally:
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), kind)
+        print("taken down")
+run_and_leave(main)
+"""
+
+
+def test_no_signal_breaks_off_what_a_failed_program_takes_down() -> None:
+    """torchrun sends a rank SIGTERM as soon as another one has ended."""
+    done = subprocess.run([sys.executable, "-c", UNDISTURBED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "taken down\n"), done.stderr
+
+
 WITH_RAY = """
 import time
 from megasync.launch.processes import end_on_sigterm, run_and_leave
