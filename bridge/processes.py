@@ -109,6 +109,14 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Neither gone nor a zombie, which its parent may be slow to take note of."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def lower_priority(pid: int, niceness: int) -> None:
     """Of a process and all below it, at least `niceness`: of each thread, since Linux has it by thread. New ones inherit it."""
     for each in (pid, *(child.pid for child in descendants(pid))):

@@ -5,13 +5,15 @@ Leaves out which replicas there are to be, and who is asked (actors.py), and whi
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 import torch
 from ray.util.placement_group import remove_placement_group
@@ -26,6 +28,7 @@ from bridge.vllm.serving import api
 
 CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 SIGN_SECONDS = 5.0  # for an actor that is to close to give a sign of life
+RAY_SECONDS = 5.0  # for Ray to kill one
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 
@@ -123,7 +126,8 @@ class ActorLauncher:
     def _end(self, actors: list[ReplicaActor], seconds: float = CLOSE_SECONDS) -> None:
         """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (api.py).
 
-        Who gives no sign of life, such as on a node that is cut off, is not waited for.
+        Who gives no sign of life, such as on a node that is cut off, is not waited for. Ray may be gone before: torchrun sends
+        SIGTERM to the process group of a rank, which its Ray is in. Then nobody else kills an actor.
         """
         if not actors:
             return
@@ -136,8 +140,11 @@ class ActorLauncher:
             ray.wait(closing, num_returns=len(closing), timeout=seconds)
         for actor in actors:
             ray.kill(actor.handle)
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while any(psutil.pid_exists(actor.pid) for actor in actors if actor.is_here) and time.monotonic() < deadline:
+        begin, here = time.monotonic(), [actor.pid for actor in actors if actor.is_here]
+        while (left := list(filter(processes.is_alive, here))) and time.monotonic() < begin + CLOSE_SECONDS:
+            for pid in left if time.monotonic() > begin + RAY_SECONDS else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         for actor in (each for each in actors if each.is_here):
             # left when Ray killed the processes before they could remove it

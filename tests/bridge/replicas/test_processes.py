@@ -225,6 +225,35 @@ run_and_leave(main)
 """
 
 
+WITHOUT_RAY = """
+import os, signal, time
+import psutil, ray
+from bridge.config import ReplicaConfig
+from bridge.processes import is_alive
+from bridge.replicas.launched import ActorLauncher, ReplicaActor
+from megasync.launch.ray_cluster import start_ray
+class Deaf:
+    def host_name(self): return os.getpid()
+    def close(self): time.sleep(600)
+start_ray("local")
+handle = ray.remote(Deaf).options(num_cpus=0).remote()
+pid = ray.get(handle.host_name.remote())
+for process in psutil.Process().children(recursive=True):
+    if process.name() in ("raylet", "gcs_server"):
+        process.kill()
+os.kill(pid, signal.SIGSTOP)  # else it may notice that its raylet is gone
+begin = time.monotonic()
+ActorLauncher(ReplicaConfig("", "float32"))._end([ReplicaActor(handle, pid=pid, is_here=True)], seconds=1.0)
+print(is_alive(pid), time.monotonic() - begin < 20, flush=True)
+os._exit(0)
+"""
+
+
+def test_an_actor_whose_ray_is_gone_is_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "False True\n", done.stdout + done.stderr
+
+
 def test_a_program_with_a_ray_of_its_own_ends_by_sigterm_as_any_other() -> None:
     with subprocess.Popen([sys.executable, "-c", WITH_RAY], stdout=subprocess.PIPE, text=True) as process:
         try:
