@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 from ray.util.placement_group import remove_placement_group
@@ -141,10 +142,13 @@ class ActorLauncher:
         for actor in actors:
             ray.kill(actor.handle)
         begin, here = time.monotonic(), [actor.pid for actor in actors if actor.is_here]
-        while (left := list(filter(processes.is_alive, here))) and time.monotonic() < begin + CLOSE_SECONDS:
-            for pid in left if time.monotonic() > begin + RAY_SECONDS else ():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while (left := list(filter(psutil.pid_exists, here))) and time.monotonic() < begin + CLOSE_SECONDS:
+            if time.monotonic() > begin + RAY_SECONDS:
+                if not (alive := list(filter(processes.is_alive, left))):
+                    break  # zombies, of a parent that is gone
+                for pid in alive:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         for actor in (each for each in actors if each.is_here):
             # left when Ray killed the processes before they could remove it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,7 +71,10 @@ def own_ray() -> Iterator[None]:
     yield
     idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
     assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.FOR_WORKERS"
-    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    commands = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            commands.append(" ".join(process.cmdline()))
     unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
     assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"
     stop_ray()
