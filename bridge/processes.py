@@ -121,7 +121,7 @@ def lower_priority(pid: int, niceness: int) -> None:
     """Of a process and all below it, at least `niceness`: of each thread, since Linux has it by thread. New ones inherit it."""
     for each in (pid, *(child.pid for child in descendants(pid))):
         for thread in Path(f"/proc/{each}/task").glob("*"):
-            with suppress(OSError):
+            with suppress(*GONE):
                 number = int(thread.name)
                 os.setpriority(os.PRIO_PROCESS, number, max(niceness, os.getpriority(os.PRIO_PROCESS, number)))
 

@@ -78,8 +78,8 @@ def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
 
 
 def end_undisturbed() -> None:
-    """No signal breaks off what this program takes down from now on. Who cannot wait any longer has SIGKILL, as torchrun does for
-    the ranks that are left, 30 seconds after SIGTERM.
+    """From now on no signal breaks off what this program takes down, but for SIGKILL, which torchrun sends to the ranks that are
+    left 30 seconds after SIGTERM.
     """
     for kind in (signal.SIGTERM, signal.SIGINT):
         signal.signal(kind, signal.SIG_IGN)

@@ -34,7 +34,7 @@ STOP_SECONDS = 20.0
 # By itself Ray starts a worker for each core, which our actors cannot use, since each gets an environment of its own; and it
 # gives its workers a niceness of 15, with which a replica does not start in time on cores that others have work for. Once it has
 # started it yields some of them by itself (bridge/vllm/serving/api.py:yield_cores).
-FOR_WORKERS = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+WORKER_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 # `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
 NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
@@ -53,7 +53,7 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
     if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
         raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **FOR_WORKERS, **NO_DRAINING}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **WORKER_ENVIRONMENT, **NO_DRAINING}
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH)))
     port = free_port()
     log = folder / "start.log"
@@ -91,7 +91,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
         folder = tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH))
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False, "_temp_dir": folder}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
-        variables = FOR_WORKERS | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        variables = WORKER_ENVIRONMENT | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
     forget_token = _use_own_token() if address == "local" else lambda: None
 
     def stop() -> None:

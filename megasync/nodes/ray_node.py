@@ -23,10 +23,10 @@ import psutil
 from bridge.processes import RAY_PATH, descendants, socket_folder
 from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.ray_cluster import (
-    FOR_WORKERS,
     NO_DRAINING,
     START_SECONDS,
     STOP_SECONDS,
+    WORKER_ENVIRONMENT,
     free_port,
     without_unused_daemons,
 )
@@ -68,7 +68,7 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **FOR_WORKERS, **NO_DRAINING, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+                env={**os.environ, **WORKER_ENVIRONMENT, **NO_DRAINING, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509  (it calls the kernel alone)
             )

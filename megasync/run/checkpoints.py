@@ -10,7 +10,7 @@ from bridge.layout.digest import digest_tensor
 from engine import checkpoint
 from megasync.config.files import CHECKPOINTS, forget_stop, set_aside
 from megasync.rollouts.progress import Progress, load_progress
-from megasync.run.newer import Newer, find_newer, forget, mark, unmark
+from megasync.run.newer import NewerWeights, find_newer, forget, mark, unmark
 from megasync.run.rank_zero import on_rank_zero
 from megasync.run.scale_request import forget_request
 
@@ -30,7 +30,7 @@ class Checkpoints:
         resumes = self.config.resumes
         self.last: Path | None = on_rank_zero(lambda: checkpoint.newest(self.folder) if resumes else None)
         self.first_step = checkpoint.step_of(self.last) if self.last else 0
-        self._newer: Newer | None = None
+        self._newer: NewerWeights | None = None
         self._note = ""
         if self.last and self.config.resume == "newest_weights":
             self._newer, self._note = on_rank_zero(lambda: find_newer(self.run_folder, self.model, self.first_step))
@@ -79,7 +79,7 @@ class Checkpoints:
         return bool(self.config.every_steps) and step % self.config.every_steps == 0
 
     def is_unsaved(self, step: int) -> bool:
-        """Whether there is none of the `step` steps that are done. Waits for one that is written."""
+        """Whether no checkpoint has all of the `step` steps that are done. Waits for one that is written."""
         self.finish()
         return step > (self.first_step if self.last is None else checkpoint.step_of(self.last))
 

@@ -25,7 +25,7 @@ REBUILT = ".newer"  # among the checkpoints: on the file system that all nodes s
 
 
 @dataclass(frozen=True)
-class Newer:
+class NewerWeights:
     """`folder`: the weights of version `step`, a Hugging Face folder."""
 
     step: int
@@ -53,7 +53,7 @@ def marked(run_folder: Path) -> tuple[int, Progress] | None:
     return told["step"], Progress(told["num_trained"], told["num_begun"], told["expected_tokens"], groups)
 
 
-def find_newer(run_folder: Path, model: Path, than: int) -> tuple[Newer | None, str]:
+def find_newer(run_folder: Path, model: Path, than: int) -> tuple[NewerWeights | None, str]:
     """What is marked after step `than`, rebuilt and verified by its digests, and what to say where that cannot be.
 
     `model`: the folder that the run starts from. `forget` removes the rebuilt one. On rank 0.
@@ -71,7 +71,7 @@ def find_newer(run_folder: Path, model: Path, than: int) -> tuple[Newer | None, 
     except (VersionLogError, OSError) as error:
         forget(run_folder)
         return None, f"the weights of step {step} are not to be had: {error}"
-    return Newer(step, progress, folder), ""
+    return NewerWeights(step, progress, folder), ""
 
 
 def forget(run_folder: Path) -> None:

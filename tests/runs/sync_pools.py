@@ -70,7 +70,7 @@ def own_ray() -> Iterator[None]:
     assert stop_ray is not None
     yield
     idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
-    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.FOR_WORKERS"
+    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.WORKER_ENVIRONMENT"
     commands = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has just ended

@@ -16,7 +16,7 @@ from megasync.rollouts.records import load_record, paths_of
 from megasync.run.newer import marked
 from tests.runs.train_cases import TORCHRUN, endless_run, launch, left_running, metrics, write_config
 
-BATCH, WARMUP = 8, 1000
+BATCH, EVERY, WARMUP = 8, 8, 1000
 NEWEST = "checkpoint.resume=newest_weights"
 
 
@@ -31,15 +31,15 @@ def config_of(folder: Path) -> Path:
         algorithm={"filter_groups": True},
         model={"dtype": "bfloat16"},
         data={"eval": str(held_out)},
-        checkpoint={"every_steps": 3},
+        checkpoint={"every_steps": EVERY},
     )
 
 
 def test_no_step_is_trained_again(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    with endless_run(TORCHRUN, config,) as run:
+    with endless_run(TORCHRUN, config) as run:
         run.wait_for(3)
-        while (there := marked(run.folder)) is None or there[0] < 5:
+        while (there := marked(run.folder)) is None or there[0] <= EVERY:  # the next checkpoint is some steps away
             run.wait_for(len(metrics(run.folder)) + 1)
         run.ranks()[0].kill()
         assert run.process.wait(100) != 0

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megasync.launch.ray_cluster import FOR_WORKERS, NO_DRAINING
+from megasync.launch.ray_cluster import WORKER_ENVIRONMENT, NO_DRAINING
 from megasync.nodes.facts import flat
 from tests.runs.train_cases import exact, launch, metrics, train, write_config
 from tests.support.nodes import Node, nodes, why_not
@@ -112,7 +112,7 @@ def wait_for_end(node: Node) -> None:
 @contextmanager
 def ray_of(pair: Sequence[Node], token: str) -> Iterator[dict[str, str]]:
     """Somebody's Ray over both nodes, its job server on the first; what lets others in. Ended by process id."""
-    own = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **FOR_WORKERS, **NO_DRAINING}
+    own = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **WORKER_ENVIRONMENT, **NO_DRAINING}
     own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"  # a job is started by `python`
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), own.get("PYTHONPATH")]))
     head = [f"--port={RAY_PORT}", "--head", f"--dashboard-host={pair[0].address}", "--dashboard-port=8265"]

@@ -242,16 +242,15 @@ for process in psutil.Process().children(recursive=True):
     if process.name() in ("raylet", "gcs_server"):
         process.kill()
 os.kill(pid, signal.SIGSTOP)  # else it may notice that its raylet is gone
-begin = time.monotonic()
 ActorLauncher(ReplicaConfig("", "float32"))._end([ReplicaActor(handle, pid=pid, is_here=True)], seconds=1.0)
-print(is_alive(pid), time.monotonic() - begin < 20, flush=True)
+print(is_alive(pid), flush=True)
 os._exit(0)
 """
 
 
 def test_an_actor_whose_ray_is_gone_is_ended() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "False True\n", done.stdout + done.stderr
+    assert done.stdout == "False\n", done.stdout + done.stderr
 
 
 def test_a_program_with_a_ray_of_its_own_ends_by_sigterm_as_any_other() -> None:

@@ -21,7 +21,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.load import load_config
 from megasync.rollouts.progress import Progress, SavedGroup
-from megasync.run.newer import Newer, find_newer, forget, mark, marked, unmark
+from megasync.run.newer import NewerWeights, find_newer, forget, mark, marked, unmark
 from tests.support.config_files import write_runnable
 
 COUNTS = st.integers(0, 2**40)
@@ -50,7 +50,7 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def found(run_folder: Path, than: int) -> tuple[Newer | None, str]:
+def found(run_folder: Path, than: int) -> tuple[NewerWeights | None, str]:
     return find_newer(run_folder, run_folder.parents[1] / "model", than)
 
 
