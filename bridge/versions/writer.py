@@ -3,14 +3,19 @@
     log = VersionWriter(folder, stage=0, num_stages=1, keeps_weights=True, full_every=20)
     written = log.write(12, whole_tensors(source))       # by the one rank of the stage that has them
 
-The weights of the former version stay in host memory, to compare with. Leaves out who calls it when (megasync/run/weights.py).
+The weights of the former version stay in host memory, to compare with: several tensors at a time, in threads, while the next ones
+come from the device. Leaves out who calls it when (megasync/run/weights.py).
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +36,8 @@ from bridge.versions.file import (
     there,
     write_header,
 )
+
+MAX_THREADS = 8  # numpy and zstd leave Python's lock alone while they work
 
 
 @dataclass(frozen=True)
@@ -64,12 +71,12 @@ class VersionWriter:
         parent = self._former_header
         is_delta = self.keeps_weights and parent is not None and self._since_full + 1 < self.full_every
         kind = DIGESTS if not self.keeps_weights else DELTA if is_delta else FULL
-        pass_ = _Pass(kind, self._former)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with growing(path_of(self.folder, version, self.stage)) as file:
+            with growing(path_of(self.folder, version, self.stage)) as file, _Pass(file, kind, self._former) as pass_:
                 for name, tensor in rest:
-                    pass_.add(file, name, tensor)
+                    pass_.add(name, tensor)
+                pass_.finish()
                 former = (parent.version, parent.state) if is_delta and parent is not None else (-1, "")
                 state = state_of(pass_.entries)
                 header = Header(version, self.stage, self.num_stages, kind, *former, state, tuple(pass_.entries))
@@ -89,27 +96,56 @@ class VersionWriter:
 class _Pass:
     """Tensor after tensor of one version."""
 
-    def __init__(self, kind: str, former: dict[str, torch.Tensor]) -> None:
+    def __init__(self, file: BinaryIO, kind: str, former: dict[str, torch.Tensor]) -> None:
         self.kind, self.former = kind, former
         self.entries: list[Entry] = []
         self.weight_bytes = self.num_changed = self._offset = 0
+        self._file = file
+        self._num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self._threads = ThreadPoolExecutor(self._num_threads, "version log")
+        self._under_way: deque[tuple[Entry, Future[tuple[str, bytes]]]] = deque()
 
-    def add(self, file: BinaryIO, name: str, tensor: torch.Tensor) -> None:
+    def __enter__(self) -> _Pass:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        digest, encoding, data = digest_tensor(tensor.contiguous()), "", b""
-        if self.kind != DIGESTS:
-            own = tensor.detach().to("cpu", copy=True).contiguous()
-            encoding, data = ("raw", delta.words(own).tobytes()) if self.kind == FULL else self._delta(own, name)
-            self.former[name] = own
-        file.write(data)
-        self.entries.append(Entry(name, dtype, shape, digest, encoding, self._offset, len(data)))
-        self._offset += len(data)
+        entry = Entry(name, dtype, shape, digest_tensor(tensor.contiguous()), "", 0, 0)
         self.weight_bytes += tensor.nbytes
+        if self.kind == DIGESTS:
+            self._write(entry, b"")
+            return
+        own, former = tensor.detach().to("cpu", copy=True).contiguous(), self.former.get(name)
+        self.former[name] = own
+        self._under_way.append((entry, self._threads.submit(self._encode, own, former)))
+        if len(self._under_way) > self._num_threads:
+            self._write_oldest()
 
-    def _delta(self, own: torch.Tensor, name: str) -> tuple[str, bytes]:
-        encoding, data = delta.encode(own, self.former[name])
-        self.num_changed += delta.num_changed(encoding, data, own.numel())
-        return encoding, data
+    def finish(self) -> None:
+        """What is under way into the file."""
+        while self._under_way:
+            self._write_oldest()
+
+    def _encode(self, own: torch.Tensor, former: torch.Tensor | None) -> tuple[str, bytes]:
+        if self.kind == FULL:
+            return "raw", delta.words(own).tobytes()
+        assert former is not None
+        return delta.encode(own, former)
+
+    def _write_oldest(self) -> None:
+        entry, encoded = self._under_way.popleft()
+        encoding, data = encoded.result()
+        if self.kind == DELTA:
+            self.num_changed += delta.num_changed(encoding, data, math.prod(entry.shape))
+        self._write(replace(entry, encoding=encoding), data)
+
+    def _write(self, entry: Entry, data: bytes) -> None:
+        self._file.write(data)
+        self.entries.append(replace(entry, offset=self._offset, num_bytes=len(data)))
+        self._offset += len(data)
 
 
 def cut(folder: Path, version: int) -> list[int]:

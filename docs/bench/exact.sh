@@ -13,6 +13,7 @@
 #   bisect-3b      of the 3 B model, from the run of `ladder-3b-bfloat16`, or of two steps where there is none: 115 s, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
+#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=24 of them, each made again: 400 s, 75 GB
 #   tests          tests that need a GPU: 120 s, 10 GB
 #   seeds          three seeds on sums, with and without exact, in turns: 300 s each; SEEDS="0 1 2", EXACT="false true"
 # KILL_AT=80 is another step for delta-link. MODEL_DATA=FOLDER is where `megasync assets --model smollm2-135m-instruct` wrote; STEPS=20, EXTRA="key=value ..." goes to all runs.
@@ -26,6 +27,11 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export PYTHONPATH="$here:$here/docs/bench${PYTHONPATH:+:$PYTHONPATH}"
 read -ra extra <<<"${EXTRA:-}"
+large_sizes=(
+  model.path="$large/model" data.train="$large/train.jsonl" engine.wrap=ddp engine.recompute=selective engine.tokens_per_microbatch=4096
+  engine.logits_chunk_tokens=2048 'rollout.offload_trainer=[optimizer]' data.batch_size=8 rollout.group_size=8 rollout.max_model_len=640
+  rollout.max_num_seqs=64 rollout.kv_cache_bytes=2GiB rollout.gpu_memory_utilization=0.15
+)
 uncompiled='rollout.engine_arguments={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}'
 colocated=(rollout.placement=colocated rollout.max_staleness=0 rollout.on_update=drain)
 smollm2=(model.path="$data/model" engine.wrap=ddp)
@@ -56,10 +62,7 @@ stories() { # NAME SECONDS RUNGS [key=value ...]: 16 prompts of 16 answers of up
 large() { # NAME SECONDS RUNGS [key=value ...]: 8 prompts of 8 answers
   local name=$1 seconds=$2 rungs=$3; shift 3
   large_data || return
-  ladder "$name" "$seconds" "$rungs" grpo_gpu.yaml model.path="$large/model" data.train="$large/train.jsonl" \
-    engine.wrap=ddp engine.recompute=selective engine.tokens_per_microbatch=4096 engine.logits_chunk_tokens=2048 \
-    'rollout.offload_trainer=[optimizer]' run.log_samples=0 data.batch_size=8 rollout.group_size=8 rollout.max_new_tokens=500 rollout.max_model_len=640 \
-    rollout.max_num_seqs=64 rollout.kv_cache_bytes=2GiB rollout.gpu_memory_utilization=0.15 "$@"
+  ladder "$name" "$seconds" "$rungs" grpo_gpu.yaml "${large_sizes[@]}" run.log_samples=0 rollout.max_new_tokens=500 "$@"
 }
 
 large_data() {
@@ -134,6 +137,12 @@ for part in "$@"; do
       kill_replica_at delta-link "${KILL_AT:-80}" & watcher=$!
       delta delta-link 1 sync.transport=delta rollout.min_replicas=1 rollout.gpu_memory_utilization=0.12 rollout.kv_cache_bytes=8GiB
       kill "$watcher" 2>/dev/null ;;
+    delta-3b)
+      large_data && limit delta-3b 400 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
+        run.name=delta-3b run.dir="$out/runs" run.steps="${DELTA_STEPS:-24}" run.log_samples=0 sync.log=deltas "${colocated[@]}" \
+        "${large_sizes[@]}" rollout.max_new_tokens=64 "$uncompiled" "${extra[@]}"
+      limit delta-3b-figures 400 "$python" "$here/docs/bench/version_figures.py" "$out/runs/delta-3b" --json "$out/delta-3b.json"
+      cat "$out/delta-3b-figures.log" ;;
     tests) limit tests 300 "$python" -m pytest -m gpu -q -p no:cacheprovider "$here/tests/engine/model/test_exact.py" "$here/tests/exact/test_cuda.py"; tail -n 3 "$out/tests.log" ;;
     seeds)
       for seed in ${SEEDS:-0 1 2}; do
