@@ -240,8 +240,8 @@ class ReplicaActors(ActorLauncher):
         return told
 
     def rejoin(self, at_least: int, seconds: float) -> bool:
-        """Let those that were started anew be members, once `at_least` so many of those wanted are there; whether the
-        members changed.
+        """Let those that were started anew be members, once `at_least` so many of those wanted are there; whether any came or
+        went. One that was lost and is there again is another process under the same number: it has come.
 
         Raises:
             TooFewReplicasError: there were not within `seconds`; with the errors of those that did not start.
@@ -262,10 +262,11 @@ class ReplicaActors(ActorLauncher):
                 late = f"the others did not start within {seconds:g} s (rollout.restart_timeout_seconds)"
                 raise TooFewReplicasError("; ".join([there, *(problems or [late])]))
             time.sleep(0.1)
-        for replica in list(self._fresh):
+        come = list(self._fresh)
+        for replica in come:
             self._actors[replica] = self._fresh.pop(replica)
         former, self.members = self.members, sorted(self._actors)
-        return former != self.members
+        return bool(come) or former != self.members
 
     def _start_deferred(self) -> None:
         """All at once, since the trainer has given the devices up."""

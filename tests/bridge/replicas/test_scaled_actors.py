@@ -84,6 +84,17 @@ def test_after_any_changes_those_that_are_wanted_are_there_and_no_others(
     assert actors.alive == []
 
 
+def test_one_that_was_lost_and_is_there_again_before_the_next_sync_has_come() -> None:
+    """Under its old number, so that the members are the same: the others have to connect to it all the same."""
+    actors = SlowActors(2, 0.0)
+    actors.replace(1)
+    while is_busy(actors):
+        time.sleep(0.001)
+    assert actors.rejoin(2, 10.0) and actors.members == [0, 1]
+    assert not actors.rejoin(2, 10.0)
+    actors.close()
+
+
 def test_what_has_no_room_is_told_with_the_numbers() -> None:
     assert room_problem({"a": 4}, 4, 1, "CPU") == ""
     assert "rollout.replicas=9 times rollout.tensor_parallel=1 needs 9 CPUs, Ray has 4" in room_problem({"a": 4}, 9, 1, "CPU")
