@@ -12,6 +12,7 @@ Leaves out the loops (loop.py).
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -37,6 +38,8 @@ from megasync.reporting.log import read_summary
 
 if TYPE_CHECKING:
     from megasync.run.replica_start import ReplicaStart
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -160,6 +163,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     from megasync.run.loop import train_grpo, train_sft
     from megasync.run.rank_zero import RankZeroError
     from megasync.run.session import Session
+    from megasync.run.versions import VersionLogWriteError
 
     rank = int(os.environ.get("RANK", "0"))
     session, is_well, told = None, False, ""
@@ -172,7 +176,8 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     except Exception as error:
         end_undisturbed()  # the other ranks have failed as well, and torchrun ends this one
         get_error_handler().record_exception(error)  # for the launcher, which says it last
-        if not isinstance(error, NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError):
+        known = NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError | VersionLogWriteError
+        if not isinstance(error, known) and not (isinstance(error, OSError) and error.errno in DISK_FULL):
             raise
         at, last = (f"step {session.step + 1}: ", session.checkpoints.last) if session is not None else ("", None)
         if rank == 0:

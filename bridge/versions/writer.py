@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import torch
 
@@ -82,9 +82,9 @@ class VersionWriter:
                 header = Header(version, self.stage, self.num_stages, kind, *former, state, tuple(pass_.entries))
                 write_header(file, header)
                 num_bytes = file.tell()
-        except BaseException:
+        except BaseException as error:
             self._former, self._former_header = {}, None
-            for _ in rest:
+            for _ in rest if isinstance(error, Exception) else ():  # a signal ends the others as well: nobody waits
                 pass
             raise
         self._former_header = header
@@ -105,7 +105,7 @@ class _Pass:
         self._threads = ThreadPoolExecutor(self._num_threads, "version log")
         self._under_way: deque[tuple[Entry, Future[tuple[str, bytes]]]] = deque()
 
-    def __enter__(self) -> _Pass:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,3 +157,10 @@ def cut(folder: Path, version: int) -> list[int]:
     for path in folder.glob(f"{PARTIAL}*"):
         path.unlink()
     return sorted(found)
+
+
+def forget_stages(folder: Path, version: int, num_stages: int) -> None:
+    """Files of `version` by a run of more stages, once those of this one are there."""
+    for stage, path in there(folder).get(version, {}).items():
+        if stage >= num_stages:
+            path.unlink()

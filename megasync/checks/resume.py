@@ -36,6 +36,9 @@ def check_newest_weights(config: Config) -> None:
     refuse_if(not config.keeps_versions, message, needs=needs, remedy=remedy)
     message = f"{own}: with engine.lora.rank = {rank} the log's weights have the adapters merged, which cannot be taken apart"
     refuse_if(rank > 0, message, needs="engine.lora.rank=0", remedy="write checkpoint.resume=auto")
+    message = f"{own}: newer weights need a checkpoint to go on from, and checkpoint.every_steps = 0 writes none"
+    remedy = "write checkpoint.every_steps=50, or checkpoint.resume=auto"
+    refuse_if(config.checkpoint.every_steps == 0, message, needs="checkpoint.every_steps above 0", remedy=remedy)
 
 
 def check_resume(config: Config) -> None:

@@ -128,6 +128,11 @@ class Rollouts:
         self.records.wait()
         return self.stream.progress()
 
+    def begun(self) -> Progress:
+        """As `progress`, without the samples that have ended: their groups begin anew."""
+        self.records.wait()
+        return self.stream.begun()
+
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
         requests = requests_of(evaluation, self.prompts, self.config.run.seed)

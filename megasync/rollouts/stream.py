@@ -104,6 +104,10 @@ class RolloutStream(LoopThread):
         """What a run that is resumed here needs to know."""
         return self.run(self._progress())
 
+    def begun(self) -> Progress:
+        """As `progress`, without samples."""
+        return self.run(self._begun())
+
     def restore(self, progress: Progress, step: int) -> None:
         """Go on from there with `step`, before the first `admit`. Samples that had not ended begin anew, and groups that this
         config asks or scores in another way, or cannot train in time.
@@ -216,7 +220,13 @@ class RolloutStream(LoopThread):
     async def _progress(self) -> Progress:
         """Groups that were discarded will not be trained."""
         playing = self._episodes.playing if self._episodes is not None else lambda _: {}
-        groups = [group.saved(playing(group)) for group in self._groups.values()]
+        return self._with([group.saved(playing(group)) for group in self._groups.values()])
+
+    async def _begun(self) -> Progress:
+        return self._with([SavedGroup(key) for key in self._groups])
+
+    def _with(self, groups: list[SavedGroup]) -> Progress:
+        """And those that are to begin anew."""
         groups += [SavedGroup(ordinal) for ordinal in self._anew]
         groups.sort(key=lambda group: group.key)
         return Progress(self.num_trained, self.num_begun, self._dispatcher.expected_tokens, tuple(groups))

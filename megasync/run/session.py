@@ -236,11 +236,15 @@ class Session:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` (ending.py) writes one after the last step."""
+        """Write a checkpoint after every `checkpoint.every_steps` steps; `finish` (ending.py) writes one after the last step.
+
+        Before it the weights of `step` are marked, where they are in the log: it may not come to be.
+        """
+        if self.config.keeps_versions and not self.config.engine.lora.rank:
+            self.checkpoints.mark(step, self._rollouts.begun)
+        self.weights.prune_versions()
         if self.checkpoints.is_due(step):
             self.saving.write(step)
-        elif self.config.keeps_versions:
-            self.checkpoints.mark(step, self._progress)
 
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
@@ -300,16 +304,17 @@ class Session:
 
         `is_done`: all went well, and the heartbeat goes on until its `leave`.
         """
-        if not is_done:
-            self.heartbeat.close()
-            self.log.samples(self.step + 1, self.unlogged)  # of the step that failed
-        self.checkpoints.give_up()
-        if self.rollouts is not None:
-            self.rollouts.close()
-        self.weights.close()
-        self.log.close()
-        if not is_done and self.layout.rank == 0:
-            write_unfinished_report(self.config.run.folder)
+        with contextlib.ExitStack() as ends:  # all of them, the last first, whatever one raises: the disk may be full
+            if not is_done and self.layout.rank == 0:
+                ends.callback(write_unfinished_report, self.config.run.folder)
+            ends.callback(self.log.close)
+            ends.callback(self.weights.close)
+            if self.rollouts is not None:
+                ends.callback(self.rollouts.close)
+            ends.callback(self.checkpoints.give_up)
+            if not is_done:
+                ends.callback(self.log.samples, self.step + 1, self.unlogged)  # of the step that failed
+                ends.callback(self.heartbeat.close)
 
     @property
     def _data(self) -> RunData:

@@ -17,34 +17,34 @@ import torch.distributed as dist
 from bridge.export.exporter import Exporter
 from bridge.export.source import whole_tensors
 from bridge.versions.prune import VersionPruner
-from bridge.versions.writer import VersionWriter, Written, cut
+from bridge.versions.writer import VersionWriter, Written, cut, forget_stages
 from megasync.config.files import VERSIONS
 from megasync.config.schema import Config
 from megasync.run.rank_zero import control_group, on_rank_zero
+
+
+class VersionLogWriteError(RuntimeError):
+    """A stage could not write; raised on every rank with its text."""
 
 
 class VersionLog:
     """Methods are collective. The sender of each pipeline stage writes what its stage has."""
 
     def __init__(self, config: Config, exporter: Exporter, first_version: int) -> None:
-        """Cuts `first_version`, which is written anew and whole, and all that an ended run left behind it."""
+        """Cuts all that an ended run left after `first_version`, which is written anew and whole, in the place of what is there."""
         self.folder: Path = config.run.folder / VERSIONS
         self.exporter = exporter
         self.writer: VersionWriter | None = None
         self._pruner = VersionPruner(self.folder, config.sync.log_keep) if config.sync.log_keep is not None else None
         self._last = -1
-        on_rank_zero(lambda: cut(self.folder, first_version))
+        on_rank_zero(lambda: cut(self.folder, first_version + 1))
         if exporter.is_sender:
             keeps, every = config.sync.log == "deltas", config.sync.log_full_every
             stage, count = exporter.stage, exporter.num_stages
             self.writer = VersionWriter(self.folder, stage=stage, num_stages=count, keeps_weights=keeps, full_every=every)
 
     def write(self, version: int) -> dict[str, float]:
-        """Metrics of all stages together: the slowest's time, the sum of the bytes.
-
-        Raises:
-            RuntimeError: on every rank, where a stage could not write, or what is not to be kept could not be removed.
-        """
+        """Metrics of all stages together: the slowest's time, the sum of the bytes. Raises VersionLogWriteError."""
         if version == self._last:  # published once more, to replicas that came later
             return {}
         tensors = whole_tensors(self.exporter)
@@ -59,11 +59,18 @@ class VersionLog:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (written, problem), group=control_group())
         if problems := [each for _, each in found if each]:
-            raise RuntimeError(problems[0])
+            raise VersionLogWriteError(problems[0])
+        if self._last < 0:
+            on_rank_zero(lambda: forget_stages(self.folder, version, self.exporter.num_stages))
         self._last = version
+        return metrics([each for each, _ in found if each is not None])
+
+    def prune(self) -> None:
+        """Take out what `sync.log_keep` does not keep; once the newest version is marked (newer.py), which a killed run goes on
+        from. Raises RankZeroError on every rank where a file cannot be removed.
+        """
         if (pruner := self._pruner) is not None:
             on_rank_zero(pruner.prune)
-        return metrics([each for each, _ in found if each is not None])
 
 
 def metrics(stages: list[Written]) -> dict[str, float]:

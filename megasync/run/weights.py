@@ -112,6 +112,11 @@ class Weights:
         self.version_log = self.version_log or VersionLog(self.config, self.exporter, first_version=version)
         return self.version_log.write(version)
 
+    def prune_versions(self) -> None:
+        """What the log of versions keeps no longer."""
+        if self.version_log is not None:
+            self.version_log.prune()
+
     def _publish(self, version: int) -> SyncReport:
         assert self.publisher is not None
         for _ in range(SYNC_ATTEMPTS - 1):

@@ -246,3 +246,31 @@ def test_a_folder_that_cannot_be_made_leaves_no_tensor_untaken(tmp_path: Path) -
     with pytest.raises(OSError, match="Not a directory"):
         writer.write(1, tensors)
     assert list(tensors) == []
+
+
+@pytest.mark.parametrize(("error", "num_left"), [(RuntimeError("a sum failed"), 0), (SystemExit(143), 8)])
+def test_a_failure_takes_what_others_wait_for_and_a_signal_takes_nothing_more(
+    tmp_path: Path, error: BaseException, num_left: int
+) -> None:
+    left = 12
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal left
+        while left:
+            left -= 1
+            yield str(left), Bad(error) if left == 8 else torch.zeros(2)
+
+    class Bad(torch.Tensor):
+        def __new__(cls, _: BaseException) -> Bad:
+            return torch.Tensor._make_subclass(cls, torch.zeros(2))
+
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def contiguous(self) -> torch.Tensor:
+            raise self.error
+
+    writer = VersionWriter(tmp_path, stage=0, num_stages=1, keeps_weights=True, full_every=5)
+    with pytest.raises(type(error)):
+        writer.write(1, tensors())
+    assert left == num_left and not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ python -m pytest tests/megasync/run/test_newer.py
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from pathlib import Path
 
@@ -81,11 +82,23 @@ def test_where_there_is_nothing_newer_the_checkpoint_is_gone_on_from(run_folder:
     assert not list((run_folder / CHECKPOINTS).iterdir())
 
 
+def test_where_the_disk_is_full_the_checkpoint_is_gone_on_from(run_folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        newer, note = found(run_folder, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert newer is None and note.startswith("the weights of step 12 are not to be had: ") and "File too large" in note
+    assert not list((run_folder / CHECKPOINTS).iterdir())
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         ([], "the run keeps no weights between its checkpoints"),
         (["sync.log=digests"], "the run keeps no weights between its checkpoints"),
+        (["sync.log=deltas", "checkpoint.every_steps=0"], "checkpoint.every_steps = 0 writes none"),
         (["sync.log=deltas", "engine.lora.rank=4"], "with engine.lora.rank = 4 the log's weights have the adapters merged"),
     ],
 )
@@ -94,4 +107,4 @@ def test_a_run_without_such_weights_is_refused(tmp_path: Path, overrides: list[s
     with pytest.raises(ConfigError, match=words) as caught:
         check_config(load_config(path, ["checkpoint.resume=newest_weights", *overrides]), 1)
     assert "checkpoint.resume=auto" in str(caught.value)
-    check_config(load_config(path, ["checkpoint.resume=newest_weights", "sync.log=deltas"]), 1)
+    check_config(load_config(path, ["checkpoint.resume=newest_weights", "sync.log=deltas", "checkpoint.every_steps=5"]), 1)

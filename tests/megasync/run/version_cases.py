@@ -23,6 +23,7 @@ def train_and_log(path: str, config: str, overrides: list[str], layout: dict[str
         log = VersionLog(load_config(config, overrides), exporter, first_version=1)
         for version in range(1, versions + 1):
             told.append(log.write(version))
+            log.prune()
             own[version] = {name: tensor.clone() for name, tensor in whole_tensors(exporter)}
             built.update(built.prepare(random_samples(8, seed=version)))
         again = log.write(versions)
