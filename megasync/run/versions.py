@@ -31,7 +31,7 @@ class VersionLog:
     """Methods are collective. The sender of each pipeline stage writes what its stage has."""
 
     def __init__(self, config: Config, exporter: Exporter, first_version: int) -> None:
-        """Cuts all that an ended run left after `first_version`, which is written anew and whole, in the place of what is there."""
+        """Cuts what an ended run left after `first_version`, which is written anew and whole in the place of what is there."""
         self.folder: Path = config.run.folder / VERSIONS
         self.exporter = exporter
         self.writer: VersionWriter | None = None
