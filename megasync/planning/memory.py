@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
-from megasync.planning.hardware import num_bytes
+from megasync.planning.hardware import num_bytes, share
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid
@@ -91,7 +91,8 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     if offload_on_host:
         on_host = state["weights"] + state["optimizer"]
     passes = tensors + (0 if is_away else state["optimizer"])
-    host = num_bytes("host_process") if is_cpu else num_bytes("host_process_gpu") + on_host
+    own = num_bytes("host_process") + (num_bytes("host_driver") if bucket_bytes else 0) + round(share("heap_holes") * held)
+    host = own if is_cpu else num_bytes("host_process_gpu") + on_host
     return RankMemory(
         {name: size for name, size in parts.items() if size},
         passes,
