@@ -76,7 +76,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     held = round(activations.held * in_flight)
     working = activations.peak - activations.held
     parts |= {"activations": held, "logits and temporaries": working}
-    gathered = gathered_bytes(counts, engine, item, held) if is_sharded else (0, 0)
+    gathered = gathered_bytes(counts, engine, item, held, is_cpu=is_cpu) if is_sharded else (0, 0)
     parts["gathered by FSDP"] = sum(gathered)
     parts["sync buckets"] = 2 * bucket_bytes
     # the gathered layers and waiting gradients come while activations go (gathered_bytes)
@@ -102,15 +102,18 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     )
 
 
-def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int) -> tuple[int, int]:
+def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int, *, is_cpu: bool = False) -> tuple[int, int]:
     """Beside the shards, at the peak: what is gathered of embeddings and output layer; then of layers, and gradients that wait.
 
-    The second come in the backward pass, as activations go: they add to the peak only where they are more than those.
+    The second come in the backward pass, as activations go: they add to the peak only where they are more than those. On CPUs
+    what activations leave is holes in malloc's heap, and layers stay gathered as far as they may be.
     """
     root = counts.output * item
     layers = min(PREFETCHED, 2 * counts.largest_layer) * item
     trained = counts.trained / max(1, counts.whole)
     waiting = round(min(QUEUED, counts.whole - counts.output) * trained) * DTYPE_BYTES[engine.gradient_dtype]
+    if is_cpu:
+        return root, min(PREFETCHED, counts.whole - counts.output) * item + waiting
     return root, max(0, layers + waiting - held)
 
 
