@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs that `megasync plan` is compared with on two CPU cores: docs/bench/plan_cases_cpu.sh OUT SMOLLM2 [CASE ...]; no case: all.
 # SMOLLM2 is the folder of `megasync assets --model smollm2-135m-instruct --task chain_sum --task-options max_terms=4 max_digits=2`.
-# Each run ends with its table of what was planned and what came of it, in OUT/CASE.txt too. The cores have to be quiet for seconds.
+# Each run writes its plan right before its first step, and ends with the table of what was planned and what came of it; then the plan
+# is made once more, as the machine is now and with the lengths of responses that there were. Both are in OUT/CASE.txt too.
+# The cores have to be quiet.
 set -uo pipefail
 out=$1; smollm2=$2; shift 2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -17,6 +19,8 @@ train() { # CASE RANKS CONFIG [key=value ...]
     checkpoint.every_steps=0 checkpoint.resume=never "$@" --nproc "$ranks") > "$out/$case.log" 2>&1
   echo "$case: exit code $?, $((SECONDS - start)) s"
   (cd "$here" && "$python" -m megasync plan --compare "$out/$case") | tee "$out/$case.txt"
+  (cd "$here" && GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304 PYTHONPATH="$here" \
+    "$python" docs/bench/plan_cpu_again.py "$out/$case" --lengths 2> /dev/null) | tee -a "$out/$case.txt"
 }
 
 smol() { # CASE RANKS [key=value ...]: supervised steps of a real model

@@ -11,7 +11,7 @@ replicas.py    bytes of a vLLM worker by part (no torch)
 hardware.py    GPUs, and the measured shares of their speed in measured.json (no torch)
 lengths.py     how long responses are (no torch)
 version_log.py what sync.log takes (no torch)
-cpu.py         seconds of what was traced, on this machine's CPU
+cpu/           seconds of what was traced, on this machine's CPU
 seconds.py     seconds of a step and its parts
 make.py        all of it together: a Plan
 remedies.py    the nearest change that fits, and the best layouts

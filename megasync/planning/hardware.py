@@ -49,6 +49,11 @@ def seconds(name: str) -> float:
     return float(measured()["seconds"][name]["value"])
 
 
+def units(name: str) -> float:
+    """Of a CPU: see measured.json."""
+    return float(measured()["units"][name]["value"])
+
+
 def num_bytes(name: str) -> int:
     return int(measured()["bytes"][name]["value"])
 
@@ -70,7 +75,7 @@ def hardware(kind: str) -> Hardware:
 
 @cache
 def this_cpu() -> Hardware:
-    """This machine; how fast its products are is timed as they are needed (cpu.py)."""
+    """This machine; how fast its products are is timed as they are needed (cpu/)."""
     return Hardware("cpu", psutil.virtual_memory().total, 0.0, 8e9, 0.7e9, 5e9)
 
 

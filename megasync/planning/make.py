@@ -18,14 +18,15 @@ from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.hf.folder import model_shape
 from megasync.hf.model_shape import ModelShape
-from megasync.planning import cpu, version_log
 from megasync.planning import seconds as times
+from megasync.planning import version_log
+from megasync.planning.cpu import passes as cpu
 from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
 from megasync.planning.memory import RankMemory, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
 from megasync.planning.replicas import WORKER_PEAK, WorkerMemory, worker_memory
-from megasync.planning.shapes import Grid, Request, Work
+from megasync.planning.shapes import Busy, Grid, Request, Work
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
 STAYS_AWAY = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}  # offload kinds in memory.py's words
@@ -87,7 +88,10 @@ class Plan:
             "ranks": dataclasses.asdict(self.grid),
             "placement": rollout.placement,
             "max_staleness": rollout.max_staleness,
+            "num_ranks": self.request.num_ranks,
             "mean_response_tokens": self.request.mean_response_tokens,
+            "prompt_tokens": self.request.prompt_tokens,
+            "response_lengths": list(self.request.lengths),
             "parameters": self.num_parameters,
             "trainer": [{"stage": stage.number, **_memory(stage.memory)} for stage in self.stages],
             "replica": None if self.worker is None else {"parts": self.worker.parts, "device_bytes": self.worker.total},
@@ -231,8 +235,10 @@ def _seconds(
     shape: ModelShape,
 ) -> times.StepSeconds:
     algorithm, num_parameters = config.algorithm, _num_parameters(grid, stages)
+    busy = Busy.of(config, grid)
     if hardware.is_cpu:
-        train, alone = cpu.train_seconds([(stage.counts, stage.activations) for stage in stages], grid, work)
+        traced = [(stage.counts, stage.activations) for stage in stages]
+        train, alone = cpu.train_seconds(traced, config.engine, grid, work, busy.training)
     else:
         train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
     separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
@@ -240,17 +246,18 @@ def _seconds(
     counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     parts = {
         "train": train,
-        "optimizer": cpu.optimizer_seconds(counts, grid, work)
+        "optimizer": cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training)
         if hardware.is_cpu
         else times.optimizer_seconds(config, counts, grid, work, hardware),
-        "log_probs": alone * passes,
+        "log_probs": alone * passes + (cpu.samples_seconds(work.num_samples, busy.training) if hardware.is_cpu else 0.0),
         "generation": 0.0,
         "sync": 0.0,
         "moving": 0.0,
     }
     overlapped = 0.0
     if worker is not None:
-        generation = times.generation_seconds(config, shape, model_costs, num_parameters, work, worker, hardware)
+        facts = config, shape, model_costs, num_parameters, work, worker, hardware
+        generation = times.generation_seconds(*facts, num_processes=busy.generation)
         parts["generation"], overlapped = generation
         sent = num_parameters * DTYPE_BYTES[config.model.dtype]
         if config.engine.lora.rank and config.engine.lora.sync == "adapter":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
-from megasync.planning.hardware import num_bytes
+from megasync.planning.hardware import num_bytes, share
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid
@@ -76,7 +76,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     held = round(activations.held * in_flight)
     working = activations.peak - activations.held
     parts |= {"activations": held, "logits and temporaries": working}
-    gathered = gathered_bytes(counts, engine, item, held) if is_sharded else (0, 0)
+    gathered = gathered_bytes(counts, engine, item, held, is_cpu=is_cpu) if is_sharded else (0, 0)
     parts["gathered by FSDP"] = sum(gathered)
     parts["sync buckets"] = 2 * bucket_bytes
     # the gathered layers and waiting gradients come while activations go (gathered_bytes)
@@ -91,7 +91,8 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     if offload_on_host:
         on_host = state["weights"] + state["optimizer"]
     passes = tensors + (0 if is_away else state["optimizer"])
-    host = num_bytes("host_process") if is_cpu else num_bytes("host_process_gpu") + on_host
+    own = num_bytes("host_process") + (num_bytes("host_driver") if bucket_bytes else 0) + round(share("heap_holes") * held)
+    host = own if is_cpu else num_bytes("host_process_gpu") + on_host
     return RankMemory(
         {name: size for name, size in parts.items() if size},
         passes,
@@ -101,15 +102,18 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     )
 
 
-def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int) -> tuple[int, int]:
+def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int, *, is_cpu: bool = False) -> tuple[int, int]:
     """Beside the shards, at the peak: what is gathered of embeddings and output layer; then of layers, and gradients that wait.
 
-    The second come in the backward pass, as activations go: they add to the peak only where they are more than those.
+    The second come in the backward pass, as activations go: they add to the peak only where they are more than those. On CPUs
+    what activations leave is holes in malloc's heap, and layers stay gathered as far as they may be.
     """
     root = counts.output * item
     layers = min(PREFETCHED, 2 * counts.largest_layer) * item
     trained = counts.trained / max(1, counts.whole)
     waiting = round(min(QUEUED, counts.whole - counts.output) * trained) * DTYPE_BYTES[engine.gradient_dtype]
+    if is_cpu:
+        return root, min(PREFETCHED, counts.whole - counts.output) * item + waiting
     return root, max(0, layers + waiting - held)
 
 

@@ -1,7 +1,7 @@
 """Seconds of a step and of its parts, from the engine's counts of multiplications (engine/batch/costs.py) and measured shares.
 
 Leaves out rewards, evaluations and checkpoints. Pure functions of a model's config; what speeds are is in hardware.py, and of
-CPUs, whose training passes are timed by what was traced of them, in cpu.py.
+CPUs, whose training passes are timed by what was traced of them, in cpu/.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from engine.config import DTYPE_BYTES
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
-from megasync.planning import cpu
+from megasync.planning.cpu import passes as cpu
 from megasync.planning.hardware import Hardware, seconds, share
 from megasync.planning.lengths import decode_steps
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
 from megasync.planning.shapes import Grid, Work
 
-PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica on a CPU is taken to have
 LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # What an adapter moves, in inputs and outputs of its linear. Inputs: read forward and for the gradient of A; their own gradient
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
@@ -167,8 +166,12 @@ def generation_seconds(
     work: Work,
     worker: WorkerMemory,
     hardware: Hardware,
+    num_processes: int = 1,
 ) -> tuple[float, float]:
-    """Of a batch that is generated alone; and where replicas are always full, as between batches that overlap."""
+    """Of a batch that is generated alone; and where replicas are always full, as between batches that overlap.
+
+    `num_processes`: that compute at the same time on the cores of a CPU, the replicas' and whichever else.
+    """
     rollout, item, num_active = config.rollout, DTYPE_BYTES[config.model.dtype], costs_.layers + costs_.output
     samples = -(-work.num_samples // rollout.replicas)
     at_once = min(samples, running_at_once(config, worker, work.mean_tokens))
@@ -177,20 +180,20 @@ def generation_seconds(
     weights = num_parameters * item / rollout.tensor_parallel
     active = num_active * item / rollout.tensor_parallel
 
-    def on_cpu(rows: int) -> float:
-        """Of a step with so many tokens, its products."""
-        return cpu.weights_seconds(num_active, rows, costs_.hidden_size, config.model.dtype)
+    if hardware.is_cpu:
+        of_cpu = cpu.Products(num_active, costs_.hidden_size, config.model.dtype, at_once, num_processes)
+        host = cpu.host_share(num_processes)
 
     def one_step(running: int) -> float:
         if hardware.is_cpu:
-            return on_cpu(running) + seconds("decode_step_cpu") + running * seconds("decode_sequence_cpu")
+            return of_cpu.seconds(running) + host * (seconds("decode_step_cpu") + running * seconds("decode_sequence_cpu"))
         read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
         products = 2 * num_active * running / rollout.tensor_parallel / (hardware.product_flops * share("dense"))
         return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")
 
     prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
     if hardware.is_cpu:
-        prefill = prefilled / num_active / PREFILLED_ROWS * on_cpu(PREFILLED_ROWS) + samples * seconds("sample_cpu")
+        prefill = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
     else:
         prefill = 2 * prefilled / (hardware.product_flops * share("dense")) + samples * seconds("sample")
     alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill

@@ -82,6 +82,23 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Busy:
+    """Processes that compute at the same time, each with one thread: what shares the cores of a CPU."""
+
+    training: int
+    generation: int
+
+    @staticmethod
+    def of(config: Config, grid: Grid) -> Busy:
+        """Trainer and replicas in turns with `max_staleness` 0, else all at once."""
+        rollout = config.rollout
+        workers = rollout.replicas * rollout.tensor_parallel if config.algorithm.name == "grpo" else 0
+        if not rollout.max_staleness:
+            return Busy(grid.num_ranks, max(1, workers))
+        return Busy(grid.num_ranks + workers, grid.num_ranks + workers)
+
+
+@dataclass(frozen=True)
 class Work:
     """Of one step."""
 

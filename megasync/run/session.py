@@ -89,8 +89,6 @@ class Session:
         self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
         self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
-        if self.layout.rank == 0 and (problem := self._write_plan()):
-            self.log.note(problem)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
 
     def _write_plan(self) -> str | None:
@@ -107,6 +105,8 @@ class Session:
         for step in range(self.first_step, self.config.run.steps):
             self.step = step
             if step == self.first_step:
+                if self.layout.rank == 0 and (problem := self._write_plan()):  # now the replicas are up, and all else waits
+                    self.log.note(problem)
                 self.clock.start()
             elif on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
                 self.step, self.is_stopped = step - 1, True

@@ -9,6 +9,7 @@ experts, its shards. Only config.json is read. Leaves out the wrap, whose share 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Counts:
     output: int = 0  # of `dense` those of embeddings and output layer, each once
     largest_layer: int = 0
     largest_trained: int = 0  # of a tensor
+    sizes: tuple[tuple[int, int], ...] = ()  # of the tensors that are trained: (elements, how many have them)
 
     @property
     def whole(self) -> int:
@@ -118,16 +120,17 @@ def count(chunks: list[torch.nn.Module]) -> Counts:
     """Tied embeddings once, as they are stored."""
     sums: dict[str, int] = dict.fromkeys(("dense", "dense_trained", "experts", "experts_trained", "output"), 0)
     layers: dict[str, int] = {}
-    largest = 0
+    sizes: Counter[int] = Counter()
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         kind = "experts" if getattr(parameter, "allreduce", True) is False else "dense"
         sums[kind] += parameter.numel()
         sums[f"{kind}_trained"] += parameter.numel() if parameter.requires_grad else 0
-        largest = max(largest, parameter.numel() if parameter.requires_grad else 0)
+        sizes.update([parameter.numel()] if parameter.requires_grad else ())
         head, marker, tail = name.partition("decoder.layers.")
         if marker:
             layer = head + tail.split(".", 1)[0]
             layers[layer] = layers.get(layer, 0) + parameter.numel()
         else:
             sums["output"] += parameter.numel()
-    return Counts(**sums, largest_layer=max(layers.values(), default=0), largest_trained=largest)
+    largest = max(layers.values(), default=0), max(sizes, default=0)
+    return Counts(**sums, largest_layer=largest[0], largest_trained=largest[1], sizes=tuple(sorted(sizes.items())))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.config.schema import Config
 from megasync.planning.lengths import decode_steps, quantiles
-from megasync.planning.shapes import Grid, Request, Work
-from megasync.planning import cpu
-from megasync.planning.hardware import hardware
-from megasync.planning.meta.operations import Operation, Shape
+from megasync.planning.shapes import Busy, Grid, Request, Work
+from megasync.planning.cpu import calls, passes, together
+from megasync.planning.hardware import hardware, units
+from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
 from megasync.planning.meta.tracker import ROUNDED_TO, Tracker
 
 
@@ -86,27 +87,97 @@ sizes = st.integers(1, 4000)
 def test_what_is_timed_of_a_product_stands_for_all_of_it(rows: int, inner: int, columns: int, batch: int | None) -> None:
     many = () if batch is None else (batch,)
     left, right = (Shape.of(torch.empty(*many, *each, device="meta")) for each in ((rows, inner), (inner, columns)))
-    (one, other), share = cpu._cut("mm" if batch is None else "bmm", (left, right))
+    (one, other), share = calls._cut("mm" if batch is None else "bmm", (left, right))
     assert one.sizes[-1] == other.sizes[-2] and one.sizes[:-2] == other.sizes[:-2]
     timed = math.prod(one.sizes) * other.sizes[-1]
-    assert timed <= cpu.MOST_PRODUCTS or max(*one.sizes, *other.sizes) <= cpu.LEAST_SIZE
+    assert timed <= calls.MOST_PRODUCTS or max(*one.sizes, *other.sizes) <= calls.LEAST_SIZE
     assert math.isclose(timed * share, math.prod(left.sizes) * columns)
     assert (one.strides, other.strides) == (left.strides, right.strides)
 
 
 def test_calls_are_counted_by_what_they_compute() -> None:
-    """Views and empty tensors cost nothing but their call; a product has its shapes, all else the bytes of inputs and results."""
+    """Not views and empty tensors; a product with its shapes, all else with its arguments and the bytes of inputs and results."""
     tracker = Tracker(counts_operations=True)
     with tracker:
         a, b = (torch.empty(*shape, device="meta") for shape in ((8, 16), (4, 16)))
         torch.mm(a, b.t()).add_(1.0)
-    products = {each.inputs: count for each, count in tracker.operations.items() if each.name}
-    assert products == {(Shape((8, 16), (16, 1), torch.float32), Shape((16, 4), (1, 16), torch.float32)): 1}
-    assert {each: count for each, count in tracker.operations.items() if not each.name} == {Operation("", (), 2 * 8 * 4 * 4): 1}
+    left, right, result = (Shape(*each, torch.float32) for each in (((8, 16), (16, 1)), ((16, 4), (1, 16)), ((8, 4), (4, 1))))
+    product = Operation("mm", (left, right), 0)
+    added = Operation("aten.add_.Tensor", (result, 1.0), 2 * 8 * 4 * 4)
+    assert tracker.operations == {product: 1, added: 1}
 
 
-def test_more_of_the_same_takes_longer() -> None:
-    one = Operation("", (), 2**20)
-    assert 0 < cpu.memory_seconds(2**20) < cpu.memory_seconds(2**28)
-    operations = type(Tracker().operations)({one: 3})
-    assert 0 < cpu.pass_seconds(operations, 10, 10, 1) < cpu.pass_seconds(operations, 10, 40, 4)
+def test_large_new_tensors_come_from_the_kernel() -> None:
+    """Also those that are made empty; not what a call has written to, and nothing small."""
+    tracker, large = Tracker(counts_operations=True), LARGE_BYTES // 4
+    with tracker:
+        one = torch.empty(large, device="meta")
+        one.add_(1.0)
+        one.view(-1, 2)
+        torch.add(one, one)
+        torch.add(one[:8], one[:8])
+    found = sorted((each.name, each.kernel_bytes) for each in tracker.operations)
+    assert found == [("", LARGE_BYTES), ("aten.add.Tensor", 0), ("aten.add.Tensor", LARGE_BYTES), ("aten.add_.Tensor", 0)]
+
+
+def replayed() -> list[Operation]:
+    """Calls with indices, lists, keywords and numbers among their arguments, as a trace has them."""
+    tracker = Tracker(counts_operations=True)
+    with tracker:
+        x, index = torch.empty(4096, 8, device="meta"), torch.empty(4096, dtype=torch.int64, device="meta")
+        torch.cat([x[index], x.pow(2)], 1).sum(-1, keepdim=True)
+        torch.zeros_like(x).index_put_((index,), x)
+        torch.nn.functional.embedding(index, x).to(torch.bfloat16)
+    return list(tracker.operations)
+
+
+@pytest.mark.parametrize("each", replayed(), ids=lambda each: each.name)
+def test_what_was_traced_can_be_called_again(each: Operation) -> None:
+    call, share = calls.prepare(each)
+    call()
+    assert share == 1.0
+
+
+@given(rows=st.integers(1, 2**22), width=st.integers(1, 64))
+def test_of_a_large_call_fewer_rows_are_timed(rows: int, width: int) -> None:
+    shape = Shape((rows, width), (width, 1), torch.float32)
+    whole = Operation("aten.mul.Tensor", (shape, shape), 3 * 4 * rows * width)
+    part, share = calls._with_fewer_rows(whole)
+    (one, other), most = part.inputs, max(rows, width)
+    assert one == other and one.strides[1] in (1, one.sizes[0])
+    assert share == most / max(one.sizes) or (one == shape and share == 1.0)
+    assert whole.num_bytes <= calls.MOST_BYTES * max(1.0, share) * 1.01
+
+
+def test_processes_that_compute_at_the_same_time() -> None:
+    """Trainer and replicas in turns, or all of them at once."""
+    config, grid = Config(), Grid(2, 1, 1, 1, 1, 1)
+    rollout = config.rollout.model_copy(update={"replicas": 3, "tensor_parallel": 2, "max_staleness": 0})
+    assert Busy.of(config.model_copy(update={"rollout": rollout}), grid) == Busy(2, 6)
+    rollout = rollout.model_copy(update={"max_staleness": 1})
+    assert Busy.of(config.model_copy(update={"rollout": rollout}), grid) == Busy(8, 8)
+    supervised = config.algorithm.model_copy(update={"name": "sft"})
+    assert Busy.of(config.model_copy(update={"rollout": rollout, "algorithm": supervised}), grid).training == 2
+
+
+def test_calls_are_timed_in_every_process_and_each_process_answers() -> None:
+    """As many answers as processes, each with one number a call; a call that cannot be made again goes by its bytes."""
+    known = calls.moved(2**16)
+    unknown = Operation("aten.no_such.operator", (), 2**16)
+    answers = together._run([known, unknown], 2)
+    assert [len(answer) for answer in answers] == [2, 2] and all(seconds > 0 for answer in answers for seconds in answer)
+
+
+def test_a_pass_is_its_calls_and_what_python_takes_around_them() -> None:
+    """Calls grow with the tokens, what is around them with the micro-batches."""
+    one, other = calls.moved(2**16), calls.moved(2**18)
+    operations, found = Operations({one: 3, other: 2}), {one: 1.0, other: 10.0, calls.host(): 100.0}
+    around = 5 * units("host_call") * 100.0
+    assert passes.pass_seconds(operations, found, 8, 8, 1) == pytest.approx(23.0 + around)
+    assert passes.pass_seconds(operations, found, 8, 16, 3, cold=2.0) == pytest.approx(2 * 2 * 23.0 + 3 * around)
+
+
+def test_what_ranks_exchange_grows_with_their_number() -> None:
+    grids = [Grid(ranks, 1, 1, 1, 1, 1) for ranks in (1, 2, 8)]
+    assert [passes.gather_units(2**18, grid) / units("host_gathered_mib") for grid in grids] == [0.0, 0.5, 0.875]
+    assert [passes.reduce_units(2**18, grid) / units("host_reduced_mib") for grid in grids] == [0.0, 0.5, 0.875]

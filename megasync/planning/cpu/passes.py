@@ -1,0 +1,125 @@
+"""Seconds of a rank's passes and optimizer steps, and of a replica's products, by calls that are timed on this machine.
+
+A rank has one thread (launch/setup.sh). What Python and autograd take beside the calls, and what a wrap takes for each parameter,
+goes by the time of a small layer (calls.py: host), in units that measured.json holds. Leaves out collectives of tensor, context,
+expert and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.planning.cpu.calls import accumulation, adam, fresh, host
+from megasync.planning.cpu.together import seconds_of
+from megasync.planning.hardware import units
+from megasync.planning.meta.activations import Activations
+from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
+from megasync.planning.meta.ranks import Counts
+from megasync.planning.shapes import Grid, Work
+
+PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
+CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
+
+Stages = Sequence[tuple[Counts, Activations]]
+
+
+def train_seconds(stages: Stages, engine: EngineConfig, grid: Grid, work: Work, num_processes: int) -> tuple[float, float]:
+    """Forward and backward passes of all optimizer steps of a batch; and one forward pass over it, as for log-probs."""
+    count, tokens = work.num_microbatches(grid) * work.num_minibatches, work.tokens / grid.data
+    bubble = 1 + (grid.pipeline - 1) / (grid.virtual * work.num_microbatches(grid))
+    is_sharded = SHARDS_PARAMETERS[engine.wrap]
+    asked = {each for _, traced in stages for each in (*traced.passes, *traced.forward)}
+    added = {accumulation(size) for counts, _ in stages for size, _ in counts.sizes}
+    found = seconds_of([*asked, *added, host(), fresh()], num_processes)
+
+    def sums(counts: Counts) -> float:
+        """What a micro-batch takes beside its calls: in the wrap, to add up gradients, and where parameters are gathered."""
+        wrap = units(f"host_wrap_{engine.wrap}") * sum(number for _, number in counts.sizes)
+        gathered = 2 * gather_units(counts.whole, grid) + reduce_units(counts.trained, grid) if is_sharded else 0.0
+        added = sum(number * found[accumulation(size)] for size, number in counts.sizes)
+        if is_sharded and grid.shards > 1 and 4 * counts.largest_layer >= LARGE_BYTES:
+            # weights twice, gradients, and gradients as they are received
+            added += 4 * (2 * counts.whole + 2 * counts.trained) * found[fresh()]
+        return (wrap + gathered) * found[host()] + added
+
+    def of(operations: Operations, traced: Activations) -> float:
+        return pass_seconds(operations, found, traced.tokens, tokens, count, cold)
+
+    cold = units("cold_call") if max(counts.whole for counts, _ in stages) * 4 > CACHED_BYTES else 1.0
+    train = max(of(traced.passes, traced) + sums(counts) * count for counts, traced in stages) * bubble
+    return train, max(of(traced.forward, traced) for _, traced in stages) * bubble
+
+
+def optimizer_seconds(counts: Counts, engine: EngineConfig, grid: Grid, work: Work, num_processes: int) -> float:
+    """Of all optimizer steps of a batch: its rank's share of the tensors."""
+    found = seconds_of([host(), *(adam(size) for size, _ in counts.sizes)], num_processes)
+    own = sum(number * found[adam(size)] for size, number in counts.sizes) / grid.shards
+    host_units = units(f"host_optimizer_{engine.wrap}") * sum(number for _, number in counts.sizes)
+    if not SHARDS_PARAMETERS[engine.wrap]:
+        host_units += reduce_units(counts.trained, grid) + gather_units(counts.trained, grid)
+    return (own + host_units * found[host()]) * work.num_minibatches
+
+
+def gather_units(elements: int, grid: Grid) -> float:
+    """Units of an all-gather of so many elements over the ranks that share them, as float32."""
+    return units("host_gathered_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
+
+
+def reduce_units(elements: int, grid: Grid) -> float:
+    """Likewise, of a reduce-scatter."""
+    return units("host_reduced_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
+
+
+def samples_seconds(num_samples: int, num_processes: int) -> float:
+    """To make a step's batch of samples: texts become tokens, tokens micro-batches."""
+    return units("host_sample") * num_samples * seconds_of([host()], num_processes)[host()]
+
+
+def pass_seconds(
+    operations: Operations,
+    found: Mapping[Operation, float],
+    tokens: int,
+    wanted_tokens: float,
+    num_microbatches: int,
+    cold: float = 1.0,
+) -> float:
+    """Of `wanted_tokens` in so many micro-batches, where the operations are those of one of `tokens`.
+
+    `cold`: how much longer a call takes than again and again on the same memory.
+    """
+    calls = sum(operations.values()) * units("host_call") * found[host()]
+    own = sum(count * found[each] for each, count in operations.items())
+    return own * cold * wanted_tokens / tokens + calls * num_microbatches
+
+
+def host_share(num_processes: int) -> float:
+    """How much longer what Python does takes than where measured.json's seconds of a CPU were measured."""
+    return float(seconds_of([host()], num_processes)[host()] / units("host_seconds"))
+
+
+class Products:
+    """Of tokens by so many weights in all, which come from memory where they are more than caches hold."""
+
+    def __init__(self, num_weights: float, size: int, dtype: str, most_rows: int, num_processes: int) -> None:
+        """`size`: of a token's vector."""
+        numbers = getattr(torch, dtype)
+        columns = max(1, round(min(num_weights, CACHED_BYTES / numbers.itemsize) / size))
+        weights = Shape((size, columns), (1, size), numbers)
+        self._rows = [*(2**power for power in range(max(1, (most_rows - 1).bit_length()) + 1)), PREFILLED_ROWS]
+        asked = [Operation("mm", (Shape((rows, size), (size, 1), numbers), weights), 0) for rows in self._rows]
+        found = seconds_of(asked, num_processes)
+        self._seconds = [found[each] * num_weights / (size * columns) for each in asked]
+
+    def seconds(self, rows: int) -> float:
+        """Of one product of all weights."""
+        return float(np.interp(rows, self._rows[:-1], self._seconds[:-1]))
+
+    def prefill_seconds(self) -> float:
+        """A token of prompts, with all weights."""
+        return float(self._seconds[-1] / PREFILLED_ROWS)
+

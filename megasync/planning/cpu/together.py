@@ -1,0 +1,142 @@
+"""Seconds of calls in as many processes at once as will share the machine's cores, and caches, memory and a core's threads.
+
+    found = seconds_of(operations, 2)     # by operation
+
+All are timed in turn, again and again, and the median counts: the machine's speed changes from second to second. The processes
+are forked from this one, have one thread each, and are gone afterwards. Leaves out what is timed (calls.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import select
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
+
+from megasync.planning.cpu.calls import Call, fresh, moved, prepare
+from megasync.planning.meta.operations import Operation
+
+MOST_PROCESSES = 16
+ROUNDS, MOST_SECONDS = 5, 4.0  # as many rounds, or until so much time has gone; the first is for warming up
+TIMEOUT_SECONDS = 120.0
+SHORT_SECONDS = 2e-4  # what is shorter is called several times
+FEW_BYTES = 2**14  # of a call whose time is that of any call
+# malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD. What calls make here is memory that the process has already: what a rank's
+# tensors take that come from the kernel is counted apart (calls.py: fresh)
+MALLOC = ((-3, 2**25), (-1, 2**30))
+
+_KNOWN: dict[tuple[Operation, int], float] = {}
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def seconds_of(operations: Iterable[Operation], num_processes: int) -> dict[Operation, float]:
+    """Of each call, with its new tensors but without its arguments, while `num_processes` do the same.
+
+    Where there are fewer cores each waits for its turn.
+
+    Raises:
+        RuntimeError: the processes did not answer.
+    """
+    at_once = max(1, min(num_processes, usable_cores(), MOST_PROCESSES))
+    wanted = [*dict.fromkeys(operations), fresh()]
+    missing = [each for each in wanted if (each, at_once) not in _KNOWN and not _is_small(each)]
+    if missing:
+        slowest = max(_run(missing, at_once), key=sum)  # which the others wait for
+        _KNOWN.update({(each, at_once): seconds for each, seconds in zip(missing, slowest, strict=True)})
+    turns = max(1.0, num_processes / usable_cores())
+    new = _KNOWN[fresh(), at_once]
+    own = {each: 0.0 if _is_small(each) else _KNOWN[each, at_once] for each in wanted}
+    return {each: (seconds + each.kernel_bytes * new) * turns for each, seconds in own.items()}
+
+
+def _is_small(each: Operation) -> bool:
+    return (not each.name or each.name.startswith("aten.")) and each.num_bytes < FEW_BYTES
+
+
+def _run(operations: Sequence[Operation], num_processes: int) -> list[list[float]]:
+    """What each of the processes has found."""
+    children = [_fork(operations) for _ in range(num_processes)]
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    try:
+        return [_read(descriptor, deadline) for _, descriptor in children]
+    finally:
+        for pid, descriptor in children:
+            os.close(descriptor)
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+            os.waitpid(pid, 0)
+
+
+def _fork(operations: Sequence[Operation]) -> tuple[int, int]:
+    """A child's number, and where its answer comes from."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    try:
+        os.close(reading)
+        torch.set_num_threads(1)
+        for option, value in MALLOC:
+            ctypes.CDLL(None).mallopt(option, value)
+        with os.fdopen(writing, "wb") as file:
+            pickle.dump(measure(operations), file)
+    finally:
+        os._exit(0)  # nothing of the parent's is to run at this end
+
+
+def _read(descriptor: int, deadline: float) -> list[float]:
+    """Until its end."""
+    received = b""
+    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not (part := os.read(descriptor, 2**16)):
+            break
+        received += part
+    if not received:
+        raise RuntimeError("the processes that time calls on this machine's CPU gave no answer")
+    found: list[float] = pickle.loads(received)  # noqa: S301 - what a child of this process has written
+    return found
+
+
+def measure(operations: Sequence[Operation]) -> list[float]:
+    """Medians of several rounds, in this process."""
+    begin = time.perf_counter()
+    found: list[list[float]] = [[] for _ in operations]
+    for number in range(ROUNDS + 1):
+        for each, seconds in zip(operations, found, strict=True):
+            seconds.append(_once(each))
+        if number and time.perf_counter() - begin > MOST_SECONDS:
+            break
+    return [statistics.median(seconds[1:]) for seconds in found]
+
+
+def _once(each: Operation) -> float:
+    try:
+        call, share = prepare(each)
+        call()
+    except Exception:  # noqa: BLE001 - a call whose arguments mean something, or that is not to be cut
+        call, share = prepare(moved(each.num_bytes))
+    return timed(call) * share
+
+
+def timed(call: Call) -> float:
+    """Seconds of one call, warm."""
+    begin = time.perf_counter()
+    call()
+    taken = time.perf_counter() - begin
+    if taken > SHORT_SECONDS:
+        return taken
+    repeats = round(SHORT_SECONDS / max(taken, 1e-6)) + 1
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - begin) / repeats
