@@ -110,7 +110,7 @@ for case in "$@"; do
     3b-tp2-tp1) sync 3b-tp2-tp1 0,1,2 engine.parallel.tensor=2 bench.num_ranks=2 bench.lora_rank=0 ;;
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
-    3b-lanes) lanes 3b-lanes 0,1 rollout.replicas=1 'bench.receivers=[processes]' ;; # a GPU for each side
+    3b-lanes) lanes 3b-lanes 0,1 rollout.replicas=1 ;;                           # a GPU for each side
     3b-lanes-dp2) lanes 3b-lanes-dp2 0,1 bench.num_ranks=2 rollout.replicas=2 ;;     # both sides on both GPUs
     3b-lanes-fsdp) lanes 3b-lanes-fsdp 0,1 bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step ;;
     3b-lanes-tp2) # the same with vLLM, whose two workers pass on to each other

@@ -31,9 +31,6 @@ class BenchConfig(Section):
     apart: bool = False
     """sync: the replicas are on the GPUs of the trainer ranks, each vLLM worker on that of the next rank, and taken to be on a
     host of their own, so that weights travel on lanes; with bench.methods=[stream]."""
-    receivers: Annotated[tuple[Literal["threads", "processes"], ...], *OneOrMore] = ("threads", "processes")
-    """lanes: what takes the weights in vLLM's place; threads: of the trainer ranks, so that both compute on a GPU at once;
-    processes: which take turns on a GPU with the trainer rank there."""
     update: Literal["step", "negate"] = "step"
     """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
     shapes: Literal["none", ShapeName] = "none"

@@ -94,8 +94,6 @@ def _check_receivers(config: BenchRoot) -> None:
     ranks, replicas = config.bench.num_ranks, config.rollout.replicas
     why = f"the receivers of bench lanes are on the GPUs of bench.num_ranks = {ranks} ranks, as many on each"
     _refuse("rollout.replicas", replicas % ranks, replicas, why, ranks)
-    why = "the one rank's threads would be on its own GPU, which NCCL takes once"
-    _refuse("bench.receivers", ranks == 1 and "threads" in config.bench.receivers, "threads", why, "[processes]")
 
 
 def _check_lora(config: BenchRoot, verb: str) -> None:

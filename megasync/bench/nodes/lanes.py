@@ -4,7 +4,8 @@ floor      as many bytes broadcast from rank 0's GPU to rank 1's, and nothing el
 one group  as on one host: rank 0 sends, to the receivers that are not on its GPU, since NCCL takes a GPU once into a group
 lanes      as between hosts: all ranks send to all receivers, each lane first to one on another GPU, which passes buckets on
 
-`rollout.replicas` receivers stand for vLLM's workers, receiver r on the GPU of rank r + 1; all are taken to be on one other host.
+`rollout.replicas` receivers, processes, stand for vLLM's workers, receiver r on the GPU of rank r + 1; all are taken to be on one
+other host. Where a GPU has a rank and a receiver they take turns on it, which a sync between hosts does not.
 Ways take turns, round by round; before each the weights change, and the warm-up and the last round end with a comparison of all
 that receivers hold with what the trainer has. Leaves out vLLM, and tables (report.py).
 
@@ -16,14 +17,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from bridge.export.source import WeightSource
@@ -36,7 +35,6 @@ from megasync.bench.common.random_engine import FrozenEngine, RandomEngine, nega
 from megasync.bench.common.rank import BenchRank, Measured
 from megasync.bench.config import BenchRoot
 from megasync.bench.nodes.pool import ReceiverPool, connect
-from megasync.bench.nodes.receiver import KEY, serve
 from megasync.bench.replicas.nccl import SECONDS, broadcast_all
 from megasync.bench.sync.methods import seconds_by_name
 from megasync.launch.devices import visible_devices
@@ -69,14 +67,13 @@ class LanesBench(BenchRank):
         self._floor: Channel | None = None
         apart = [r for r in range(config.rollout.replicas) if self._place(r)]  # from rank 0's GPU
         self.ways: dict[str, Way] = {}
-        for kind in config.bench.receivers:
-            ports = self._start_threads() if kind == "threads" else self._start_processes()
-            connections = [connect(LOOPBACK, port) for port in ports] if self.layout.rank == 0 else []
-            for connection in connections:
-                ends.callback(_let_go, connection)
-            if apart:
-                self.ways[f"one group, {kind}"] = self._way(sender, [connections[r] for r in apart if connections], lanes=False)
-            self.ways[f"lanes, {kind}"] = self._way(everywhere, connections, lanes=True)
+        ports = self._start_receivers()
+        connections = [connect(LOOPBACK, port) for port in ports] if self.layout.rank == 0 else []
+        for connection in connections:
+            ends.callback(_let_go, connection)
+        if apart:
+            self.ways["one group"] = self._way(sender, [connections[r] for r in apart if connections], lanes=False)
+        self.ways["lanes"] = self._way(everywhere, connections, lanes=True)
 
     def _build(self) -> Engine:
         """Without an optimizer where no step changes the weights."""
@@ -97,20 +94,7 @@ class LanesBench(BenchRank):
         """The GPU that it is on, which is that of the rank of this number, if there is one."""
         return (receiver + 1) % max(self.layout.world_size, len(visible_devices()))
 
-    def _start_threads(self) -> list[int]:
-        """Each rank those on its own GPU; the ports of all."""
-        ports: dict[int, int] = {}
-        for receiver in range(self.config.rollout.replicas):
-            if self._place(receiver) == self.layout.rank:
-                listener = Listener((LOOPBACK, 0), authkey=KEY)
-                ports[receiver] = int(listener.address[1])
-                thread = threading.Thread(target=_serve_beside, args=(listener, own_device()), daemon=True)
-                thread.start()
-                self.ends.callback(thread.join, END_SECONDS)
-        told = {receiver: port for own in self.from_all(ports) for receiver, port in own.items()}
-        return [told[receiver] for receiver in range(self.config.rollout.replicas)]
-
-    def _start_processes(self) -> list[int]:
+    def _start_receivers(self) -> list[int]:
         """By rank 0; each sees its GPU alone. Their ports."""
         ports = []
         for receiver in range(self.config.rollout.replicas) if self.layout.rank == 0 else ():
@@ -184,12 +168,3 @@ def _let_go(connection: Connection[Any, Any]) -> None:
     """A receiver, which may be gone."""
     with suppress(OSError), connection:
         connection.send(None)
-
-
-def _serve_beside(listener: Listener, device: torch.device) -> None:
-    """On a stream of its own."""
-    if device.type != "cuda":
-        return serve(listener, device)
-    torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        return serve(listener, device)

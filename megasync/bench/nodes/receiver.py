@@ -1,7 +1,7 @@
 """A worker's side of a sync without vLLM: the bridge's reader, buckets and load plan, into parameters that nothing computes with.
 
-Takes calls of pool.py, one at a time, as a process on its first GPU or on a CPU, or as a thread beside a trainer rank
-(lanes.py). Leaves out vLLM's loaders, and so what layers cost that need them.
+Takes calls of pool.py, one at a time, as a process on its first GPU or on a CPU. Leaves out vLLM's loaders, and so what layers
+cost that need them.
 
     python -m megasync.bench.nodes.receiver 10.82.0.5 7000
 """
@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from bridge.layout.bucket import SyncPlan
-from bridge.layout.digest import BucketDigests, digest_value
+from bridge.layout.digest import digest_value
 from bridge.layout.lanes import LanePlan
 from bridge.layout.manifest import Manifest
 from bridge.layout.plan import LoadPlan
@@ -62,23 +62,9 @@ class Receiver:
         ]
         plan = SyncPlan(manifest, message.stage_sizes, message.bucket_bytes)
         unpacker = Unpacker(plan, LoadPlan(manifest, self._parameters, copies, {}, []), self._device)
-        if self._device.type == "cuda":
-            self._load_kernels(plan, unpacker)
         lanes = LanePlan.from_json(message.lanes_json) if message.lanes_json is not None else None
         reader = open_reader(message.endpoints[0], message.first_reader, message.num_readers, self._device, lanes)
         self._readers[message.endpoints[0]] = reader, unpacker
-
-    def _load_kernels(self, plan: SyncPlan, unpacker: Unpacker) -> None:
-        """By copies of nothing: to load a kernel waits for all that a GPU has to do for this process, in which, where a trainer
-        rank is in it too, a bucket may be on its way to somebody who waits for this one.
-        """
-        for stage in plan.stages:
-            digests, data = BucketDigests(len(stage.buckets), self._device), torch.zeros(stage.buffer_bytes, dtype=torch.uint8)
-            on_device = data.to(self._device)
-            for bucket in stage.buckets:
-                unpacker.scatter(stage, bucket, on_device[: bucket.num_bytes], digests)
-                digests.finish(on_device[: bucket.num_bytes])
-            digests.join().cpu()
 
     def receive(self, message: BeginSync) -> None:
         reader, unpacker = self._readers[message.endpoints[0]]

@@ -23,7 +23,7 @@ from megasync.planning.cpu.calls import Call, fresh, moved, prepare
 from megasync.planning.meta.operations import Operation
 
 MOST_PROCESSES = 16
-ROUNDS, MOST_SECONDS = 5, 4.0  # as many rounds, or until so much time has gone; the first is for warming up
+ROUNDS, MOST_SECONDS = 3, 2.0  # as many rounds, or until so much time has gone; the first is for warming up
 TIMEOUT_SECONDS = 120.0
 SHORT_SECONDS = 2e-4  # what is shorter is called several times
 FEW_BYTES = 2**14  # of a call whose time is that of any call
