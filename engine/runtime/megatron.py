@@ -6,6 +6,8 @@ Leaves out what is changed in it (workarounds.py) and Megatron-FSDP, which wrap/
 from __future__ import annotations
 
 import logging
+import sys
+import types
 import warnings
 from unittest import mock
 
@@ -26,6 +28,12 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 # megatron-core 0.16.1 decorates with torch.compile (jit.py:25), which imports for seconds; this one waits for the first call
 with mock.patch.object(torch, "compile", device.compiled_late):
     import megatron.core.jit
+
+# mbridge 0.15.1 imports its GLM-4V (models/__init__.py:29), which nothing here uses, and so all that transformers has models of:
+# a quarter of a rank's start
+_glm4_vl = types.ModuleType("mbridge.models.glm4_vl")
+vars(_glm4_vl).update(Glm4VLBridgeMoe=None, Glm4VLBridgeDense=None)
+sys.modules.setdefault(_glm4_vl.__name__, _glm4_vl)
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

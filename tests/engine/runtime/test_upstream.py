@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -284,3 +286,15 @@ def test_the_gradient_norm_is_still_a_sum_in_float32() -> None:
     from megatron.core.optimizer import clip_grads
 
     assert "float64" not in inspect.getsource(clip_grads.get_grad_norm_fp32)
+
+
+def test_mbridge_still_imports_its_glm4_vl_and_a_rank_does_not() -> None:
+    """engine/runtime/megatron.py; in a Python of its own, since tests import transformers' models."""
+    import mbridge.models
+
+    names = Path(mbridge.models.__file__).read_text(encoding="utf-8")
+    assert "from .glm4_vl import Glm4VLBridgeMoe, Glm4VLBridgeDense\n" in names
+    own = (Path(mbridge.models.__file__).parent / "glm4_vl" / "model.py").read_text(encoding="utf-8")
+    assert "from transformers import PreTrainedModel" in own
+    script = "import sys, engine.engine; assert 'mbridge' in sys.modules and 'transformers.modeling_utils' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
