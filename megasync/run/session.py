@@ -241,7 +241,7 @@ class Session:
         Before it the weights of `step` are marked, where they are in the log: it may not come to be.
         """
         if self.config.keeps_versions and not self.config.engine.lora.rank:
-            self.checkpoints.mark(step, self._rollouts.begun)
+            self.checkpoints.mark(step, self._begun)
         self.weights.prune_versions()
         if self.checkpoints.is_due(step):
             self.saving.write(step)
@@ -249,6 +249,10 @@ class Session:
     def _save_progress(self, folder: Path) -> None:
         """On rank 0."""
         save_progress(folder, self._progress())
+
+    def _begun(self) -> Progress:
+        """On rank 0."""
+        return self._rollouts.begun()
 
     def _progress(self) -> Progress:
         """On rank 0."""
