@@ -108,6 +108,8 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    from engine.runtime.tensor_file import save_model
+
     sizes = {**SHAPES[shapes].hf_config(sequence_length=4096), "initializer_range": 0.01}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -116,7 +118,7 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
     first = VOCABULARY.index(EOS)
     ends = list(range(first, sizes["vocab_size"], mean_response_tokens)) if mean_response_tokens else first
     model.generation_config = GenerationConfig(eos_token_id=ends)
-    model.save_pretrained(folder)
+    save_model(model, folder)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import torch
 
@@ -105,7 +105,7 @@ class _Pass:
         self._threads = ThreadPoolExecutor(self._num_threads, "version log")
         self._under_way: deque[tuple[Entry, Future[tuple[str, bytes]]]] = deque()
 
-    def __enter__(self) -> _Pass:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,6 +17,7 @@ from engine.peft.folder import fingerprint
 from megasync import export as exporting
 from megasync.config.errors import ConfigError
 from megasync.export import export, main
+from tests.support.file_limit import umask
 from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,7 @@ def test_a_merged_adapter_is_what_peft_merges(tmp_path: Path, family: str, dtype
     assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == ["merged"]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=getattr(torch, dtype)).float()
     peft = PeftModel.from_pretrained(base, run / "checkpoints" / "step_00000003" / "adapter").merge_and_unload()
+    assert (tmp_path / "merged" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert merged.dtype == getattr(torch, dtype)
     own, expected = merged.state_dict(), peft.state_dict()

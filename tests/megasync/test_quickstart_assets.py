@@ -31,6 +31,7 @@ from megasync.quickstart import (
     shared_overrides,
     warm_up_phase,
 )
+from tests.support.file_limit import umask
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +49,7 @@ def test_the_small_models_weights_are_those_of_transformers_class(tmp_path: Path
         expected = Qwen3ForCausalLM(AutoConfig.from_pretrained(tmp_path)).state_dict()
     del expected["lm_head.weight"]
     held = load_file(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
 
@@ -199,6 +201,7 @@ def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
 def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--to", str(tmp_path), "--shapes", "tiny", "--dtype", "float32", "--mean-response-tokens"]
     assert write_any_assets([*arguments, "8"]) == 0
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
     ends = json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert ends[0] == VOCABULARY.index(EOS)
