@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megasync.config.data_section import TRAIN_SET
 from megasync.config.errors import explain
 from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.config.load import save_config
@@ -29,7 +30,6 @@ Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
-TRAIN_SET = "train"  # in samples.jsonl what an evaluation set's name is for its samples
 FILES = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
 
 
