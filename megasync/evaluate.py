@@ -48,7 +48,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--split", default="", help="of --data, where it is a folder with several")
     parser.add_argument("--limit", type=answers.positive, metavar="N", help="so many first examples")
     parser.add_argument("--reward", help="as rollout.reward (default: the run's)")
-    parser.add_argument("--pass-reward", type=_pass_reward, metavar="R", help="a response with this reward or more passes (default: 1)")
+    help_ = "a response with this reward or more passes (default: 1)"
+    parser.add_argument("--pass-reward", type=_pass_reward, metavar="R", help=help_)
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
     given = parser.parse_intermixed_args(list(arguments))
     if given.split and not given.data:

@@ -29,13 +29,13 @@ def _eval_temperature(value: float) -> float:
 
 
 def _eval_sets(value: dict[str, EvalSet]) -> dict[str, EvalSet]:
-    for name in value:
+    for name, each in value.items():
         if not EVAL_NAME.fullmatch(name):
             choices = "names of letters, digits, - and _"
             lines = {"name": name, "choices": choices, "example": "held_out.jsonl"}
             raise PydanticCustomError("eval_name", "the set {name} cannot name its metrics", lines)
         if name == TRAIN_SET:
-            example = f"'{{{name}_set: {{path: {value[name].path}}}}}'"
+            example = f"'{{{name}_set: {{path: {each.path}}}}}'"
             lines = {"name": name, "choices": "any other name", "example": example}
             raise PydanticCustomError("eval_name", "{name} is what samples.jsonl calls the samples of the training", lines)
     return value

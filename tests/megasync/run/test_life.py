@@ -20,7 +20,7 @@ import pytest
 from megasync.config.errors import ConfigError
 from megasync.config.files import lock
 from megasync.launch.processes import run_and_leave
-from megasync.quickstart import MARKER, prepare_folder
+from megasync.quickstart import MARKER, afresh
 from tests.runs.train_cases import TORCHRUN, endless_run, environment, launch, left_running, metrics, train, write_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,12 +99,13 @@ def test_a_quickstart_deletes_nothing_of_a_run_that_is_going_on(tmp_path: Path) 
     try:
         assert holder.stdout is not None and holder.stdout.readline()
         with pytest.raises(ConfigError, match="rl: a run is going on in this folder"):
-            prepare_folder(folder, ["sft", "rl"])
+            afresh(folder, ["sft", "rl"]).__enter__()
         assert (folder / "rl").is_dir()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
-    prepare_folder(folder, ["sft", "rl"])
+    with afresh(folder, ["sft", "rl"]):
+        pass
     assert not (folder / "rl").exists()
 
 
