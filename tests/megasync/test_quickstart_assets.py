@@ -294,3 +294,22 @@ def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: 
             write_any_assets(wrong)
         assert stop.value.code == 2
         assert "with --shapes only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--to", "/proc/x"], "/proc/x: No such file or directory"),
+        (["--to", "{file}"], "{file}: File exists"),
+        (["--to", "{file}.new", "--task", "chain_sum", "--num-train", "0"], "--num-train 0 --num-held-out 256: at least 1 each"),
+        (["--to", "{file}.new", "--task", "chain_sum", "--num-held-out", "-1"], "--num-train 4000 --num-held-out -1: at least 1"),
+    ],
+)
+def test_assets_that_cannot_be_written_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    (file := tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        write_any_assets([each.replace("{file}", str(file)) for each in arguments])
+    assert stop.value.code == 2 and told.replace("{file}", str(file)) in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
