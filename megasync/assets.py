@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megasync.config.errors import ConfigError, main_errors
+from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.examples.small_qwen3 import EOS, PAD, UNKNOWN, write_small_qwen3
 from megasync.examples.smollm2 import SMOLLM2, write_smollm2
 from megasync.examples.tasks import generate_task
@@ -108,6 +108,8 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    from engine.runtime.tensor_file import save_model
+
     sizes = {**SHAPES[shapes].hf_config(sequence_length=4096), "initializer_range": 0.01}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -116,11 +118,11 @@ def write_shaped_model(folder: Path, shapes: str, seed: int, dtype: str, mean_re
     first = VOCABULARY.index(EOS)
     ends = list(range(first, sizes["vocab_size"], mean_response_tokens)) if mean_response_tokens else first
     model.generation_config = GenerationConfig(eos_token_id=ends)
-    model.save_pretrained(folder)
+    save_model(model, folder)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write assets of any size. Exit code 2 where the options are wrong, or pip cannot fetch what they name."""
+    """Write assets of any size. Exit code 2: options are wrong, pip cannot fetch what they name, --to cannot be written."""
     parser = argparse.ArgumentParser(prog="megasync assets", description="Write a model, its tokenizer and tasks.")
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER")
     which = parser.add_mutually_exclusive_group()
@@ -136,10 +138,14 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if given.mean_response_tokens < 0 or (given.mean_response_tokens and not given.shapes):
         parser.error(f"--mean-response-tokens {given.mean_response_tokens}: at least 0, and with --shapes only")
+    if given.task and min(given.num_train, given.num_held_out) < 1:
+        parser.error(f"--num-train {given.num_train} --num-held-out {given.num_held_out}: at least 1 each")
     with main_errors():
         if given.task:
             options = dict(map(_option, given.task_options))
             lines = generate_task(given.task, options, given.num_train, given.num_held_out, given.seed)
+            message = f"--task {given.task}: all of its questions are held out"
+            refuse_if(not lines[0], message, remedy="write a larger --num-train, or options for more questions")
         if given.model:
             assets = write_data(given.to, *split_sums(given.seed))
             write_smollm2(assets.model, given.dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -47,9 +48,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--split", default="", help="of --data, where it is a folder with several")
     parser.add_argument("--limit", type=answers.positive, metavar="N", help="so many first examples")
     parser.add_argument("--reward", help="as rollout.reward (default: the run's)")
-    parser.add_argument("--pass-reward", type=float, metavar="R", help="a response with this reward or more passes (default: 1)")
+    help_ = "a response with this reward or more passes (default: 1)"
+    parser.add_argument("--pass-reward", type=_pass_reward, metavar="R", help=help_)
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
-    return parser.parse_intermixed_args(list(arguments))
+    given = parser.parse_intermixed_args(list(arguments))
+    if given.split and not given.data:
+        parser.error(f"--split {given.split}: is of --data; add --data FOLDER, or leave it out: a run's sets have their own")
+    return given
+
+
+def _pass_reward(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number above 0")
+    return number
 
 
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
@@ -72,12 +84,12 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         found |= {"episode": config.rollout.episode} if config.rollout.episode else {}
         try:
             with serve(config) as pool:
-                for each in chosen:
+                for number, each in enumerate(chosen):
                     got = answers_of(config, pool, each, data.prompts)
                     rewards = answers.score(config, each, data.prompts, got)
                     found["sets"][each.name] = result(each, rewards, got)
                     if file is not None:
-                        answers.write(file, answers.lines(each, data.prompts, got, rewards))
+                        answers.write(file, answers.lines(each, data.prompts, got, rewards), empties=number == 0)
         except (RuntimeError, RewardError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1

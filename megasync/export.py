@@ -171,11 +171,22 @@ def _whole_or_not(target: Path, base: Path) -> Iterator[Path]:
             flush(path)
         partial.rename(target)
     except OSError as error:
+        if _is_source(error, partial):
+            remedy = "let this user read it, or take another checkpoint with --step"
+            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}", remedy=remedy) from error
         remedy = "give --to a folder that you can write, on a disk with room for the weights"
         message = f"{target}: cannot be written: {error.strerror}"
         raise ConfigError(message, needed=f"{_num_bytes(base)} bytes", remedy=remedy) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_source(error: OSError, partial: Path) -> bool:
+    """Whether it names a file that was read; where the disk is full it names both files of a copy, and none of a text."""
+    if error.filename is None or error.filename2 is not None:
+        return False
+    place = Path(error.filename)
+    return not place.is_relative_to(partial) and not partial.is_relative_to(place)
 
 
 def _num_bytes(folder: Path) -> int:

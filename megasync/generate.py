@@ -46,6 +46,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_intermixed_args(list(arguments))
     if given.limit and given.prompt:
         parser.error("--limit is for --data; leave it out beside --prompt")
+    if given.split and given.prompt:
+        parser.error("--split is for --data; leave it out beside --prompt")
     return given
 
 
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
-        answers.write(file, answers.lines(asked, prompts, got, None))
+        answers.write(file, answers.lines(asked, prompts, got, None), empties=given.to is not None)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Both phases are the ordinary training program under torchrun, so that what works here works with a config of your own.
 `engine.*` but for `engine.optimizer.*`, `run.seed`, `run.dir`, `run.progress` and `model.dtype` go to both phases;
-every other key goes to RL alone. A second quickstart in the same folder starts afresh.
+every other key goes to RL alone. A second quickstart in the same folder starts afresh, once the check of both phases is over.
 
 Without GPUs there are 2 ranks on the CPU. On one GPU trainer and replica take turns (`rollout.placement=colocated`); on more
 of them the replica has one of its own, and the trainer one or two.
@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,15 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import shipped
 from megasync.launch.devices import visible_devices
+from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks
-from megasync.launch.processes import run_to_end, torchrun
+from megasync.launch.processes import STOPPED, run_to_end, torchrun
 
 WARM_UP, RL = shipped("configs/quickstart_sft.yaml"), shipped("configs/quickstart.yaml")
 FOR_BOTH = ("engine.", "run.seed=", "run.dir=", "run.progress=", "model.dtype=")
 FOR_RL_ALONE = ("engine.optimizer.", "engine.lora.", "engine.lora=")
 MARKER = ".megasync-quickstart"  # in folders that a quickstart made and may clear
+FORMER = ".former"  # in them, for what is to be deleted once the check of both phases is over
 # flash attention takes 16-bit types only; compiling and recording CUDA graphs takes longer than all of these steps
 ON_GPUS = ("model.dtype=bfloat16", "engine.fusions=none", "rollout.enforce_eager=true", "rollout.gpu_memory_utilization=0.3")
 
@@ -58,8 +62,12 @@ class Phase:
         check_config(self.config, num_ranks)
 
     def run(self, num_ranks: int) -> int:
-        """The exit code of all ranks."""
-        return run_to_end(torchrun(num_ranks, "megasync.train", str(self.config_file), *self.overrides))
+        """The exit code of all ranks. Where the phase was asked to stop, says what goes on from there: no quickstart does."""
+        code = run_to_end(torchrun(num_ranks, "megasync.train", str(self.config_file), *self.overrides))
+        if code == STOPPED:
+            command = ["megasync", "train", str(self.config_file), *self.overrides, "--nproc", str(num_ranks)]
+            print(f"{last_words(self.config, shlex.join(command))}\na quickstart in this folder starts afresh", flush=True)
+        return code
 
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:
@@ -103,8 +111,10 @@ def _data(assets: Assets) -> list[str]:
     return [override("data.train", assets.train), override("data.eval", assets.held_out)]
 
 
-def prepare_folder(folder: Path, names: Sequence[str]) -> None:
-    """Makes the folder, which is this process's from now on; `names` in it, left by a former quickstart, are deleted.
+@contextmanager
+def afresh(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """Makes the folder, which is this process's from now on, for a block that has it without the `names` that a former quickstart
+    left in it: they are deleted once the block has ended well, else put back.
 
     Raises:
         ConfigError: the folder holds something that no quickstart made, or cannot be written; a run is going on in it.
@@ -112,19 +122,45 @@ def prepare_folder(folder: Path, names: Sequence[str]) -> None:
     remedy = "write run.dir=FOLDER for a new folder of yours"
     lock(folder)
     try:
-        if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-            raise ConfigError(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy)
-        if left := [folder / name for name in names if (folder / name).exists()]:
-            for run_folder in filter(Path.is_dir, left):
-                if (lock_of_run := lock(run_folder)) is not None:
-                    os.close(lock_of_run)
-            print(f"starting afresh: {', '.join(names)} in {folder} are from a former quickstart", flush=True)
-            for entry in left:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).touch()
+        left = _set_aside(folder, names, remedy)
     except OSError as error:
         raise ConfigError(f"run.dir = {folder}: the folder cannot be written: {error.strerror}", remedy=remedy) from error
+    try:
+        yield
+    except BaseException:
+        _put_back(folder)
+        raise
+    if left:
+        print(f"starting afresh: {', '.join(left)} in {folder} are from a former quickstart", flush=True)
+        shutil.rmtree(folder / FORMER)
+
+
+def _set_aside(folder: Path, names: Sequence[str], remedy: str) -> list[str]:
+    """Into FORMER; which there were. What is in it already was left by a quickstart that was killed before its check was over."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise ConfigError(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy)
+    _put_back(folder)
+    left = [name for name in dict.fromkeys(names) if (folder / name).exists()]
+    for run_folder in (folder / name for name in left if (folder / name).is_dir()):
+        if (lock_of_run := lock(run_folder)) is not None:
+            os.close(lock_of_run)
+    (folder / FORMER).mkdir(parents=True) if left else folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
+    for name in left:
+        (folder / name).rename(folder / FORMER / name)
+    return left
+
+
+def _put_back(folder: Path) -> None:
+    """In the place of what has come there since."""
+    if not (folder / FORMER).is_dir():
+        return
+    for entry in (folder / FORMER).iterdir():
+        new = folder / entry.name
+        if new.exists():
+            shutil.rmtree(new) if new.is_dir() else new.unlink()
+        entry.rename(new)
+    (folder / FORMER).rmdir()
 
 
 def announce(text: str) -> None:
@@ -139,13 +175,15 @@ def show_summary(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    before, after = summary["eval_reward_before"], summary["eval_reward_after"]
+    before, after = summary.get("eval_reward_before"), summary.get("eval_reward_after")
     table = Table(title="quickstart", show_header=False, title_justify="left")
-    table.add_row("held-out reward before RL, greedy", f"{before:.3f}")
-    table.add_row("held-out reward after RL, greedy", f"{after:.3f}  ({after - before:+.3f})")
+    if before is not None and after is not None:  # data.eval may be empty, or sets
+        table.add_row("held-out reward before RL, greedy", f"{before:.3f}")
+        table.add_row("held-out reward after RL, greedy", f"{after:.3f}  ({after - before:+.3f})")
     table.add_row("weight syncs", f"{summary['num_syncs']}")
-    table.add_row("one sync, median", f"{summary['sync_seconds_median'] * 1e3:.0f} ms")
-    table.add_row("one sync, size", f"{summary['sync_bytes'] / 2**20:.2f} MiB")
+    if summary["num_syncs"]:  # none with algorithm.name=sft
+        table.add_row("one sync, median", f"{summary['sync_seconds_median'] * 1e3:.0f} ms")
+        table.add_row("one sync, size", f"{summary['sync_bytes'] / 2**20:.2f} MiB")
     table.add_row("time, warm-up and RL", f"{summary['seconds_total']:.0f} s")
     console = Console(soft_wrap=True)
     console.print(table)
@@ -172,15 +210,15 @@ def quickstart(overrides: Sequence[str], num_ranks: int) -> int:
     started = time.monotonic()
     config = load_config(RL, overrides)
     folder = Path(config.run.dir).resolve()
-    prepare_folder(folder, ["assets", load_config(WARM_UP).run.name, config.run.name, "summary.json"])
     announce("1/3  a small model, untrained, and its data")
     from megasync.assets import write_assets
 
-    assets = write_assets(folder / "assets", config.run.seed, config.model.dtype)
+    with afresh(folder, ["assets", load_config(WARM_UP).run.name, config.run.name, "summary.json"]):
+        assets = write_assets(folder / "assets", config.run.seed, config.model.dtype)
+        warm_up = warm_up_phase(overrides, folder, assets)
+        warm_up.check(num_ranks)
+        rl_phase(overrides, folder, assets, assets.model).check(num_ranks)
     print(f"{assets.model}\n{assets.train}\n{assets.held_out}", flush=True)
-    warm_up = warm_up_phase(overrides, folder, assets)
-    warm_up.check(num_ranks)
-    rl_phase(overrides, folder, assets, assets.model).check(num_ranks)
 
     announce(f"2/3  warm-up: supervised steps, Megatron ranks: {num_ranks}, {config.engine.wrap}")
     if code := warm_up.run(num_ranks):

@@ -16,20 +16,20 @@ from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors
 from megasync.reporting.page import write_comparison, write_report
-from megasync.reporting.watch import DEFAULT_PORT, watch
+from megasync.reporting.watch import DEFAULT_PORT, LAST_PORT, watch
 
 COMPARISON_FILE = "comparison.html"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 2 where a folder is not a run's."""
+    """Exit code 2 where a folder is not a run's, or the page cannot be written."""
     parser = argparse.ArgumentParser(prog="megasync report", description=__doc__.splitlines()[0])
     parser.add_argument("run_folders", nargs="+", metavar="RUN", help="a run's folder, such as runs/quickstart/rl")
     parser.add_argument(
         "--to", metavar="FILE", help=f"where to write it (default: RUN/report.html; of several {COMPARISON_FILE})"
     )
     parser.add_argument("--watch", action="store_true", help="serve it on the loopback, up to date, until Ctrl-C; writes nothing")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"with --watch (default: {DEFAULT_PORT}; 0: a free one)")
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"with --watch (default: {DEFAULT_PORT}; 0: a free one)")
     given = parser.parse_args(arguments)
     folders = [Path(folder) for folder in given.run_folders]
     with main_errors():
@@ -42,6 +42,13 @@ def main(arguments: Sequence[str]) -> int:
         else:
             print(write_comparison(folders, given.to or COMPARISON_FILE))
     return 0
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text}: 0 to {LAST_PORT}")
+    return number
 
 
 if __name__ == "__main__":

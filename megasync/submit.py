@@ -274,9 +274,10 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(options.config, options.overrides)
         num_ranks = options.num_ranks or default_num_ranks(config, len(visible_devices()))
         job_arguments = job(options, config, num_ranks)
+        why = why_done(config) if options.program == TRAINER else ""
     if code := check(options, num_ranks):
         return code
-    if options.program == TRAINER and (why := why_done(config)):
+    if why:
         print(f"{config.run.folder}: {why}")
         return 0
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -97,7 +97,8 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         num_ranks = given.num_ranks or default_num_ranks(config, len(visible_devices()))
         data = check_config(config, num_ranks)
         check_ray(config)
-    if why := why_done(config):
+        why = why_done(config)
+    if why:
         print(f"{config.run.folder}: {why}")
         return 0
     if given.check:
@@ -168,7 +169,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     rank = int(os.environ.get("RANK", "0"))
     session, is_well, told = None, False, ""
     try:
-        with main_errors(speak=rank == 0):
+        with main_errors(speak=rank == 0, of_files=False):  # whose trouble may pass: a restart tries again
             session = Session(config, data, replicas)
         (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
         told = finish(session)

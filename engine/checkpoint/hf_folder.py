@@ -1,6 +1,6 @@
 """A Hugging Face folder of the weights, written by all ranks of a stage side by side.
 
-    for name, tensors in files(weights, Share(stage, index, size)): save_file(tensors, folder / name, ...)
+    for name, tensors in files(weights, Share(stage, index, size)): save_tensors(tensors, folder / name, ...)
     finish_folder(folder, model_path)      # on rank 0, once all files are there
 
 Leaves out where the tensors come from (the weight bridge's export) and adapters (peft.py).
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from engine.model.families import PREDICTORS
 from engine.runtime.parallel import Layout
+from engine.runtime.tensor_file import save_tensors
 
 FILE_BYTES = 2**29
 NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf")
@@ -59,7 +59,7 @@ class File:
             RuntimeError: what is in the file is not what was exported.
         """
         path = folder / self.name
-        save_file(self.tensors, path, metadata={"format": "pt"})
+        save_tensors(self.tensors, path, {"format": "pt"})
         if digest is None:
             return path
         with safe_open(path, framework="pt") as file:

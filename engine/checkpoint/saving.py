@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from engine.peft import factors
 from engine.checkpoint import folder as names
@@ -29,6 +28,7 @@ from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.engine import Engine
 from engine.resume import INDEX_FILE
 from engine.runtime.random_state import random_state
+from engine.runtime.tensor_file import save_tensors
 
 GROUP_TIMEOUT = timedelta(days=1)  # files may take their time
 
@@ -182,7 +182,7 @@ def _failure(work: Callable[[], None]) -> Exception | None:
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    save_file(tensors, path)
+    save_tensors(tensors, path)
     return path
 
 

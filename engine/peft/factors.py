@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from engine.peft import experts
 from engine.config import LATENT_FAMILIES, LATENT_TARGETS, MOE_FAMILIES, LoraConfig
@@ -25,6 +25,7 @@ from engine.attention.latent import ReplicatedLinear
 from engine.model.lora import adapted_linears
 from engine.runtime.megatron import ColumnParallelLinear
 from engine.runtime.parallel import Layout, expert_group
+from engine.runtime.tensor_file import save_tensors
 from engine.peft.folder import CONFIG_FILE, EXPERTS, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint, read_fields
 from engine.peft.folder import adapted_linears as linears_of_keys
 from engine.wrap.items import AdapterItem
@@ -141,7 +142,7 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
     parts = sorted(folder.glob("stage-*.safetensors"))
     tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model_path)}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata=metadata)
+    save_tensors(tensors, folder / WEIGHTS_FILE, metadata)
     for part in parts:
         part.unlink()
     fields = {

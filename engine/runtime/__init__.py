@@ -6,6 +6,7 @@ megatron.py      what is used of megatron-core, imported once that is in place
 workarounds.py   what is changed in megatron-core, megatron-fsdp and mbridge, and why
 gloo.py          process groups on CPUs share their threads, and add in an order of their own
 parallel.py      process groups from a ParallelConfig
+tensor_file.py   a safetensors file, readable by whom the umask lets
 memory.py        the setting of torch's allocator, and how much memory is in use
 deterministic.py what torch and NCCL are told for equal bits
 random_state.py  the states of all random generators, and going back to them

@@ -18,6 +18,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2  # vLLM raises what is lower and refuses what is higher (sampling_params.py)
 EVAL_NAME = re.compile(r"[\w-]+")
+TRAIN_SET = "train"  # in samples.jsonl what an evaluation set's name is for its samples
 
 
 def _eval_temperature(value: float) -> float:
@@ -28,11 +29,15 @@ def _eval_temperature(value: float) -> float:
 
 
 def _eval_sets(value: dict[str, EvalSet]) -> dict[str, EvalSet]:
-    for name in value:
+    for name, each in value.items():
         if not EVAL_NAME.fullmatch(name):
             choices = "names of letters, digits, - and _"
             lines = {"name": name, "choices": choices, "example": "held_out.jsonl"}
             raise PydanticCustomError("eval_name", "the set {name} cannot name its metrics", lines)
+        if name == TRAIN_SET:
+            example = f"'{{{name}_set: {{path: {each.path}}}}}'"
+            lines = {"name": name, "choices": "any other name", "example": example}
+            raise PydanticCustomError("eval_name", "{name} is what samples.jsonl calls the samples of the training", lines)
     return value
 
 

@@ -66,16 +66,26 @@ def _likeness(word: str, other: str) -> float:
 
 
 @contextmanager
-def main_errors(*, speak: bool = True) -> Iterator[None]:
-    """Around what a command does before it starts anything: a ValueError becomes its message and exit code 2.
+def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
+    """Around what a command does before it starts anything: a ValueError becomes its message and exit code 2, and so does, with
+    `of_files`, an OSError that names the file: it cannot be read or written.
 
     Of several ranks that all meet the same error, one should `speak`. Its end ends the others, which so long wait: torchrun would
     end it before it has spoken, if they were first. Where it does not meet the error, they speak after a while.
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not (of_files and error.filename):
+            raise
         if not speak:
             time.sleep(SPEAKER_SECONDS + int(os.environ.get("LOCAL_RANK", "0")))  # one of them after another
-        print(error, file=sys.stderr, flush=True)
+        told = unusable(error) if isinstance(error, OSError) else error
+        print(told, file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def unusable(error: OSError) -> str:
+    """`error` names its file."""
+    remedy = "name one that this user can read, or write"
+    return explain(f"{error.filename2 or error.filename}: {error.strerror}", remedy=remedy)

@@ -11,9 +11,9 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +91,19 @@ def set_aside(run_folder: Path) -> Path | None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by a text (UTF-8) or bytes in one step; makes its folder if need be."""
+    """Replaces `path` by a text (UTF-8) or bytes in one step; makes its folder if need be. Its mode is as the umask has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # no mkstemp, whose files are for their owner alone
     try:
-        with os.fdopen(handle, "wb") as file:
+        with draft.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        Path(draft).chmod(0o644)
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.replace(path)
+    except BaseException as error:
+        draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error  # not the draft's name, or none
         raise
 
 

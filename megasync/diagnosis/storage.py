@@ -90,6 +90,7 @@ def check_run_folder(folder: Path, holder: str | None) -> list[Finding]:
 
 def lock_holder(run_folder: Path) -> str | None:
     """Who holds the lock that a run has on its folder (config/files.py), None for nobody. Takes no lock."""
+    run_folder = run_folder.resolve()  # with a name, also where it is the current folder
     path = run_folder.with_name(f".{run_folder.name}.lock")
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -45,7 +45,8 @@ def write_small_qwen3(folder: Path, vocabulary: Sequence[str], seed: int, dtype:
     Does without transformers' classes of models and their configs, which take seconds and torch's compiler to import.
     """
     import torch
-    from safetensors.torch import save_file
+
+    from engine.runtime.tensor_file import save_tensors
 
     ends = {"bos_token_id": None, "eos_token_id": vocabulary.index(EOS), "pad_token_id": vocabulary.index(PAD)}
     sizes = {"vocab_size": len(vocabulary), "max_position_embeddings": max_position_embeddings}
@@ -57,7 +58,7 @@ def write_small_qwen3(folder: Path, vocabulary: Sequence[str], seed: int, dtype:
         torch.manual_seed(seed)
         weights = _random_weights(folder, fields)
     in_dtype = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    save_file(in_dtype, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(in_dtype, folder / "model.safetensors", {"format": "pt"})
 
 
 def _random_weights(folder: Path, fields: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -30,6 +30,8 @@ def write_smollm2(folder: Path, dtype: str) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+    from engine.runtime.tensor_file import save_model
+
     loaded = LlamaForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
     fields = {name: value for name, value in loaded.config.to_dict().items() if name not in NOT_OF_THE_MODEL}
     with torch.device("meta"):
@@ -38,7 +40,7 @@ def write_smollm2(folder: Path, dtype: str) -> None:
     model.tie_weights()
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     _tokenizer(source, fields["max_position_embeddings"]).save_pretrained(folder)
 
 

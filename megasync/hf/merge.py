@@ -32,10 +32,11 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
         ConfigError: the adapter is of another base model, or adapts what the base has not.
     """
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     from bridge.export.merge import merge_into
     from engine.checkpoint.hf_folder import finish_folder
+    from engine.runtime.tensor_file import save_tensors
 
     fields, factors = read_fields(adapter), factors_of(adapter)
     _check_base(adapter, base)
@@ -51,7 +52,7 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
                 weight = merge_into(torch.empty_like(weight), weight, a, b, scale)
                 used.add(linear)
             tensors[name] = weight
-        save_file(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
+        save_tensors(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
     missing = sorted(factors.keys() - used)
     message = f"{adapter}: adapts {', '.join(missing[:3])}, which {base} does not have as a tensor of its own"
     refuse_if(missing, message, remedy="merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload()")

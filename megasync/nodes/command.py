@@ -66,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         num_ranks = given.nproc if has_said else default_nproc(config, len(visible_devices()), given.num_nodes)
         check_nodes(config, given)
         check_min_nodes(config, given, num_ranks)
-    if why := why_done(config):
+        why = why_done(config)
+    if why:
         print(f"{config.run.folder}: {why}")
         return 0
     end_on_sigterm(and_on_sigint=True)

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megasync.config.errors import explain
+from megasync.config.data_section import TRAIN_SET
+from megasync.config.errors import explain, refuse_if
 from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.config.load import save_config
 from megasync.config.schema import Config
@@ -29,7 +30,6 @@ Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
-TRAIN_SET = "train"  # in samples.jsonl what an evaluation set's name is for its samples
 FILES = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
 
 
@@ -154,11 +154,21 @@ def write_summary(run_folder: Path, values: Mapping[str, Any]) -> None:
 
 def read_summary(run_folder: Path) -> dict[str, Any]:
     """What `write_summary` wrote; empty where there is none yet."""
-    path = run_folder / SUMMARY_FILE
+    return read_object(run_folder / SUMMARY_FILE)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a run wrote for itself; empty where there is no such file. ValueError names one that holds none."""
     if not path.is_file():
         return {}
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
+    problem = "holds no JSON object"
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        found, problem = None, f"not JSON: {error}"
+    remedy = "delete it: the run writes it again where it needs it"
+    refuse_if(not isinstance(found, dict), f"{path}: {problem}", remedy=remedy)
+    return dict(found)
 
 
 def _json(values: Mapping[str, Any], indent: int | None = None) -> str:

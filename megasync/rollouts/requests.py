@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge.generation import Completion, GenerationRequest, Sampling
+from megasync.config.data_section import TRAIN_SET
 from megasync.data.data import Example
 from megasync.episodes.task import Played, Task
-from megasync.reporting.log import TRAIN_SET
 from megasync.rewards.functions import RewardInput
 from megasync.rollouts.token_lines import episode_line
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,16 +143,19 @@ def lines(
             yield {name: value for name, value in line.items() if name not in left_out}
 
 
-def write(file: TextIO, found: Iterator[dict[str, Any]]) -> None:
+def write(file: TextIO, found: Iterator[dict[str, Any]], *, empties: bool) -> None:
+    """`empties`: of former answers, if it is a file (and no pipe)."""
+    if empties and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate(0)
     file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in found)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """Refused before anything is asked where it cannot be written."""
+    """Refused before anything is asked where it cannot be written. What is in it stays until there are answers."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", encoding="utf-8")
+        file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--to {path}: cannot be written: {error.strerror}", remedy="name a file of yours") from error
     with file:

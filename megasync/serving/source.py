@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
-from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.config.files import VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
@@ -101,14 +101,22 @@ def versions_there(run: Path) -> set[int]:
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:
-    """The run that the folder is of, or in; the checkpoint's step; the weights, where they are given themselves."""
+    """The run that the folder is of, or in; the checkpoint's step; the weights, where they are given themselves.
+
+    Raises:
+        ConfigError: `step` is another than that of the weights that `target` names.
+    """
     folder = target if target.name == HF else None
     inner = target.parent if target.name in (HF, ADAPTER) else target
     match = CHECKPOINT.fullmatch(inner.name)
     run = inner.parents[1] if match and inner.parent.name == CHECKPOINTS else inner
     if not (run / CONFIG_FILE).is_file():
         return None
-    return run, int(match[1]) if match else step, folder
+    own = int(match[1]) if match else None
+    message = f"--step {step}: {target} names the weights itself"
+    remedy = f"leave --step out, or name the run: {_short(run)} --step {step}"
+    refuse_if(step is not None and step != own and (match or folder), message, remedy=remedy)
+    return run, own if match else step, folder
 
 
 def _weights_of(run: Path, step: int | None, scratch: Path) -> Path:

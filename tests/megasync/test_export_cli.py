@@ -13,10 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bridge.versions.writer import VersionWriter
 from engine.peft.folder import fingerprint
 from megasync import export as exporting
 from megasync.config.errors import ConfigError
 from megasync.export import export, main
+from tests.support.file_limit import file_limit, umask, without_override
 from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +122,27 @@ def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_a_source_that_cannot_be_read_is_not_the_targets_fault(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "run" / "hf") / "tokenizer.json"
+    source.chmod(0)
+    command = [sys.executable, "-m", "megasync.export", str(tmp_path / "run"), "--to", str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=without_override)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{source}: cannot be read: Permission denied\n")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("what", ["--merge", "--version"])
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    run = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    log = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=2)
+    log.write(0, iter(weights(tmp_path / "base").items()))
+    with file_limit(10_000):
+        text = complaint(capsys, run, "--to", tmp_path / "out", what, *(["0"] if what == "--version" else []))
+    assert f"{tmp_path / 'out'}: cannot be written: File too large\n  needed:" in text
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
 def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
     script = "import sys; from megasync.export import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", script, str(run), "--to", str(tmp_path / "model")]
@@ -161,6 +184,7 @@ def test_a_merged_adapter_is_what_peft_merges(tmp_path: Path, family: str, dtype
     assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == ["merged"]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=getattr(torch, dtype)).float()
     peft = PeftModel.from_pretrained(base, run / "checkpoints" / "step_00000003" / "adapter").merge_and_unload()
+    assert (tmp_path / "merged" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert merged.dtype == getattr(torch, dtype)
     own, expected = merged.state_dict(), peft.state_dict()

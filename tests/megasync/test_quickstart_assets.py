@@ -21,16 +21,21 @@ from megasync.assets import main as write_any_assets
 from megasync.assets import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
 from megasync.config.errors import ConfigError
 from megasync.examples.small_qwen3 import write_small_qwen3
+from megasync.launch.processes import STOPPED
 from megasync.quickstart import (
     MARKER,
+    RL,
     WARM_UP,
+    Phase,
+    afresh,
     for_machine,
     num_quickstart_ranks,
-    prepare_folder,
     rl_phase,
     shared_overrides,
+    show_summary,
     warm_up_phase,
 )
+from tests.support.file_limit import umask
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +53,7 @@ def test_the_small_models_weights_are_those_of_transformers_class(tmp_path: Path
         expected = Qwen3ForCausalLM(AutoConfig.from_pretrained(tmp_path)).state_dict()
     del expected["lm_head.weight"]
     held = load_file(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
 
@@ -155,16 +161,90 @@ def test_placement_and_ranks_suit_the_gpus(
 
 def test_only_what_a_quickstart_made_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "quick"
-    prepare_folder(folder, ["rl"])
+    with afresh(folder, ["rl"]):
+        pass
     for name in ("rl", "other"):
         (folder / name).mkdir()
-    prepare_folder(folder, ["rl"])
+    with afresh(folder, ["rl"]):
+        pass
     assert sorted(entry.name for entry in folder.iterdir() if entry.suffix != ".lock") == [MARKER, "other"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rl").touch()
     with pytest.raises(ConfigError, match="no quickstart made"):
-        prepare_folder(tmp_path / "mine", ["rl"])
+        afresh(tmp_path / "mine", ["rl"]).__enter__()
     assert (tmp_path / "mine" / "rl").exists()
+
+
+NAMES = ["assets", "rl", "summary.json"]
+
+
+def former_quickstart(folder: Path) -> dict[str, str]:
+    for name in ("rl/checkpoints/step_00000001/index.json", "assets/former", "summary.json", MARKER):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("former")
+    return content(folder)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+@pytest.mark.parametrize("error", [ConfigError("wrong"), KeyboardInterrupt()])
+def test_former_results_are_there_until_both_phases_are_checked(tmp_path: Path, error: BaseException) -> None:
+    def check(ends: BaseException | None) -> None:
+        with afresh(tmp_path, NAMES):
+            (tmp_path / "assets").mkdir()
+            (tmp_path / "assets" / "new").touch()
+            if ends is not None:
+                raise ends
+
+    former = former_quickstart(tmp_path)
+    with pytest.raises(type(error)):
+        check(error)
+    assert content(tmp_path) == former
+    check(None)
+    assert content(tmp_path).keys() == {str(tmp_path / "assets" / "new"), str(tmp_path / MARKER)}
+
+
+def test_after_a_sigkill_the_next_quickstart_puts_former_results_back(tmp_path: Path) -> None:
+    former = former_quickstart(tmp_path)
+    script = """
+import os, sys
+from pathlib import Path
+from megasync.quickstart import afresh
+with afresh(Path(sys.argv[1]), sys.argv[2:]):
+    Path(sys.argv[1], "assets").mkdir()
+    os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), *NAMES], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL and not (tmp_path / "rl").exists()
+    with pytest.raises(ConfigError), afresh(tmp_path, NAMES):
+        raise ConfigError("wrong")
+    assert content(tmp_path) == former
+
+
+def test_a_phase_that_was_stopped_says_what_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megasync.quickstart.torchrun", lambda *_: [sys.executable, "-c", f"raise SystemExit({STOPPED})"])
+    (tmp_path / "rl" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    assert Phase(RL, [f"run.dir={tmp_path}"]).run(2) == STOPPED
+    told = capsys.readouterr().out
+    assert f"go on from it: megasync train {RL} run.dir={tmp_path} --nproc 2 checkpoint.resume=auto\n" in told
+    assert "a quickstart in this folder starts afresh" in told
+
+
+@pytest.mark.parametrize("held_out", [{}, {"eval_reward_before": 0.25, "eval_reward_after": 0.5}])
+@pytest.mark.parametrize("num_syncs", [0, 3])
+def test_the_summary_has_what_was_measured(
+    capsys: pytest.CaptureFixture[str], held_out: dict[str, float], num_syncs: int
+) -> None:
+    """With data.eval empty, or sets, there is no reward of one file; with algorithm.name=sft there are no syncs."""
+    measured = {"sync_seconds_median": 0.012, "sync_bytes": 2**20} if num_syncs else {}
+    places = {"summary": "a", "report": "b", "timeline": "c"}
+    show_summary({**held_out, "num_syncs": num_syncs, **measured, "seconds_total": 1.0, **places})
+    told = capsys.readouterr().out
+    assert ("(+0.250)" in told) == bool(held_out) and ("12 ms" in told) == bool(num_syncs)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +252,16 @@ def test_only_what_a_quickstart_made_is_deleted(tmp_path: Path) -> None:
     [("engine.wrap=fsdp2", "engine.wrap"), ("run.nam=x", "run.name"), ("engine.parallel.tensor=4", "tensor")],
 )
 def test_wrong_overrides_start_nothing(tmp_path: Path, wrong: str, words: str) -> None:
+    former = tmp_path / "run" / "rl" / "checkpoints" / "step_00000001"
+    former.mkdir(parents=True)
+    (tmp_path / "run" / MARKER).touch()
     command = [sys.executable, "-m", "megasync.quickstart", wrong, f"run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("run/*/metrics.jsonl"))
+    assert former.is_dir(), "what a former quickstart has made is still there"
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -199,6 +283,7 @@ def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
 def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--to", str(tmp_path), "--shapes", "tiny", "--dtype", "float32", "--mean-response-tokens"]
     assert write_any_assets([*arguments, "8"]) == 0
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
     ends = json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert ends[0] == VOCABULARY.index(EOS)
@@ -209,3 +294,22 @@ def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: 
             write_any_assets(wrong)
         assert stop.value.code == 2
         assert "with --shapes only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--to", "/proc/x"], "/proc/x: No such file or directory"),
+        (["--to", "{file}"], "{file}: File exists"),
+        (["--to", "{file}.new", "--task", "chain_sum", "--num-train", "0"], "--num-train 0 --num-held-out 256: at least 1 each"),
+        (["--to", "{file}.new", "--task", "chain_sum", "--num-held-out", "-1"], "--num-train 4000 --num-held-out -1: at least 1"),
+    ],
+)
+def test_assets_that_cannot_be_written_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    (file := tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        write_any_assets([each.replace("{file}", str(file)) for each in arguments])
+    assert stop.value.code == 2 and told.replace("{file}", str(file)) in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

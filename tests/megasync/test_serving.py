@@ -17,6 +17,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.export import export
 from megasync.rollouts.evaluation import pass_at_k, set_metrics
+from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimate, estimates
 from megasync.serving.source import find_source
 from tests.megasync.test_export_cli import adapter_run
@@ -55,6 +56,14 @@ def test_weights_are_those_of_the_run_checkpoint_or_folder_that_is_named(run: Pa
     assert find_source(run, tmp_path, None, ["rollout.replicas=2"]).config.rollout.replicas == 2
     with pytest.raises(ConfigError, match="no checkpoint of step 7"):
         find_source(run, tmp_path, 7, [])
+
+
+def test_a_step_beside_weights_of_another_is_refused(run: Path, tmp_path: Path) -> None:
+    newest = run / "checkpoints" / "step_00000010"
+    for target in (run / "hf", newest, newest / "hf"):
+        with pytest.raises(ConfigError, match=rf"--step 5: {target} names the weights itself\n.*leave --step out"):
+            find_source(target, tmp_path, 5, [])
+    assert Path(find_source(newest, tmp_path, 10, []).config.model.path) == newest / "hf", "it is this one's"
 
 
 def test_a_folder_is_asked_by_its_own_dtype_and_chat_template(tmp_path: Path) -> None:
@@ -116,6 +125,9 @@ def test_sets_are_the_runs_own_or_the_file_given(run: Path, tmp_path: Path) -> N
         (["--reward", "exact_matches"], "nearest:  *exact_match"),
         (["--samples", "0"], "at least 1"),
         (["--samples", "4", "--temperature", "0"], "they are all the same"),
+        (["--split", "test"], "--split test: is of --data"),
+        (["--pass-reward", "0"], "0: a number above 0"),
+        (["--pass-reward", "nan"], "nan: a number above 0"),
         (["--to", "{folder}/test.jsonl/x"], "cannot be written"),
         (["rollout.temprature=1"], "rollout.temperature"),
     ],
@@ -131,6 +143,22 @@ def test_wrong_use_is_refused_before_anything_starts(
 
 def no_replicas(config: object) -> object:
     raise AssertionError("nothing is to be started")
+
+
+def test_former_answers_stay_until_there_are_others(run: Path, tmp_path: Path) -> None:
+    def no_gpu(config: object) -> object:
+        raise RuntimeError("the replicas did not start")
+
+    file = write(tmp_path / "answers.jsonl", "former\n" * 9)
+    assert evaluate.main([str(run), "--to", str(file)], serve=no_gpu) == 1
+    assert generate.main([str(run), "--prompt", "1+1=", "--to", str(file)], serve=no_gpu) == 1
+    assert file.read_text() == "former\n" * 9
+    with answers.opened(file) as opened:
+        answers.write(opened, iter([{"a": 1}]), empties=True)
+        answers.write(opened, iter([{"b": 2}]), empties=False)
+    assert file.read_text() == '{"a": 1}\n{"b": 2}\n'
+    with answers.opened(Path("/dev/null")) as opened:
+        answers.write(opened, iter([{"a": 1}]), empties=True)
 
 
 def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +183,9 @@ def test_the_first_prompts_of_a_file(run: Path, tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         generate.parse([str(run), "--prompt", "1+1=", "--limit", "2"])
     assert "--limit is for --data" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        generate.parse([str(run), "--prompt", "1+1=", "--split", "test"])
+    assert "--split is for --data" in capsys.readouterr().err
 
 
 @given(GROUPS, st.sampled_from([0.5, 1.0]))

@@ -10,10 +10,12 @@ import pytest
 
 from megasync import scale
 from megasync.config.files import STOP_FILE, newest_checkpoint
+from megasync.config.load import load_config, save_config
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.reporting.log import read_evaluations
 from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
+from tests.support.config_files import write_runnable
 from tests.runs.train_cases import TORCHRUN, Run, endless_run, metrics, processes_with, write_config
 
 
@@ -119,7 +121,14 @@ def check_run(folder: Path, said: str, *, is_resumed: bool = False) -> None:
     assert (replaced > 0) == (len(known) < progress.num_begun)
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit) as left:
         scale.main([str(tmp_path / "nothing"), "--replicas", "2"])
     assert left.value.code == REFUSED and "there is no such run folder" in capsys.readouterr().err
+    save_config(load_config(write_runnable(tmp_path)), tmp_path / "config.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        scale.main([".", "--replicas", "2"])
+    assert left.value.code == REFUSED and ".: no run goes on in this folder" in capsys.readouterr().err

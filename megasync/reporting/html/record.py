@@ -6,7 +6,6 @@ record.held_out            # ("Held-out reward", [(0, 0.11), (100, 0.25)])
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,16 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megasync.reporting.log import CONFIG_FILE, TIMELINE_FILE, read_evaluations, read_metrics, read_samples, read_summary
+from megasync.config.errors import explain
+from megasync.reporting.log import (
+    CONFIG_FILE,
+    TIMELINE_FILE,
+    read_evaluations,
+    read_metrics,
+    read_object,
+    read_samples,
+    read_summary,
+)
 from megasync.reporting.metric_names import label
 
 PLAN_FILE = "plan.json"
@@ -98,8 +106,7 @@ def is_number(value: object) -> bool:
 
 def read_record(folder: Path) -> Record:
     """Raises ValueError where the folder has no metrics.jsonl."""
-    steps, config_file = read_metrics(folder), folder / CONFIG_FILE
-    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    steps, config = read_metrics(folder), _config(folder / CONFIG_FILE)
     return Record(
         name=str((config.get("run") or {}).get("name") or folder.resolve().name),
         folder=folder,
@@ -108,9 +115,20 @@ def read_record(folder: Path) -> Record:
         evaluations=read_evaluations(folder),
         samples=read_samples(folder),
         summary=read_summary(folder),
-        plan=_json(folder / PLAN_FILE),
-        spans=_spans(_json(folder / TIMELINE_FILE)),
+        plan=read_object(folder / PLAN_FILE),
+        spans=_spans(read_object(folder / TIMELINE_FILE)),
     )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """As it was written, whatever keys there are now; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except yaml.YAMLError as error:
+        raise ValueError(explain(f"{path}: not YAML: {error}", remedy="delete it: the report does without")) from error
+    return found if isinstance(found, dict) else {}
 
 
 def read_records(folders: Sequence[Path]) -> list[Record]:
@@ -130,14 +148,6 @@ def distinct_ends(folders: Sequence[Path]) -> list[str]:
         if len(set(ends)) == len(set(parts)):
             return ends
     return list(map(str, folders))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file."""
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
 
 
 def _spans(trace: dict[str, Any]) -> list[Span]:

@@ -9,10 +9,10 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megasync.config.data_section import TRAIN_SET
 from megasync.reporting.html.record import Record
 from megasync.reporting.html.turns import DATA, branches
 
-TRAIN = "train"
 MAX_TEXT = 3000  # characters of a prompt or a response
 SHOWN_STEPS = 3  # the first, the last and one between them
 MAX_OF_STEP = 2
@@ -39,7 +39,7 @@ def samples(record: Record, data: list[dict[str, Any]], *, is_compared: bool = F
 
 def _of_training(lines: Sequence[Mapping[str, Any]], num_steps: int) -> list[Mapping[str, Any]]:
     """The last steps first: what the policy writes now is looked at most."""
-    own = [line for line in lines if line.get("set") == TRAIN]
+    own = [line for line in lines if line.get("set") == TRAIN_SET]
     steps = sorted({line["step"] for line in own})
     chosen = dict.fromkeys(steps[place] for place in (-1, len(steps) // 2, 0)[:num_steps]) if steps else {}
     return [line for step in chosen for line in [line for line in own if line["step"] == step][:MAX_OF_STEP]]
@@ -49,7 +49,7 @@ def _before_and_after(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[list
     """For each evaluation set the first prompts with their first and their last response."""
     of_sets: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for line in lines:
-        if line.get("set") not in (None, TRAIN):
+        if line.get("set") not in (None, TRAIN_SET):
             of_sets.setdefault(line["set"], {}).setdefault(line["prompt"], []).append(line)
     return {
         name: [[found[0], found[-1]] if len(found) > 1 else found for found in list(prompts.values())[:MAX_PAIRS]]

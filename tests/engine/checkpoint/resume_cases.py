@@ -11,8 +11,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from engine.resume import INDEX_FILE
 from engine.engine import Engine
 from bridge.layout.digest import digest_tensor
 from tests.engine.engine_cases import engine, everywhere, random_samples
+from tests.support.file_limit import file_limit
 
 STOP, STEPS = 2, 7
 FILE_BYTES = 100_000  # several files a rank
@@ -130,17 +130,6 @@ def failure(work: Callable[[], Any]) -> str:
     except checkpoint.CheckpointError as error:
         return str(error)
     return ""
-
-
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file that this process writes gets longer, as on a full disk, whoever the user is."""
-    former, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (former, hard))
 
 
 def strictness(path: str, root: str) -> dict[str, str]:

@@ -5,6 +5,8 @@ The rollouts' keys are in test_rollout_check.py, data and lengths of prompts in 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from megasync.checks.unused import NOTED, REFUSED, unused_keys
 from megasync.config.keys import choices, kind_of
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError, main_errors
-from tests.support.config_files import KEYS, cannot_run, command, refused, write_model, write_runnable
+from tests.support.file_limit import without_override
+from tests.support.config_files import ROOT, KEYS, cannot_run, command, refused, write_model, write_runnable
 
 
 @pytest.fixture
@@ -266,6 +269,22 @@ def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "run.steps = 0: out of range\n"
     with pytest.raises(KeyError), main_errors():
         raise KeyError("a mistake of ours")
+    with pytest.raises(SystemExit) as caught, main_errors():
+        Path("/proc/x").mkdir()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("/proc/x: No such file or directory\n  remedy:")
+    for error in (ConnectionResetError(104, "reset"), FileNotFoundError(2, "gone", "x")):
+        with pytest.raises(type(error)), main_errors(of_files=not isinstance(error, FileNotFoundError)):
+            raise error
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "model/model.safetensors", "model/config.json"])
+def test_a_file_that_this_user_may_not_read_is_named(runnable: Path, name: str) -> None:
+    (runnable.parent / name).chmod(0)
+    arguments = [sys.executable, "-m", "megasync.checks.check", str(runnable)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=without_override)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{runnable.parent / name}: Permission denied\n  remedy:"), done.stderr
 
 
 def test_no_torch_is_imported(runnable: Path) -> None:

@@ -20,6 +20,7 @@ from megasync.config.files import write_atomically
 from megasync.reporting.log import RunLog, read_evaluations, read_metrics, read_samples, read_summary, write_summary
 from megasync.reporting.progress import figures, make_progress
 from megasync.reporting.timeline import Timeline
+from tests.support.file_limit import umask
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -121,6 +122,7 @@ def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "\ud800")
     assert path.read_text() == "former"
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
     assert list(path.parent.iterdir()) == [path]
 
 

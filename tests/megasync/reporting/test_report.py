@@ -27,6 +27,7 @@ from megasync.reporting.html.phases import covered, phases
 from megasync.reporting.html.record import Record, Span, distinct_ends, read_record
 from megasync.reporting.log import RunLog, write_summary
 from megasync.reporting.metric_names import METRICS, label, metric
+from megasync import report
 from megasync.reporting.page import advice_lines, write_comparison, write_report
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -278,6 +279,45 @@ def test_report_command(tmp_path: Path) -> None:
         done = subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith(f"{tmp_path}/metrics.jsonl: there is no such file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--to", "{folder}/run"], "{folder}/run: Is a directory"),
+        (["--to", "/proc/x.html"], "/proc/x.html: No such file or directory"),
+        (["--watch", "--port", "99999"], "--port: 99999: 0 to 65535"),
+        (["--watch", "--port", "-1"], "--port: -1: 0 to 65535"),
+    ],
+)
+def test_where_it_cannot_be_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    fake_run(tmp_path / "run")
+    before = sorted((tmp_path / "run").iterdir())
+    with pytest.raises(SystemExit) as stop:
+        report.main([str(tmp_path / "run"), *(each.replace("{folder}", str(tmp_path)) for each in arguments)])
+    assert stop.value.code == 2 and told.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
+    assert sorted((tmp_path / "run").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("summary.json", '{"steps": 1', "not JSON"),
+        ("plan.json", "[]", "holds no JSON object"),
+        ("config.yaml", "run: {", "not YAML"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, problem: str
+) -> None:
+    fake_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        report.main([str(tmp_path)])
+    assert stop.value.code == 2
+    assert f"{tmp_path / name}: {problem}" in (told := capsys.readouterr().err) and "remedy: " in told
 
 
 def test_watched_report_is_up_to_date_on_the_loopback_until_ctrl_c(tmp_path: Path) -> None:

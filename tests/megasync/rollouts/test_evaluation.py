@@ -116,6 +116,7 @@ def test_sets_that_could_not_work_are_refused(runnable: Path, override: str, wor
         ("{math: a.jsonl}", "data.eval.math = 'a.jsonl': a mapping"),
         ("{math: {paht: a}}", "data.eval.math.paht: there is no such key"),
         ("{ma/th: {path: a}}", "the set ma/th cannot name its metrics"),
+        ("{train: {path: a}}", "train is what samples.jsonl calls the samples of the training"),
         ("{math: {path: a, temperature: 0.001}}", "data.eval.math.temperature = 0.001: vLLM samples at no such temperature"),
         ("{math: {path: a, temperature: 3.0}}", "data.eval.math.temperature = 3.0: out of range"),
         ("{math: {path: a, samples: 0}}", "data.eval.math.samples = 0: out of range"),

@@ -20,7 +20,8 @@ import pytest
 from megasync.config.errors import ConfigError
 from megasync.config.files import lock
 from megasync.launch.processes import run_and_leave
-from megasync.quickstart import MARKER, prepare_folder
+from megasync.quickstart import MARKER, afresh
+from megasync.train import main as train_by_hand
 from tests.runs.train_cases import TORCHRUN, endless_run, environment, launch, left_running, metrics, train, write_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,19 +100,20 @@ def test_a_quickstart_deletes_nothing_of_a_run_that_is_going_on(tmp_path: Path) 
     try:
         assert holder.stdout is not None and holder.stdout.readline()
         with pytest.raises(ConfigError, match="rl: a run is going on in this folder"):
-            prepare_folder(folder, ["sft", "rl"])
+            afresh(folder, ["sft", "rl"]).__enter__()
         assert (folder / "rl").is_dir()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
-    prepare_folder(folder, ["sft", "rl"])
+    with afresh(folder, ["sft", "rl"]):
+        pass
     assert not (folder / "rl").exists()
 
 
 # Done.
 
 
-def test_a_run_that_is_done_says_so_and_starts_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_done_says_so_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = sft_config(tmp_path)
     assert train(config, "run.steps=2", ranks=1)[0] == 0
     folder = tmp_path / "runs" / "run"
@@ -119,6 +121,10 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(tmp_path: Path) -> None:
     code, said = train(config, "run.steps=2", ranks=1)
     assert (code, said) == (0, f"{folder}: all 2 steps are done; for more of them write run.steps=NUMBER\n")
     assert content(folder) == before
+    (folder / "summary.json").write_text("{")
+    with pytest.raises(SystemExit) as left:
+        train_by_hand([str(config), "run.steps=2", "--nproc", "1"])
+    assert left.value.code == 2 and capsys.readouterr().err.startswith(f"{folder}/summary.json: not JSON: ")
     (folder / "summary.json").unlink()
     assert train(config, "run.steps=2", ranks=1)[0] == 0
     assert (folder / "summary.json").exists(), "a run that was killed while it ended comes to its end"
