@@ -106,11 +106,11 @@ class Session:
         """The steps that are left, or until the run is asked to stop; times them."""
         for step in range(self.first_step, self.config.run.steps):
             self.step = step
-            if step == self.first_step:
-                self.clock.start()
-            elif on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
+            if on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
                 self.step, self.is_stopped = step - 1, True
                 return
+            if step == self.first_step:
+                self.clock.start()
             yield step
 
     @contextlib.contextmanager
