@@ -1,8 +1,8 @@
 """The job that `megasync.submit` hands to Ray: one trainer actor a rank, all running the program that torchrun runs.
 
 Holds no training code: an actor sets the variables torchrun would set and calls `main` of megasync.train. The first
-rank to fail decides the exit code; the others are ended, since they may wait for it for ever. The config is read
-at the start: whether the run was asked to stop is looked up in the folder that it named then. Leaves out config checks.
+rank to fail decides the exit code; the others are ended, since they may wait for it for ever. The config is read at the
+start: whether the run was asked to stop is looked up in the folder that it named then. Leaves out config checks.
 
     python -m megasync.launch.driver --num-ranks 2 -- CONFIG.yaml [key=value ...]      # within a Ray job
 """
