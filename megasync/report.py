@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors
+from megasync.launch.scope import LAST_PORT
 from megasync.reporting.page import write_comparison, write_report
-from megasync.reporting.watch import DEFAULT_PORT, LAST_PORT, watch
+from megasync.reporting.watch import DEFAULT_PORT, watch
 
 COMPARISON_FILE = "comparison.html"
 

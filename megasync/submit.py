@@ -38,6 +38,7 @@ from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
 from megasync.launch.processes import INTERRUPTED, REFUSED
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import run_scope
+from megasync.launch.stop_request import forget_former_stop, launched
 from megasync.train import why_done
 
 TRAINER = "megasync.train:main"
@@ -104,6 +105,8 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
         **({"py_modules": list(map(str, as_packages(modules)))} if modules else {}),
     }
     interpreter, config_path = sys.executable, str(path)
+    if options.program == TRAINER and not options.address:
+        environment |= launched(config.run.folder)  # a cluster's driver does it, where the run's folder may be out of reach here
     if options.address:
         root = clone("megasync submit --address")
         if not any(path.is_relative_to(root / name) for name in UPLOADED):
@@ -280,6 +283,9 @@ def main(argv: Sequence[str]) -> int:
     if why:
         print(f"{config.run.folder}: {why}")
         return 0
+    if options.program == TRAINER and not options.address:
+        with main_errors():
+            forget_former_stop(config.run.folder)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process
     words = partial(last_words, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))

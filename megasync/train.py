@@ -34,6 +34,7 @@ from megasync.launch.last_words import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, end_undisturbed, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
+from megasync.launch.stop_request import forget_former_stop, forget_stop_before_launch
 from megasync.reporting.log import read_summary
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         if rank == 0:
             check_ray(config)
             lock(config.run.folder)
+            forget_stop_before_launch(config.run.folder)
         if why := why_done(config):
             if rank == 0:
                 print(f"{config.run.folder}: {why}")
@@ -105,8 +107,7 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         print("\n".join([banner(config, num_ranks, data), *unused_keys(config)]))
         return 0
     with main_errors():
-        if (held := lock(config.run.folder)) is not None:  # else said now, not by a rank
-            os.close(held)
+        forget_former_stop(config.run.folder)
     by_hand = ["megasync"] if shutil.which("megasync") else [sys.executable, "-m", "megasync"]
     os.environ.setdefault(COMMAND, shlex.join([*by_hand, "train", *arguments]))
     command = torchrun(num_ranks, "megasync.train", given.config, *given.overrides)

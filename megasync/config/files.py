@@ -77,17 +77,24 @@ def is_asked_to_stop(run_folder: Path) -> bool:
 
 
 def forget_stop(run_folder: Path) -> None:
-    """At the start of a run, and at the end of one that had come to its end anyway."""
+    """At the start of a run (launch/stop_request.py), and at the end of one that had come to its end anyway."""
     (run_folder / STOP_FILE).unlink(missing_ok=True)
 
 
 def set_aside(run_folder: Path) -> Path | None:
-    """Renames a folder with results to the first name of FOLDER.1, FOLDER.2, ... that is free; returns it. No results: None."""
+    """Renames a folder with results to the first name of FOLDER.1, FOLDER.2, ... that is free; returns it. No results: None.
+
+    A `stop` in it stays where it was: it is asked of the run that begins.
+    """
     if not has_results(run_folder):
         return None
     names = (run_folder.with_name(f"{run_folder.name}.{number}") for number in itertools.count(1))
     free = next(path for path in names if not path.exists())
-    return run_folder.rename(free)
+    former = run_folder.rename(free)
+    if is_asked_to_stop(former):
+        run_folder.mkdir(exist_ok=True)
+        (former / STOP_FILE).rename(run_folder / STOP_FILE)
+    return former
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -1,7 +1,8 @@
 """The job that `megasync.submit` hands to Ray: one trainer actor a rank, all running the program that torchrun runs.
 
 Holds no training code: an actor sets the variables torchrun would set and calls `main` of megasync.train. The first
-rank to fail decides the exit code; the others are ended, since they may wait for it for ever. Leaves out config checks.
+rank to fail decides the exit code; the others are ended, since they may wait for it for ever. The config is read at the
+start: whether the run was asked to stop is looked up in the folder that it named then. Leaves out config checks.
 
     python -m megasync.launch.driver --num-ranks 2 -- CONFIG.yaml [key=value ...]      # within a Ray job
 """
@@ -13,7 +14,8 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -23,11 +25,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU
 from bridge.replicas.places import let_gloo_reach_others
+from megasync.config.errors import main_errors
 from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config
 from megasync.launch.cluster_room import Demand, placement_problem
 from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
 from megasync.launch.scope import HOSTS
+from megasync.launch.stop_request import forget_former_stop, launched
 
 PROGRAM = "megasync.train:main"
 GRACE_SECONDS = 5.0  # after the first failure, for a rank's death to become known too: it is the likelier cause
@@ -173,8 +177,10 @@ def report_failure(first: Any, pending: list[Any], running: dict[Any, int]) -> i
     return 1
 
 
-def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int, trainer_nodes: int = 0) -> int:
-    """Run the program on all ranks; the exit code is the run's."""
+def drive(
+    num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int, trainer_nodes: int, told: Mapping[str, str]
+) -> int:
+    """Run the program on all ranks, with `told` in their environment; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank, trainer_nodes)
     try:
         places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks], timeout=PLACEMENT_SECONDS)]
@@ -183,7 +189,7 @@ def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank:
         address, port = ray.get(ranks[0].open_store.remote(), timeout=PLACEMENT_SECONDS)
         environments = rank_environments(places, address, port, num_hosts)
         running = {
-            rank.run.remote(program, list(arguments), environment): index
+            rank.run.remote(program, list(arguments), {**environment, **told}): index
             for index, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
         }
         return wait_for_ranks(running)
@@ -193,14 +199,22 @@ def drive(num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank:
         remove_placement_group(group)
 
 
-def was_stopped(arguments: Sequence[str]) -> bool:
-    """Whether the run ended because it was asked to. `arguments`: of megasync.train."""
+def begin_run(program: str, arguments: Sequence[str]) -> Path | None:
+    """The run's folder, from now on with no `stop` but this run's; None: the ranks run another program than the trainer.
+
+    Raises:
+        ConfigError: the config cannot be read, or a run is going on in its folder.
+    """
+    if program != PROGRAM:
+        return None
     config, *overrides = arguments
-    return is_asked_to_stop(load_config(config, overrides).run.folder)
+    folder = load_config(config, overrides).run.folder
+    forget_former_stop(folder)
+    return folder
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0: done; 75: stopped when asked to; else that of the rank that failed first."""
+    """Exit code 0: done; 75: stopped when asked to; 2: refused; else that of the rank that failed first."""
     parser = argparse.ArgumentParser(prog="python -m megasync.launch.driver", description=__doc__)
     parser.add_argument("--num-ranks", type=int, required=True)
     parser.add_argument("--trainer-nodes", type=int, default=0, help="run.trainer_nodes")
@@ -209,6 +223,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
     options = parser.parse_args(argv)
+    with main_errors():
+        folder = begin_run(options.program, options.arguments)
     ray.init(log_to_driver=True)
     gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
     try:
@@ -219,8 +235,9 @@ def main(argv: Sequence[str]) -> int:
         if problem := placement_problem(nodes, demand):
             print(problem, file=sys.stderr)
             return REFUSED
-        code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes)
-        return STOPPED if code == 0 and options.program == PROGRAM and was_stopped(options.arguments) else code
+        told = launched(folder) if folder is not None else {}
+        code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes, told)
+        return STOPPED if code == 0 and folder is not None and is_asked_to_stop(folder) else code
     except (RuntimeError, GetTimeoutError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -23,6 +23,7 @@ from megasync.config.shipped import CLONE, clone, shipped
 from megasync.launch.cluster_room import Demand, placement_problem
 from megasync.launch.num_ranks import num_replica_gpus
 from megasync.launch.processes import REFUSED
+from megasync.launch.scope import LAST_PORT
 
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
 CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
@@ -67,6 +68,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("kuberay needs --image and --claim")
     if given.nodes < 1 or given.gpus < 0 or (given.nproc is not None and given.nproc < 1):
         parser.error("--nodes and --nproc: at least 1; --gpus: at least 0")
+    if not 0 < given.port <= LAST_PORT:
+        parser.error(f"--port {given.port}: 1 to {LAST_PORT}")
     return given
 
 
@@ -83,8 +86,11 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
     """The file's text.
 
     Raises:
-        ConfigError: the run does not fit on so many nodes.
+        ConfigError: the run does not fit on so many nodes, or as a job that is queued again would not go on.
     """
+    message, choices = "checkpoint.resume = never: a job that is queued again would begin at step 1", "auto, newest_weights"
+    remedy = "write checkpoint.resume=auto, and run.name=NAME for a run that goes on from nothing"
+    refuse_if(given.system == "slurm" and not config.checkpoint.resumes, message, choices=choices, remedy=remedy)
     workers = num_replica_gpus(config)
     share = -(-config.rollout.replicas // given.nodes) * config.rollout.tensor_parallel if workers else 0
     nproc = given.nproc or (given.gpus - share if given.gpus else 1)
@@ -103,15 +109,20 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
 
 def common(given: argparse.Namespace, config: Config, command: str) -> dict[str, object]:
     return {
-        "name": config.run.name,
+        "name": job_name(config.run.name),
         "nodes": given.nodes,
-        "command": command,
+        "command": command.replace("\n", "\n# "),  # it stands in a comment
         "root": shlex.quote(str(clone("megasync render"))),
         "run_folder": shlex.quote(str((CLONE / config.run.folder) if given.system == "kuberay" else config.run.folder)),
         "arguments": shlex.join([given.config, *given.overrides]),
         "grace_seconds": given.grace_seconds,
         "max_restarts": given.max_restarts if config.checkpoint.every_steps and config.checkpoint.resumes else 0,
     }
+
+
+def job_name(run_name: str) -> str:
+    """One word, that also names Slurm's log: blanks end an option of #SBATCH, and % and / mean something there."""
+    return re.sub(r"[^\w.+-]+", "-", run_name).strip("-") or "run"
 
 
 def of_slurm(given: argparse.Namespace) -> dict[str, object]:

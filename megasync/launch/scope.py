@@ -32,6 +32,7 @@ WATCH_SECONDS = 0.3
 SWEEP = 'read -r _; sleep 20; rm -rf "$0"'
 END_SECONDS = 10.0  # for processes to notice that those which they served are gone
 LOOPBACK = "127.0.0.1"
+LAST_PORT = 2**16 - 1
 CONNECT_SECONDS = 3.0
 RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # what launchers of several nodes tell the ranks
 ON_LOOPBACK = {

@@ -2,7 +2,8 @@
 
 Where a rank fails the last lines say which one and why, and for megasync.train how to go on, in place of torchrun's traceback. Of
 several nodes (megasync/nodes/) each runs this, with the store that the head node has opened; who says last how to go on is then
-its launcher, which finds the cause in the file that TOLD names.
+its launcher, which finds the cause in the file that TOLD names. The trainer's config is read once, here, before the first rank:
+what the user writes into the file later is for other runs.
 
 python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.train CONFIG.yaml [key=value ...]
 python -m megasync.launch.torchrun --nnodes 2 --rdzv-endpoint HOST:PORT --rdzv-conf node=1 --nproc-per-node 2 -m ...
@@ -15,6 +16,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +32,15 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU
 from bridge.transport.channel import open_store
+from megasync.config.errors import main_errors
 from megasync.config.files import is_asked_to_stop
-from megasync.config.load import load_config
+from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
 from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
+from megasync.launch.stop_request import forget_former_stop
 
 dist: Any = distributed  # its stores are not typed
 
@@ -67,7 +71,7 @@ class OneStoreRendezvous(StaticTCPRendezvous):
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code of the rank that failed, 1 where a signal ended it; 128 and its number where one ended this process; STOPPED
-    where the run has stopped because it was asked to.
+    where the run has stopped because it was asked to; REFUSED where the trainer's config is wrong, or its run is going on.
     """
     rendezvous_handler_registry.register(BACKEND, OneStoreRendezvous)
     logging.disable(logging.ERROR)  # torchrun's own words on failed ranks
@@ -75,29 +79,50 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault(MALLOC, MALLOC_ON_CPU)  # of the ranks
     code, problem = 0, ""
     is_alone = ENDPOINT not in arguments
+    with main_errors():
+        config = trainer_config(arguments)
+        if config is not None and is_alone:
+            forget_former_stop(config.run.folder)
     of_machine = [ENDPOINT, f"{LOOPBACK}:0", "--local-addr", LOOPBACK] if is_alone else []
     with run_scope():
         try:
-            run.main(["--rdzv-backend", BACKEND, *of_machine, *arguments])
+            run.main(["--rdzv-backend", BACKEND, *of_machine, *for_ranks(arguments, config)])
         except ChildFailedError as error:
             code, problem = likely_cause(error.failures)
         except SignalException as error:
             code, problem = 128 + error.sigval, f"ended by {error.sigval.name}"
-    if code == 0 and TRAINER in arguments and is_asked_to_stop(trainer_config(arguments).run.folder):
+    if code == 0 and config is not None and is_asked_to_stop(config.run.folder):
         return STOPPED
     if code not in (0, REFUSED):
         print(problem, file=sys.stderr)
         if not is_alone and TOLD in os.environ:
             Path(os.environ[TOLD]).write_text(problem, encoding="utf-8")
-        elif TRAINER in arguments:
+        elif config is not None:
             command = shlex.join([sys.executable, "-m", "megasync.launch.torchrun", *arguments])
-            print(last_words(trainer_config(arguments), command), file=sys.stderr)
+            print(last_words(config, command), file=sys.stderr)
     return code
 
 
-def trainer_config(arguments: Sequence[str]) -> Config:
-    config, *overrides = arguments[arguments.index(TRAINER) + 1 :]
-    return load_config(config, overrides)
+def trainer_config(arguments: Sequence[str]) -> Config | None:
+    """None: the ranks run another program.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if TRAINER not in arguments:
+        return None
+    given, *overrides = arguments[arguments.index(TRAINER) + 1 :]
+    return load_config(given, overrides)
+
+
+def for_ranks(arguments: Sequence[str], config: Config | None) -> Sequence[str]:
+    """The same with a file of this process's in the place of the config's and its overrides."""
+    if config is None:
+        return arguments
+    program = arguments.index(TRAINER)
+    copy = Path(tempfile.gettempdir()) / Path(arguments[program + 1]).name
+    save_config(config, copy)
+    return [*arguments[: program + 1], str(copy)]
 
 
 def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:

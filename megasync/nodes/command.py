@@ -20,7 +20,7 @@ from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.num_ranks import num_replica_gpus
 from megasync.launch.processes import end_on_sigterm
-from megasync.launch.scope import run_scope
+from megasync.launch.scope import LAST_PORT, run_scope
 from megasync.train import why_done
 
 PORT = 29400  # torchrun's
@@ -44,12 +44,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--min-nodes", type=int, default=0, metavar="M", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
     names = given.nodes.split(",")
-    given.expected = () if given.nodes.isdigit() else tuple(names)
-    given.num_nodes = int(given.nodes) if given.nodes.isdigit() else len(names)
-    host, _, port = given.head.partition(":")
-    given.host, given.port = host, int(port) if port.isdigit() else PORT
-    if given.num_nodes < 1 or (port and not port.isdigit()):
-        parser.error(f"--nodes {given.nodes} --head {given.head}: at least one node, and a port that is a number")
+    given.expected = () if given.nodes.isdecimal() else tuple(names)
+    given.num_nodes = int(given.nodes) if given.nodes.isdecimal() else len(names)
+    given.host, colon, port = given.head.partition(":")
+    given.port = int(port) if port.isdecimal() else 0 if colon else PORT
+    if given.num_nodes < 1:
+        parser.error(f"--nodes {given.nodes}: at least one node")
+    if not (given.host and 0 < given.port <= LAST_PORT):
+        parser.error(f"--head {given.head}: HOST or HOST:PORT, with a port from 1 to {LAST_PORT}")
+    if not given.wait_seconds >= 0:  # nan is not
+        parser.error(f"--wait-seconds {given.wait_seconds:g}: at least 0")
     if given.node_rank is not None and not 0 <= given.node_rank < given.num_nodes:
         parser.error(f"--node-rank {given.node_rank}: 0 to {given.num_nodes - 1}")
     if (given.nproc is not None and given.nproc < 0) or given.max_restarts < 0:

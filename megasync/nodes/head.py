@@ -3,7 +3,7 @@
 A state machine that looks at the store and writes to it; `tick` is called again and again and never waits.
 
     GATHER -enough nodes are here-> CHECK -they are fit-> RUN -a node or rank is lost, and there are restarts left-> GATHER
-    the end from anywhere: `over` in the store, which every node reads
+    the end from anywhere: `over` in the store, which every node reads; from GATHER and CHECK also when the run is asked to stop
 
 Keys: arrival/K {arrival, facts}, beat/K, left/K; round {round, members, store}; wire results in the round's own store; fit/R;
 ended/R/SEAT {code, told}; outcome/R; over {code, told}; acknowledged/K; waiting TEXT; refused/K TEXT.
@@ -16,11 +16,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bridge.transport.channel import open_store
 from engine.config import ParallelConfig
 from engine.rules import ranks_problem
+from megasync.config.files import is_asked_to_stop
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.nodes.compare import differences
 from megasync.nodes.judge import judge
@@ -50,6 +52,7 @@ class Terms:
     min_nodes: int = 0  # after a loss a round may have as few, 0: as many as ever
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     min_replicas: int = 1
+    run_folder: Path | None = None  # where the run is asked to stop
 
     @property
     def may_shrink(self) -> bool:
@@ -125,7 +128,17 @@ class Head:
 
     # ------------------------------------------------------------------------------------------------ gather
 
+    def _stop_if_asked(self) -> bool:
+        """While no ranks run: these would end their step and write a checkpoint, and now there is nothing to write."""
+        folder = self.terms.run_folder
+        if folder is None or not is_asked_to_stop(folder):
+            return False
+        self.end(STOPPED, f"stopped while no ranks ran, as asked ({folder}/stop); the same command on all nodes goes on")
+        return True
+
     def _gather(self) -> None:
+        if self._stop_if_asked():
+            return
         present = self._present()
         if self._refuse(present):
             return
@@ -216,6 +229,8 @@ class Head:
 
     def _check(self) -> None:
         """Of what takes two nodes; each is ready then, its Ray started."""
+        if self._stop_if_asked():
+            return
         members, number = self.round.members, self.round.number
         ready = [self.store.get(f"ready/{number}/{seat}") for seat in range(len(members))]
         is_late = time.monotonic() - self._begun > CHECK_SECONDS

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasync.config.load import save_config
 from megasync.config.schema import Config
 from megasync.diagnosis.storage import free_bytes
 from megasync.launch.devices import devices_for_ray, visible_devices
 from megasync.launch.processes import REFUSED, end_group, end_with_parent
 from megasync.launch.scope import HOSTS, RAY_ADDRESS
+from megasync.launch.stop_request import launched
 from megasync.launch.torchrun import ENDPOINT, NODE, TOLD, TRAINER
 from megasync.nodes.facts import problem_here, warning_here
 from megasync.nodes.head import Head
@@ -47,17 +49,17 @@ class Over(Exception):  # noqa: N818 # no error: the head's last word
 class Member:
     """This node, from its arrival to the end of the run."""
 
-    def __init__(
-        self, store: NodeStore, arrival: Arrival, head: Head | None, run: Sequence[str], config: Config, *, starts_ray: bool
-    ) -> None:
-        """`run`: the arguments of the trainer; `starts_ray`: whether the run's Ray is ours to start."""
-        self.store, self.arrival, self.head, self.arguments, self.config = store, arrival, head, list(run), config
+    def __init__(self, store: NodeStore, arrival: Arrival, head: Head | None, config: Config, *, starts_ray: bool) -> None:
+        """`starts_ray`: whether the run's Ray is ours to start."""
+        self.store, self.arrival, self.head, self.config = store, arrival, head, config
         self.starts_ray = starts_ray
         self.overrides: list[str] = []  # of the round
         self.ray: RayNode | None = None
         self._authentication: dict[str, str] = {}  # of a Ray whose head is here
         self.torchrun: subprocess.Popen[bytes] | None = None
-        self.told_file = Path(tempfile.mkdtemp(prefix="told-")) / "cause"
+        self.folder = Path(tempfile.mkdtemp(prefix="node-"))
+        self.told_file, self.config_file = self.folder / "cause", self.folder / "config.yaml"
+        save_config(config, self.config_file)  # of all rounds, whatever the user writes into his meanwhile
         self._said_at, self._said = time.monotonic(), ""
 
     def live(self) -> tuple[int, str]:
@@ -80,7 +82,7 @@ class Member:
             self.end_ranks()
             if self.ray is not None:
                 self.ray.close()
-            shutil.rmtree(self.told_file.parent, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _tell_leaving(self) -> None:
         """Before this node's ranks are ended, which others would miss without knowing why."""
@@ -225,10 +227,10 @@ class Member:
     def _start_ranks(self, endpoint: str, place: int, num_nodes: int, num_hosts: int) -> subprocess.Popen[bytes]:
         self.told_file.unlink(missing_ok=True)
         nodes = ["--nnodes", str(num_nodes), ENDPOINT, endpoint, "--rdzv-conf", f"{NODE}={place}"]
-        ranks = ["--nproc-per-node", str(self.arrival.num_ranks), "-m", TRAINER, *self.arguments, *self.overrides]
+        ranks = ["--nproc-per-node", str(self.arrival.num_ranks), "-m", TRAINER, str(self.config_file), *self.overrides]
         return subprocess.Popen(
             [sys.executable, "-m", "megasync.launch.torchrun", *nodes, *ranks],
-            env=os.environ | {TOLD: str(self.told_file), HOSTS: str(num_hosts)},
+            env=os.environ | {TOLD: str(self.told_file), HOSTS: str(num_hosts)} | launched(self.config.run.folder),
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509  (it calls the kernel alone)
         )

@@ -17,11 +17,13 @@ from dataclasses import asdict
 import psutil
 
 from bridge.transport.channel import own_address
+from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import num_replica_gpus
 from megasync.launch.processes import REFUSED
+from megasync.launch.stop_request import forget_former_stop
 from megasync.nodes.facts import node_facts
 from megasync.nodes.head import FINAL, Head, Terms
 from megasync.nodes.member import SAY_SECONDS, Member
@@ -49,7 +51,7 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
         num_nodes=given.num_nodes, expected=given.expected, wait_seconds=given.wait_seconds, max_restarts=given.max_restarts,
         limit_seconds=config.run.hung_rank_timeout_seconds, replicas=config.rollout.replicas if num_replica_gpus(config) else 0,
         tensor_parallel=config.rollout.tensor_parallel, min_nodes=given.min_nodes, parallel=config.engine.parallel,
-        min_replicas=config.rollout.min_replicas,
+        min_replicas=config.rollout.min_replicas, run_folder=config.run.folder,
     )  # fmt: skip
     try:
         store = meet(given)
@@ -66,6 +68,9 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
         told = f"--node-rank 0: {socket.gethostname()} is not the head node {given.host}, which is here already; {remedy}"
         print(told, file=sys.stderr)
         return REFUSED
+    if store.of_head:
+        with suppress(ConfigError):  # its `stop` is that of a run which is going on; rank 0 refuses this one, on all nodes
+            forget_former_stop(config.run.folder)
     address = reach(given.host)
     os.environ.setdefault(GLOO, interface_of(address))
     number = store.add("arrivals")
@@ -79,9 +84,8 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
     beats = Beats(beat_store, f"beat/{number}", terms.limit_seconds)
     store.set(f"arrival/{number}", {"arrival": asdict(arrival), "facts": facts})
     starts_ray = config.algorithm.name == "grpo" and config.rollout.ray_address == "local"
-    run = [given.config, *given.overrides]
     head = Head(store, address, terms) if store.of_head else None
-    member = Member(store, arrival, head, run, config, starts_ray=starts_ray)
+    member = Member(store, arrival, head, config, starts_ray=starts_ray)
     code, told = live(member, head)
     beats.close()
     if told:

@@ -20,7 +20,7 @@ from megasync.reporting.html.record import read_records
 from megasync.reporting.log import SUMMARY_FILE
 from megasync.reporting.page import page
 
-HOST, DEFAULT_PORT, LAST_PORT = "127.0.0.1", 8070, 65535
+HOST, DEFAULT_PORT = "127.0.0.1", 8070
 REQUEST_SECONDS = 10.0
 MIN_SECONDS = 2.0
 WATCHED = (METRICS_FILE, EVALUATIONS_FILE, SUMMARY_FILE)

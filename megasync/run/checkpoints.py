@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.layout.digest import digest_tensor
 from engine import checkpoint
-from megasync.config.files import CHECKPOINTS, forget_stop, set_aside
+from megasync.config.files import CHECKPOINTS, set_aside
 from megasync.rollouts.progress import Progress, load_progress
 from megasync.run.newer import NewerWeights, find_newer, forget, mark, unmark
 from megasync.run.rank_zero import on_rank_zero
@@ -39,7 +39,6 @@ class Checkpoints:
 
     def begin_folder(self) -> Path | None:
         """Where the results of a former run are now, from which this one does not go on. On rank 0."""
-        forget_stop(self.run_folder)
         if not self._newer:
             unmark(self.run_folder)
             forget(self.run_folder)

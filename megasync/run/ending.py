@@ -64,7 +64,15 @@ def _stop(session: Session, done: int) -> str:
         return ""
     session.log.timeline.write()
     write_unfinished_report(session.config.run.folder)
-    return f"stopped after step {done}, as asked; checkpoint: {session.checkpoints.last}; the same command goes on from it"
+    return stopped_line(session.config, done, session.checkpoints.last)
+
+
+def stopped_line(config: Config, done: int, checkpoint: Path | None) -> str:
+    """Of a run that was asked to stop after so many steps; `checkpoint`: the newest, None: there was nothing to write."""
+    if checkpoint is None:
+        return "stopped before the first step, as asked; the same command begins again"
+    again = "the same command" if config.checkpoint.resumes else "the same command with checkpoint.resume=auto"
+    return f"stopped after step {done}, as asked; checkpoint: {checkpoint}; {again} goes on from it"
 
 
 def _forget_what_was_asked(folder: Path) -> None:

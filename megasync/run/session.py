@@ -19,6 +19,7 @@ from engine.batch.batch import SampleTable
 from engine.engine import Engine
 from engine.minibatch import MiniBatch
 from engine.runtime import memory, parallel
+from engine.runtime.device import has_cuda
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
 from megasync.config.files import is_asked_to_stop
@@ -89,14 +90,18 @@ class Session:
         self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
         self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
+        self._write_plan(has_timed_calls=False)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
 
-    def _write_plan(self) -> str | None:
-        """plan.json, on rank 0; a note where there can be none."""
+    def _write_plan(self, *, has_timed_calls: bool) -> None:
+        """plan.json, on rank 0; a note where there can be none. On CPUs calls are timed for it, once all else waits."""
+        if self.layout.rank != 0 or has_timed_calls == has_cuda():
+            return
         data = self._data_of_rank
         samples = [data.prompts.supervised(example) for example in data.train[:PLANNED_EXAMPLES]] if data is not None else []
         lengths = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
-        return write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths)
+        if problem := write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths):
+            self.log.note(problem)
 
     # ------------------------------------------------------------------------------------------------ steps and log
 
@@ -104,13 +109,12 @@ class Session:
         """The steps that are left, or until the run is asked to stop; times them."""
         for step in range(self.first_step, self.config.run.steps):
             self.step = step
-            if step == self.first_step:
-                if self.layout.rank == 0 and (problem := self._write_plan()):  # now the replicas are up, and all else waits
-                    self.log.note(problem)
-                self.clock.start()
-            elif on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
+            if on_rank_zero(lambda: is_asked_to_stop(self.config.run.folder)):
                 self.step, self.is_stopped = step - 1, True
                 return
+            if step == self.first_step:
+                self._write_plan(has_timed_calls=True)
+                self.clock.start()
             yield step
 
     @contextlib.contextmanager

@@ -27,7 +27,8 @@ from megasync.config.errors import ConfigError
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.ray_cluster import local_cluster
-from megasync.submit import absolute_paths
+from megasync.launch.stop_request import launched
+from megasync.submit import absolute_paths, job, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,6 +145,16 @@ def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypat
     found = absolute_paths(config)
     keys = {"run.dir": "runs", "model.path": "model", "engine.lora.adapter_path": "adapter", "data.train": "a.jsonl"}
     assert found == [f'{key}="{tmp_path / name}"' for key, name in {**keys, "data.eval.math.path": "held_out"}.items()]
+
+
+def test_a_job_of_this_machine_knows_that_a_former_stop_is_forgotten(tmp_path: Path) -> None:
+    """By this command, before it starts a cluster; on a cluster of somebody's the job itself does it."""
+    config, path = Config.model_validate({"run": {"dir": str(tmp_path)}}), str(ROOT / "tests" / "data" / "submit.yaml")
+    told = launched(tmp_path / "run")
+    cluster = ["--address", "http://127.0.0.1:1", "--num-ranks", "2"]
+    for flags, is_told in (([], True), (cluster, False), (PROGRAM, False)):
+        environment = job(parse([path, *flags]), config, 2)["runtime_env"]["env_vars"]
+        assert (told.items() <= environment.items()) == is_told
 
 
 def test_what_travels_with_a_job_is_what_can_be_imported(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -14,28 +16,54 @@ from tests.runs.train_cases import metrics, train, write_config
 STEPS = 40
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def supervised(folder: Path) -> Path:
+    """The config of a run that writes no checkpoint by itself, before its end."""
     config = write_config(
-        tmp_path, run={"steps": STEPS}, algorithm={"name": "sft", "num_minibatches": 1}, checkpoint={"every_steps": 0}
+        folder, run={"steps": STEPS}, algorithm={"name": "sft", "num_minibatches": 1}, checkpoint={"every_steps": 0}
     )
     values = yaml.safe_load(config.read_text())
     del values["rollout"]
     config.write_text(yaml.safe_dump(values))
-    folder = tmp_path / "runs" / "stopped"
+    return config
+
+
+@contextmanager
+def asked_to_stop(folder: Path, once: Callable[[], object]) -> Iterator[None]:
+    """Within the block the run in `folder` is asked to stop `once` that holds."""
     over = threading.Event()
 
     def ask_to_stop() -> None:
-        while not over.is_set() and not (folder.exists() and (folder / "metrics.jsonl").exists() and metrics(folder)):
+        while not over.is_set() and not once():
             time.sleep(0.02)
         (folder / STOP_FILE).touch()
 
     thread = threading.Thread(target=ask_to_stop)
     thread.start()
     try:
-        code, said = train(config, "run.name=stopped")
+        yield
     finally:
         over.set()
         thread.join()
+
+
+def test_a_run_that_is_asked_while_it_starts_does_no_step(tmp_path: Path) -> None:
+    """Without a launcher of ours; the results of a former run, from which it does not go on, are moved aside meanwhile."""
+    config, folder = supervised(tmp_path), tmp_path / "runs" / "early"
+    folder.mkdir(parents=True)
+    (folder / "evaluations.jsonl").write_text("{}\n")
+    with asked_to_stop(folder, folder.with_name(".early.lock").exists):
+        code, said = train(config, "run.name=early")
+    assert code == 0 and "stopped before the first step, as asked; the same command begins again" in said, said
+    assert is_asked_to_stop(folder) and not metrics(folder) and newest_checkpoint(folder) is None
+    former = tmp_path / "runs" / "early.1"
+    assert (former / "evaluations.jsonl").exists() and not is_asked_to_stop(former)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    config, folder = supervised(tmp_path), tmp_path / "runs" / "stopped"
+    with asked_to_stop(folder, lambda: (folder / "metrics.jsonl").exists() and metrics(folder)):
+        code, said = train(config, "run.name=stopped", "checkpoint.resume=never")
+    assert "stopped after" in said and "the same command with checkpoint.resume=auto goes on from it" in said, said
     done = len(metrics(folder))
     assert code == 0 and f"stopped after step {done}, as asked" in said, said
     assert 0 < done < STEPS and is_asked_to_stop(folder), "the launcher's exit code is by the file"

@@ -70,7 +70,8 @@ SCHEMA = {
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_slurm_file_parses(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["slurm", config, "--nodes", "2", "--gpus", "8", "--sbatch=--partition=gpu", "run.name=a b"]) == 0
+    overrides = ["checkpoint.resume=auto", "run.name=a b", "data.system_prompt='1\n2'", "data.chat_template=true"]
+    assert main(["slurm", config, "--nodes", "2", "--gpus", "8", "--sbatch=--partition=gpu", *overrides]) == 0
     text = capsys.readouterr().out
     script = tmp_path / "job.sh"
     script.write_text(text)
@@ -78,6 +79,28 @@ def test_slurm_file_parses(config: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "#SBATCH --nodes=2" in text and "#SBATCH --gpus-per-node=8" in text and "#SBATCH --partition=gpu" in text
     assert "#SBATCH --signal=B:USR1@300" in text and "'run.name=a b'" in text and "--nproc 7" in text
     assert "@{" not in text
+    script.write_text(text.partition("set -euo pipefail")[0])
+    assert subprocess.run(["bash", str(script)], check=True, capture_output=True).stderr == b"", "comments alone"
+    options = [line.split() for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert ["#SBATCH", "--job-name=a-b"] in options and all(len(words) == 2 for words in options)
+
+
+def test_a_job_that_would_begin_anew_each_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [CONFIGS[0], "--nodes", "2", "--gpus", "8", "checkpoint.resume=never"]
+    with pytest.raises(SystemExit) as refused:
+        main(["slurm", *command])
+    said = capsys.readouterr()
+    assert refused.value.code == 2 and not said.out
+    assert "checkpoint.resume = never: " in said.err and "write checkpoint.resume=auto" in said.err
+    assert main(["kuberay", *command, "--image", "image", "--claim", "shared"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["spec"]["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1"])
+def test_a_port_that_is_none_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["slurm", CONFIGS[0], "--nodes", "2", "--gpus", "8", f"--port={port}"])
+    assert refused.value.code == 2 and f"--port {port}: 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -15,8 +15,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU
-from megasync.launch.processes import REFUSED
-from megasync.launch.torchrun import likely_cause
+from megasync.config.files import STOP_FILE
+from megasync.launch.processes import REFUSED, STOPPED
+from megasync.launch.torchrun import TRAINER, likely_cause
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 TERMINATED, BY_HANDLER, KILLED = -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL
@@ -54,12 +55,56 @@ def test_a_rank_that_says_why_it_failed_was_not_ended_for_want_of_memory() -> No
     assert told((KILLED, 1), 1)[1].startswith("rank 0 was ended by SIGKILL: is there too little memory?")
 
 
-def test_a_config_error_is_said_once_by_two_ranks() -> None:
-    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", "megasync.train"]
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.steps=-1", "run.steps = -1: out of range"),  # by the launcher
+        ("model.path=/not/there", "model.path = /not/there: "),  # by the ranks
+    ],
+)
+def test_a_config_error_is_said_once_by_two_ranks(override: str, said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", TRAINER]
     config = str(CONFIGS / "quickstart.yaml")
-    done = subprocess.run([*command, config, "run.steps=-1"], capture_output=True, text=True, check=False, timeout=120)
+    arguments = [*command, config, override, f"run.dir={tmp_path}"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == REFUSED, done.stderr
-    assert done.stderr.count("run.steps = -1: out of range") == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count(said) == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+# In the place of the trainer: the user edits the config, and asks the run to stop, while it goes on.
+EDITED = """
+import os, pathlib, sys
+from megasync.config.load import load_config
+_, given, *overrides = sys.argv[1:]
+folder, config = pathlib.Path(os.environ["FOLDER"]), pathlib.Path(os.environ["CONFIG"])
+folder.mkdir(parents=True, exist_ok=True)
+left = (folder / "stop").exists()
+config.write_text(os.environ["EDIT"])
+(folder / "stop").touch()
+print(load_config(given, overrides).run.name, "stop" if left else "no stop")
+sys.exit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.mark.parametrize("edit", ["run: [", "run: {name: another}"])
+@pytest.mark.parametrize(("code", "expected"), [(0, STOPPED), (1, 1)])
+def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, tmp_path: Path) -> None:
+    """Whatever is written into the file since; and the `stop` of a former run is none of this one's."""
+    (tmp_path / "told.py").write_text(EDITED)
+    config, folder = tmp_path / "config.yaml", tmp_path / "runs" / "first"
+    config.write_text("run: {name: first}")
+    (folder / "checkpoints" / "step_00000003").mkdir(parents=True)
+    (folder / STOP_FILE).touch()
+    told = {"FOLDER": str(folder), "CONFIG": str(config), "EDIT": edit, "CODE": str(code)}
+    environment = os.environ | told | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "told", TRAINER]
+    command += [str(config), f"run.dir={tmp_path / 'runs'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.returncode == expected and "ConfigError" not in done.stderr, done.stderr
+    assert done.stdout.splitlines() == ["first no stop"]
+    if code:
+        assert f"newest checkpoint: {folder}/checkpoints/step_00000003\ngo on from it: " in done.stderr
+        assert f"{TRAINER} {config} run.dir=" in done.stderr, "the user's file"
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])

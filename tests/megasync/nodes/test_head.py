@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.config import ParallelConfig
+from megasync.config.files import STOP_FILE
 from megasync.config.load import load_config
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.launch.ray_cluster import free_port
@@ -157,6 +158,33 @@ def test_signs_of_life_that_a_link_held_up_are_no_node(stage: Stage) -> None:
     assert stage.tick(lambda: stage._round(1)) is None
     stage.arrive("b")
     stage.run(1, 1, 3)
+
+
+@pytest.mark.parametrize("when", ["gather", "check", "run", "gather again"])
+def test_a_stop_while_no_ranks_run_is_the_end(stage: Stage, tmp_path: Path, when: str) -> None:
+    """Ranks that run stop by themselves; else nodes would be waited for until the batch system ends the job."""
+    stage.terms(run_folder=tmp_path)
+    stop = tmp_path / STOP_FILE
+    stage.arrive("a")
+    if when == "gather":
+        assert stage.tick(stage.get("over")) is None
+    else:
+        stage.arrive("b")
+    if when == "check":
+        assert stage.tick(lambda: stage._round(0)) is not None
+    if when in ("run", "gather again"):
+        stage.run(0, 1, 2)
+    if when == "gather again":
+        stage.store.set("left/2", {})
+        assert stage.tick(stage.get("outcome/0")) is not None
+    stop.touch()
+    over = stage.tick(stage.get("over"))
+    if when == "run":
+        assert over is None
+        stage.store.set("left/2", {})
+        assert stage.tick(stage.get("outcome/0")) is not None
+        over = stage.tick(stage.get("over"))
+    assert over["code"] == STOPPED and f"as asked ({stop})" in over["told"]
 
 
 def test_no_round_follows_on_a_config_that_is_refused(stage: Stage) -> None:

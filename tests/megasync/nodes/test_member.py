@@ -35,12 +35,15 @@ if not failed.exists():
 
 
 class SmallMember(Member):
-    """Its ranks are PROGRAM."""
+    """Its ranks are PROGRAM. While they run the user works on his config file."""
 
     scratch: Path
+    user_file: Path
 
     def _start_ranks(self, endpoint: str, place: int, num_nodes: int, num_hosts: int) -> subprocess.Popen[bytes]:
         assert endpoint and num_nodes == num_hosts == 2
+        self.user_file.write_text("run: [")
+        assert load_config(self.config_file) == self.config
         return subprocess.Popen([sys.executable, "-c", PROGRAM, str(self.scratch), str(place)])
 
 
@@ -76,8 +79,8 @@ def live(store: NodeStore, seat: int, config: Config, scratch: Path, terms: Term
     assert own is not None
     beats = Beats(own, f"beat/{number}", 60)
     head = Head(store, LOOPBACK, terms) if seat == 0 else None
-    member = SmallMember(store, arrival, head, [], config, starts_ray=False)
-    member.scratch = scratch
+    member = SmallMember(store, arrival, head, config, starts_ray=False)
+    member.scratch, member.user_file = scratch, scratch.parent / "run.yaml"
     results[seat] = member.live()
     beats.close()
     store.set(f"acknowledged/{number}", {})

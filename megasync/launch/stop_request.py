@@ -1,0 +1,61 @@
+"""Which `stop` in a run's folder is asked of this run: a launcher forgets, once, before its first round, what a former run left.
+
+From then on each one counts, also while nodes are waited for and while ranks start, or start again. Times are compared only where
+none of our launchers was there, as under plain torchrun. Leaves out what a run does when it is asked (run/ending.py).
+
+    forget_former_stop(run_folder)         # a launcher
+    forget_stop_before_launch(run_folder)  # rank 0, under any launcher
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megasync.config.files import STOP_FILE, forget_stop, lock
+
+LAUNCHED = "MEGASYNC_LAUNCHED"  # environment variable: the folder of the run whose launcher has forgotten a former run's `stop`
+
+
+def launched(run_folder: Path) -> dict[str, str]:
+    """The environment of the ranks whose launcher has called `forget_former_stop`."""
+    return {LAUNCHED: str(run_folder.resolve())}
+
+
+def is_launched(run_folder: Path) -> bool:
+    """By what this process has inherited. A launcher of another run, which this one was started from, does not count."""
+    return os.environ.get(LAUNCHED) == launched(run_folder)[LAUNCHED]
+
+
+def forget_former_stop(run_folder: Path) -> None:
+    """For a launcher. What it starts in its own environment inherits that this was done; it is done once.
+
+    Raises:
+        ConfigError: a run is going on in the folder, of which the `stop` there may be asked.
+    """
+    if is_launched(run_folder):
+        return
+    held = lock(run_folder)
+    forget_stop(run_folder)
+    os.environ |= launched(run_folder)
+    if held is not None:
+        os.close(held)
+
+
+def forget_stop_before_launch(run_folder: Path) -> None:
+    """For rank 0, which has locked the folder. Without a launcher of ours a `stop` older than `launch_time` is a former run's."""
+    if not is_launched(run_folder):
+        with suppress(FileNotFoundError):
+            if (run_folder / STOP_FILE).stat().st_mtime < launch_time():
+                forget_stop(run_folder)
+
+
+def launch_time() -> float:
+    """Seconds since the epoch: when torchrun began, whose process stays in all of its rounds; without it when this rank began."""
+    process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    # man 5 proc_pid_stat: the 22nd field, in ticks since the boot. The name, in brackets, may hold blanks.
+    ticks = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
