@@ -74,7 +74,7 @@ def test_an_installed_package_is_whole(installed: Path, tmp_path: Path) -> None:
 def test_what_needs_a_clone_says_so(installed: Path, tmp_path: Path) -> None:
     config = str(installed / "megasync/shipped/configs/quickstart.yaml")
     for command in (
-        ["render", "slurm", config, "--nodes", "2"],
+        ["render", "slurm", config, "--nodes", "2", "checkpoint.resume=auto"],
         ["submit", config, "--address", "http://localhost:1", "--num-ranks", "1"],
     ):
         done = run(installed, "-m", "megasync", *command, cwd=tmp_path)
