@@ -189,8 +189,8 @@ def test_those_behind_a_sample_that_ends_their_process_are_scored_by_another(dee
 
 def test_a_sample_is_not_blamed_for_the_time_of_the_one_before_it() -> None:
     """The second is late, and answers while its process is being ended, which works on the third by then."""
-    keys = {"reward_timeout_seconds": 1, "reward_processes": 1, "reward_on_failure": "zero"}
-    (group,) = score(f"{CASES}:naps", given("0", "1.1", "0.5"), **keys)
+    keys = {"reward_timeout_seconds": 4, "reward_processes": 1, "reward_on_failure": "zero"}
+    (group,) = score(f"{CASES}:naps", given("0", "4.1", "0.5"), **keys)
     assert (group[2].total, group[2].failures) == (1, ())
 
 
