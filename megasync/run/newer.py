@@ -14,8 +14,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from bridge.layout.digest import digest_tensor
 from bridge.versions.file import VersionLogError
 from bridge.versions.reader import VersionReader
@@ -70,7 +68,7 @@ def find_newer(run_folder: Path, model: Path, than: int) -> tuple[NewerWeights |
         folder.mkdir(parents=True)
         save_weights(folder, VersionReader(run_folder / VERSIONS).tensors(step), Share(0), digest_tensor)
         finish_folder(folder, model)
-    except (VersionLogError, OSError, RuntimeError, SafetensorError) as error:  # the latter two where the disk is full
+    except (VersionLogError, OSError) as error:
         forget(run_folder)
         return None, f"the weights of step {step} are not to be had: {error}"
     return NewerWeights(step, progress, folder), ""
