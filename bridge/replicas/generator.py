@@ -74,6 +74,7 @@ class Generator:
         self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
         self._held: set[str] = set()  # of these, those that a pause holds
         self._ended: list[Ended] = []  # for `collect`
+        self._num_collects = 0  # calls of it
         self._again: list[Ended] = []  # by an update: they begin anew after it
         self._problem: Exception | None = None
         self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -121,15 +122,19 @@ class Generator:
     async def collect(self, seconds: float) -> Collected:
         """The samples that have ended since the last call, or as soon as one has; none after `seconds`.
 
-        While others run it answers every ANSWER_SECONDS at most.
+        While others run it answers every ANSWER_SECONDS at most. A call that still waits when the next one comes has nothing: who
+        made it may be gone.
 
         Raises:
             RuntimeError: a sample cannot be completed, such as after vLLM died.
         """
+        self._num_collects = own = self._num_collects + 1
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), seconds)
         if self._live:  # others may end meanwhile
             await asyncio.sleep(max(0.0, self._next_answer - time.monotonic()))
+        if own != self._num_collects:
+            return Collected((), self.silent_seconds)
         self._next_answer = time.monotonic() + ANSWER_SECONDS
         self._has_news.clear()
         if self._problem is not None:

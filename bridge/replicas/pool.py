@@ -47,6 +47,8 @@ class Generation:
 class ReplicaPool(ReplicaActors):
     """Replicas that generate and are brought to new weights. Use `start`."""
 
+    _num_pauses = 0  # and sleeps, of all members
+
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
         """Send requests off, dealt out in turns to the members; does not wait."""
         members = self._chosen()
@@ -120,9 +122,11 @@ class ReplicaPool(ReplicaActors):
 
     def _after_sent(self, method: str, **options: Any) -> None:
         """Call what comes after all generation that was sent."""
-        members = list(self.members)
+        self._num_pauses += 1
+        members, number = list(self.members), self._num_pauses
         actors = dict(zip(members, self._chosen(members), strict=True))
-        calls = {replica: getattr(actor.handle, method).remote(actor.num_sent, **options) for replica, actor in actors.items()}
+        sent = {replica: (getattr(actor.handle, method), actor.num_sent) for replica, actor in actors.items()}
+        calls = {replica: call.remote(num_sent, number, **options) for replica, (call, num_sent) in sent.items()}
 
         def ask(replica: int) -> Any:
             return actors[replica].handle.silent_seconds.remote()
@@ -182,7 +186,7 @@ class ReplicaPool(ReplicaActors):
         Who gives no answer within `timeout` seconds is out of service, too.
         """
         there = {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
-        refs = {replica: actor.handle.abort.remote() for replica, actor in there.items()}
+        refs = {replica: actor.handle.abort.remote(self._num_pauses) for replica, actor in there.items()}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
         states = dict.fromkeys(self.members, ReplicaState.FAILED)

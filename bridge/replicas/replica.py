@@ -38,6 +38,7 @@ class Replica:
         self._state = ReplicaState.SERVING
         self._failure = ""
         self._in_sync = False  # the lock is held for a sync, or asleep
+        self._last_left = 0  # number of the last pause that an abort followed
         self._is_torn = False  # weights of several versions, after a sync that broke off
         self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
         self._spans = Spans()
@@ -122,27 +123,27 @@ class Replica:
         """How long vLLM's engine core has owed an answer; also where another call waits for it."""
         return self._generator.silent_seconds
 
-    async def pause(self, num_calls: int) -> None:
+    async def pause(self, num_calls: int, number: int) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 
-        `num_calls`: how many calls of `generate` come before; they may still be on their way.
+        `num_calls`: how many calls of `generate` come before; they may still be on their way. `number`: of pauses and sleeps.
         """
         if self._state is ReplicaState.ASLEEP:
             await self._wake([api.WEIGHTS])
             self._advance(Event.PAUSE)
             return
-        await self._stop(Event.PAUSE, num_calls)
+        await self._stop(Event.PAUSE, num_calls, number)
 
-    async def sleep(self, num_calls: int, *, keep_weights: bool) -> None:
+    async def sleep(self, num_calls: int, number: int, *, keep_weights: bool) -> None:
         """As pause, then give the devices' memory up until resume; weights that are not kept come with the next sync."""
-        await self._stop(Event.SLEEP, num_calls)
+        await self._stop(Event.SLEEP, num_calls, number)
         if not keep_weights:
             self.version = None
         await self._engine.reset_prefix_cache()
         await api.sleep(self._engine, keep_weights=keep_weights)
         self._given_up = [api.WEIGHTS, api.CACHES]
 
-    async def _stop(self, event: Event, num_calls: int) -> None:
+    async def _stop(self, event: Event, num_calls: int, number: int) -> None:
         while self._generator.num_calls < num_calls:  # they are on their way here
             await asyncio.sleep(1e-3)
         await self._generator.acquire_for_sync()
@@ -150,6 +151,7 @@ class Replica:
         before = self._state
         try:
             self._require_service()
+            self._require_not_left(number)
             self._advance(event)
             if before is not ReplicaState.STALE:
                 await self._generator.pause(drain=event is Event.SLEEP)
@@ -207,12 +209,13 @@ class Replica:
         self._state = resumed  # not before: an abort has to find out that this gives no answer
         self._leave_sync()
 
-    async def abort(self) -> ReplicaState:
-        """Leave the sync; how the replica stands from now on.
+    async def abort(self, number: int) -> ReplicaState:
+        """Leave the sync of the pause of this `number`, which may be on its way here; how the replica stands from now on.
 
         Raises:
             RuntimeError: what it received in part cannot be replaced by another sync.
         """
+        self._last_left = number
         self._notice_death()
         before, self._state = self._state, next_state(self._state, Event.ABORT)
         if self._state is ReplicaState.STALE and before is not ReplicaState.STALE:
@@ -279,6 +282,10 @@ class Replica:
         if self._state is ReplicaState.FAILED:
             restart = "restart it (ReplicaPool.restart) and publish again"
             raise RuntimeError(f"replica {self.index} is out of service ({self._failure}); {restart}")
+
+    def _require_not_left(self, number: int) -> None:
+        if number <= self._last_left:
+            raise RuntimeError(f"replica {self.index} has left the sync, before the pause for it had its turn")
 
     def _serving(self) -> tuple[int, bool]:
         """The version that is served, and whether with an adapter.

@@ -140,11 +140,12 @@ class Dispatcher:
                 self.start(self._hand_in(replica, self._lanes[replica], together))
 
     async def _hand_in(self, replica: int, lane: _Lane, groups: list[Group]) -> None:
+        version = self.version
         try:
             await self.pool.hand_in(replica, [GroupRequest(group.key, group.request, group.missing) for group in groups])
         except NotServingError:
             if self._lanes.get(replica) is lane:
-                lane.is_open = False
+                lane.is_open &= self.version != version  # a later sync has reached it since
                 for group in groups:
                     self._add_load(replica, -len(group.missing), group.expected_tokens)
                 self._take_back(groups)

@@ -13,6 +13,7 @@ import psutil
 
 from bridge.vllm.serving.api import REPLICA_PID
 from tests.faults.cases import Case
+from tests.support.processes import command_of
 
 FOLDER = "MEGASYNC_BENCH_FAULTS"  # environment variable of a run's processes: the case's folder
 CASE_FILE, SIGNALLED_FILE, DEED_FILE = "case.json", "signalled.json", "deed"
@@ -64,7 +65,7 @@ def signal_replica(case: Case) -> None:
 def core_of(actor: int) -> int:
     """ValueError where there is none yet."""
     family = psutil.Process(actor).children(recursive=True)
-    (core,) = [int(child.pid) for child in family if "EngineCore" in " ".join(child.cmdline())]
+    (core,) = [int(child.pid) for child in family if "EngineCore" in command_of(child)]
     return core
 
 

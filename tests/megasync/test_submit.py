@@ -29,6 +29,7 @@ from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.stop_request import launched
 from megasync.submit import absolute_paths, job, parse
+from tests.support.processes import command_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -265,8 +266,8 @@ def test_a_lost_connection_is_no_end_of_the_job_and_a_killed_driver_is_one_of_it
     assert "the connection is lost" in output and f"{job} may go on; follow it with: ray job logs" in output, output
     assert "no job server" not in output and "go on from it" not in output
     family = psutil.Process().children(recursive=True)
-    ranks = [each for each in family if each.name().startswith("ray::TrainerRan")]
-    (driver,) = (each for each in family if "megasync.launch.driver" in each.cmdline())
+    ranks = [each for each in family if name_of(each).startswith("ray::TrainerRan")]
+    (driver,) = (each for each in family if "megasync.launch.driver" in command_of(each).split())
     assert len(ranks) == 2
     driver.kill()
     _, alive = psutil.wait_procs(ranks, timeout=30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from bridge.config import ReplicaConfig
 from bridge.generation import GenerationRequest
 from bridge.transport import segment
 from megasync.launch.ray_cluster import start_ray
+from tests.support.processes import command_of, name_of
 from tests.support.replicas import OpenPool, numbers
 from tests.support.tiny_models import write_tiny_model
 
@@ -69,15 +70,12 @@ def own_ray() -> Iterator[None]:
     stop_ray = start_ray("local")
     assert stop_ray is not None
     yield
-    idle = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "ray::IDLE"]
+    idle = [p.pid for p in psutil.Process().children(recursive=True) if name_of(p) == "ray::IDLE"]
     assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.WORKER_ENVIRONMENT"
-    commands = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
-            commands.append(" ".join(process.cmdline()))
+    commands = [command_of(process) for process in psutil.Process().children(recursive=True)]
     unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
     assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"
     stop_ray()
-    left = [p.name() for p in psutil.Process().children(recursive=True) if "VLLM" in p.name() or "Replica" in p.name()]
-    assert left == []
+    left = [name_of(process) for process in psutil.Process().children(recursive=True)]
+    assert [name for name in left if "VLLM" in name or "Replica" in name] == []
     assert not list(segment.FOLDER.glob(f"{segment.PREFIX}{os.getpid()}-*"))

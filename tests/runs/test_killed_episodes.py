@@ -20,6 +20,7 @@ from megasync.config.files import newest_checkpoint
 from megasync.rollouts.records import StepRecord, load_record, paths_of
 from tests.runs.train_cases import TORCHRUN, endless_run, launch, left_running, metrics, processes_with, write_config
 from tests.support.fuzzed import worth
+from tests.support.processes import name_of
 
 STALENESS, BATCH, EPISODES = 2, 8, "tests.support.fuzzed"
 OTHER = {"data.batch_size": 4, "rollout.max_staleness": 1, "rollout.group_size": 3, "engine.tokens_per_microbatch": 300}
@@ -47,7 +48,7 @@ def test_each_prompt_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
         code = scale.main([str(run.folder), "--replicas", "2"])
         assert code == 0, capsys.readouterr()
         run.wait_for(len(metrics(run.folder)) + 2)
-        while not any("sleep" in process.name() for process in processes_with(run.marker)):
+        while not any("sleep" in name_of(process) for process in processes_with(run.marker)):
             time.sleep(0.02)
         run.ranks()[0].kill()
         assert run.process.wait(100) != 0

@@ -17,6 +17,7 @@ from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
 from tests.support.config_files import write_runnable
 from tests.runs.train_cases import TORCHRUN, Run, endless_run, metrics, processes_with, write_config
+from tests.support.processes import name_of
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -28,7 +29,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 
 def num_engines(run: Run) -> int:
-    return sum("EngineCor" in process.name() for process in processes_with(run.marker))
+    return sum("EngineCor" in name_of(process) for process in processes_with(run.marker))
 
 
 # What else goes on in the run: groups that are replaced, and evaluations; deltas of merged adapters, which a replica that comes

@@ -15,6 +15,7 @@ import pytest
 
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.generation import Completion, GenerationRequest, GroupRequest
+from bridge.messages import ReplicaState
 from bridge.send.publish import Publisher
 from megasync.assets import build_tokenizer
 from megasync.config.schema import Config, ModelConfig, RolloutConfig
@@ -27,6 +28,7 @@ from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.turns import EpisodeSettings
 from tests.support.replicas import StampedPool
 from tests.runs.sync_pools import load
+from tests.support.processes import command_of
 from tests.support.sources import DictSource
 from tests.support.tiny_models import write_tiny_model
 
@@ -158,6 +160,39 @@ def make_stream(pool: StampedPool, notes: list[str], staleness: int, players=Non
     return RolloutStream(pool, settings, make_group, score, notes.append, episodes=players)
 
 
+def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publisher) -> None:
+    """Another replica was lost while this one was still taking requests in; then the next sync waited for it for ever."""
+    import ray
+
+    actor = pool._actors[0]
+    pool._num_pauses += 1
+    held = actor.handle.hold_lock.remote(1.0)
+    paused = actor.handle.pause.remote(actor.num_sent, pool._num_pauses)
+    assert ray.get(actor.handle.abort.remote(pool._num_pauses)) is ReplicaState.SERVING
+    ray.get(held)
+    with pytest.raises(ray.exceptions.RayTaskError, match="has left the sync"):
+        ray.get(paused, timeout=20)
+    version = max(pool.versions) + 1
+    publisher.publish(version)
+    assert pool.versions == [version] * 2
+
+
+def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher) -> None:
+    """The one before it has asked both replicas for news, which they still wait for."""
+    pool.set_on_update("continue")
+    publisher.publish(max(pool.versions) + 1)
+    before = make_stream(pool, [], 0)
+    before.serve(0)
+    before.close()
+    stream = make_stream(pool, [], 0)
+    try:
+        stream.serve(0)
+        stream.admit(0)
+        assert [group.key for group in stream.take(0) or []] == list(range(BATCH_SIZE))
+    finally:
+        stream.close()
+
+
 @pytest.mark.parametrize(("kind", "plays"), [("SIGKILL", False), ("SIGSTOP", False), ("SIGKILL", True)])
 def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -> None:
     """While it generates, in the second step: its groups go to the other, which goes on; a new one takes part later.
@@ -169,7 +204,7 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -
     first = max(pool.versions)
     stream = make_stream(pool, notes, 2, players if plays else None)
     trained: list[int] = []
-    (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in command_of(p)]
     other = pool._actors[0].pid
     try:
         for step in range(NUM_STEPS):

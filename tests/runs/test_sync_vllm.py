@@ -38,6 +38,7 @@ from tests.runs.sync_pools import (
     tokens,
     write_seeds,
 )
+from tests.support.processes import command_of
 from tests.support.replicas import numbers
 from tests.support.sources import DictSource
 
@@ -95,7 +96,7 @@ def test_a_replica_starts_with_its_folder(tied_pool, tied_folders, loaded) -> No
 
 def test_on_cpus_a_replica_yields_to_the_trainer_once_it_has_started(tied_pool) -> None:
     for actor in tied_pool._actors.values():
-        core = [process for process in descendants(actor.pid) if "EngineCore" in " ".join(process.cmdline())]
+        core = [process for process in descendants(actor.pid) if "EngineCore" in command_of(process)]
         assert len(core) == 1 and {process.nice() for process in (psutil.Process(actor.pid), *core)} == {NICENESS_ON_CPU}
 
 
@@ -288,7 +289,7 @@ def test_a_killed_engine_is_noticed_and_leaves_no_process(tied_pool, tied_folder
     """Nor does a killed actor, from which its engine was forked."""
     family = [process for actor in tied_pool._actors.values() for process in psutil.Process(actor.pid).children(recursive=True)]
     own = psutil.Process(tied_pool._actors[0].pid).children(recursive=True)
-    (engine,) = [process for process in own if "VLLM::EngineCore" in " ".join(process.cmdline())]
+    (engine,) = [process for process in own if "VLLM::EngineCore" in command_of(process)]
     publisher = Publisher(DictSource(load(tied_folders[1])), tied_pool, SyncConfig(timeout_seconds=20))
     publisher.publish(17)
     engine.send_signal(signal.SIGKILL)

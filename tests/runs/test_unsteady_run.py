@@ -30,6 +30,7 @@ from tests.runs.train_cases import (
     write_config,
     assert_metrics_have_rows,
 )
+from tests.support.processes import name_of
 
 
 @pytest.mark.parametrize("command", [TORCHRUN, SUBMIT], ids=["torchrun", "submit"])
@@ -42,7 +43,7 @@ def test_all_processes_end_with_a_launcher_that_is_killed(command: list[str], tm
         run = Run(launcher, tmp_path / "runs" / "run", tmp_path.name, tmp_path / "said")
         try:
             run.wait_for(2)
-            names = {process.name() for process in processes_with(run.marker)}
+            names = {name_of(process) for process in processes_with(run.marker)}
             assert any("raylet" in name for name in names) and any("EngineCor" in name for name in names), names
         finally:
             launcher.kill()

@@ -25,6 +25,7 @@ from megasync.reporting.metric_names import metric
 from megasync.rewards.functions import RewardInput, token_count
 from tests.support.ranks import run_ranks
 from tests.megasync.rewards.reward_cases import DEEDS
+from tests.support.processes import command_of
 
 END_SECONDS = 30.0
 STARTS_PROCESSES = True  # see ranks.py
@@ -184,7 +185,8 @@ def left_running(marker: str) -> list[str]:
     deadline = time.monotonic() + END_SECONDS
     while (left := [*processes_with(marker), *filter(os.path.exists, folders)]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return [each if isinstance(each, str) else " ".join(each.cmdline()) for each in left]
+    told = [each if isinstance(each, str) else command_of(each) for each in left]
+    return [text for text in told if text]
 
 
 def far_listeners(marker: str) -> list[str]:

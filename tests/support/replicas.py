@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -33,6 +34,11 @@ class OpenReplica(Replica):
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "enable_prefix_caching": config.cache_config.enable_prefix_caching,
         }
+
+    async def hold_lock(self, seconds: float) -> None:
+        """As long as requests take to be handed in."""
+        async with self._generator.lock:
+            await asyncio.sleep(seconds)
 
     async def damage(self, name: str) -> None:
         await self._engine.collective_rpc("tests_damage", args=(name,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from bridge.generation import Collected, GenerationRequest, GroupRequest
+from bridge.messages import NotServingError
 from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import RepeatedLossError
 from megasync.rollouts.group import Group, StreamSettings
@@ -78,6 +80,44 @@ def test_an_answer_that_comes_as_its_replica_is_lost_changes_nothing() -> None:
 
     try:
         stream.run(train())
+    finally:
+        stream.close()
+
+
+class LateRefusal(ModelPool):
+    """Of what it is handed first, after a second."""
+
+    is_first = True
+
+    async def hand_in(self, replica: int, groups: Sequence[GroupRequest]) -> None:
+        if self.is_first:
+            self.is_first = False
+            await asyncio.sleep(1)
+            raise NotServingError("its sync broke off")
+        await super().hand_in(replica, groups)
+
+
+def test_a_refusal_that_comes_after_the_next_sync_closes_no_lane() -> None:
+    pool = LateRefusal(1, lambda group, sample: 3)
+
+    async def score(group: Group, samples: list[int]) -> list[Scored]:
+        return [Scored(1.0, {}) for _ in samples]
+
+    request = GenerationRequest((1,))
+    stream = RolloutStream(cast(Any, pool), SETTINGS, lambda key: Group(key, request), score, print, pool.loop)
+
+    async def train() -> list[Group] | None:
+        pool.sync(0)
+        await stream._serve(0)
+        await stream._admit(0)
+        await asyncio.sleep(0.5)
+        pool.sync(1)
+        await stream._serve(1)
+        return await stream._take(0)
+
+    try:
+        groups = stream.run(train())
+        assert groups is not None and [group.key for group in groups] == [0]
     finally:
         stream.close()
 
