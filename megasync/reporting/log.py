@@ -172,6 +172,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _json(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON proper: NaN and infinities, which it does not have, become null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(finite, allow_nan=False, indent=indent)
+    """JSON proper: NaN and infinities, which it does not have, become null, however deep they lie."""
+    try:
+        return json.dumps(values, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(values), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -42,7 +42,9 @@ def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     with log_of(tmp_path) as log:
         log.step(0, {"a": math.nan, "b": -math.inf, "c": 1})
+        log.samples(1, [{"info": {"score": math.inf, "parts": [1.0, math.nan]}}])  # of somebody's environment
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 1}\n'
+    assert read_samples(tmp_path) == [{"step": 1, "info": {"score": None, "parts": [1.0, None]}}]
 
 
 @settings(deadline=None, max_examples=25)
