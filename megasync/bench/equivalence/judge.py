@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from engine.config import MOE_FAMILIES
 
@@ -28,23 +30,21 @@ def differences(found: Found, reference: Found, transformers: tuple[list[float],
 
     `transformers`: its log-probs with the model's folder and with the folder that the case left.
     """
-    by_step = zip(found["history"], reference["history"], strict=True)
     worst: dict[str, float] = {}
-    for own, other in by_step:
-        for name in [name for name in STEPS if name in other]:
-            scale = abs(other[name]) if name == "grad_norm" else max(1.0, abs(other[name]))
-            difference = abs(own[name] - other[name]) / scale if scale else abs(own[name])
-            worst[name] = _larger(worst.get(name, 0.0), difference)
+    by_step = list(zip(found["history"], reference["history"], strict=True))
+    for name in STEPS:
+        pairs = [(own[name], other[name]) for own, other in by_step if name in other]
+        scales = [abs(other) if name == "grad_norm" else max(1.0, abs(other)) for _, other in pairs]
+        if pairs:
+            worst[name] = _largest(abs(own - other) / (scale or 1.0) for (own, other), scale in zip(pairs, scales, strict=True))
     for name, own, other in zip(LOG_PROBS, found["log_probs"], transformers, strict=True):
-        worst[name] = 0.0
-        for mine, theirs in zip(own, other, strict=True):
-            worst[name] = _larger(worst[name], abs(mine - theirs))
+        worst[name] = _largest(abs(mine - theirs) for mine, theirs in zip(own, other, strict=True))
     return worst
 
 
-def _larger(worst: float, value: float) -> float:
+def _largest(values: Iterable[float]) -> float:
     """As max, but what is no number stays."""
-    return value if math.isnan(value) or value > worst else worst
+    return float(np.max(list(values)))
 
 
 def problems(found: Found, worst: dict[str, float], family: str, micro_batches: int) -> list[str]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from bridge.export.source import WeightSource
 from bridge.generation import Completion
 from bridge.send.publish import Publisher
-from megasync.bench.common.lora import LoraSide
-from megasync.bench.common.rank import BenchRank, Measured
+from megasync.bench.common.program import Measured
+from megasync.bench.common.rank import BenchRank, LoraSide
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import Tokens, build_requests, take_turns
 from megasync.bench.replicas.replica import BenchPool

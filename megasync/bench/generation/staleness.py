@@ -23,7 +23,8 @@ import psutil
 
 from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
-from megasync.bench.common.rank import BenchRank, Measured
+from megasync.bench.common.program import Measured
+from megasync.bench.common.rank import BenchRank
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import long_tail
 from megasync.rewards.pool import Scored

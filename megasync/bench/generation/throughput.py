@@ -9,12 +9,8 @@ weights are those of model.path, or random ones. Leaves out tables (report.py).
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,44 +19,33 @@ import ray
 
 from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
+from megasync.bench.common.program import Measured, Program
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import Tokens, build_requests, take_turns
 from megasync.bench.replicas.offline import OfflinePool
-from megasync.config.files import write_atomically
-from megasync.config.load import load_config
-from megasync.launch.devices import replica_devices, visible_devices
-from megasync.launch.processes import end_on_sigterm
-from megasync.launch.ray_cluster import start_ray
-from megasync.run.replica_start import replica_config
 
 
-class ThroughputBench:
-    """Two engines that wait for requests. `ends` takes them down."""
+class ThroughputBench(Program):
+    """Two engines that wait for requests."""
 
-    def __init__(self, config: BenchRoot, ends: ExitStack) -> None:
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
         self.requests = build_requests(config)
-        if (stop_ray := start_ray("local")) is not None:
-            ends.callback(stop_ray)
-        given = replica_config(config)
-        devices = replica_devices(visible_devices(), 1, given.tensor_parallel)
-        dummy: dict[str, object] = {} if config.bench.shapes == "none" else {"load_format": "dummy"}
-        given = replace(given, devices=devices, shares_devices=False, engine_arguments=given.engine_arguments | dummy)
         self.pools: dict[str, ReplicaPool] = {}
         for method, kind in {"replica": ReplicaPool, "vllm": OfflinePool}.items():
-            print(f"starting {method}", flush=True)
-            self.pools[method] = kind.start(given, 1)
-            ends.callback(self.pools[method].close)
+            self.say(f"starting {method}")
+            self.pools[method] = self.start_replica(kind, self.on_first_devices())
         self.cpu_seconds: dict[str, dict[str, float]] = {}  # of each method's last turn
 
-    def run(self, num_rounds: int, results_path: Path) -> None:
-        """Write seconds, tokens, and CPU seconds of the process that asks and of those that compute, after each round."""
-        rounds: list[dict[str, object]] = []
+    def run(self) -> Measured:
+        """Seconds, tokens, and CPU seconds of the process that asks and of those that compute; kept after each round."""
+        results: Measured = {"rounds": [], "same_tokens": 0.0}
         generators = {method: partial(self._measure, method) for method in self.pools}
-        for number, (found, same) in enumerate(take_turns(generators, num_rounds)):
-            rounds += [{**one, "cpu_seconds": self.cpu_seconds[one["method"]]} for one in found]
+        for found, results["same_tokens"] in take_turns(generators, self.config.bench.rounds):
+            results["rounds"] += [{**one, "cpu_seconds": self.cpu_seconds[one["method"]]} for one in found]
             if found:
-                results = {"rounds": rounds, "same_tokens": same, "is_complete": number == num_rounds}
-                write_atomically(results_path, json.dumps(results))
+                self.keep(results, is_complete=False)
+        return results
 
     def _measure(self, method: str) -> tuple[float, Tokens]:
         before = self._cpu_seconds(method)
@@ -87,17 +72,3 @@ class ThroughputBench:
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure by a config file, and write the results as JSON."""
-    config_path, results_path = arguments
-    config = load_config(config_path, root=BenchRoot)
-    end_on_sigterm()
-    with ExitStack() as ends:
-        ThroughputBench(config, ends).run(config.bench.rounds, Path(results_path))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bridge.config import SyncConfig
 from bridge.send.publish import Publisher
-from megasync.bench.nodes.pool import ReceiverPool, connect
+from megasync.bench.nodes.pool import ReceiverPool, connect, num_lanes
 from megasync.bench.nodes.receiver import link_bytes
 from megasync.bench.nodes.source import RandomSource
 
@@ -74,10 +74,8 @@ class Cases:
         report = publisher.publish(self.version)
         after = self._count(pool, num_replicas, group)
         moved = {side: [b - a for a, b in zip(before[side], after[side], strict=True)] for side in before}
-        connection = publisher._connection
-        assert connection is not None
-        lanes = len(connection.lanes.lanes) if connection.lanes is not None else 1
-        return {"seconds": report.seconds, "bytes": report.num_bytes, "buckets": report.num_buckets, "lanes": lanes, **moved}
+        counts = {"bytes": report.num_bytes, "buckets": report.num_buckets, "lanes": num_lanes(publisher)}
+        return {"seconds": report.seconds, **counts, **moved}
 
     def _compare(self, publisher: Publisher, num_receivers: int) -> None:
         """Raises RuntimeError where a receiver holds something else than was sent."""

@@ -12,25 +12,8 @@ import torch
 from bridge.export.source import Part
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.layout.regions import Copy, contiguous
-
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 768, 2048, 12, 12, 4, 64, 32768
-
-
-def layer_shapes() -> dict[str, tuple[int, ...]]:
-    """Of one layer, by name within it."""
-    return {
-        "input_layernorm.weight": (HIDDEN,),
-        "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.q_norm.weight": (HEAD_DIM,),
-        "self_attn.k_norm.weight": (HEAD_DIM,),
-        "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "post_attention_layernorm.weight": (HIDDEN,),
-        "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
-    }
+from megasync.bench.common.model import qwen3, tensors_of
+from megasync.bench.config import BenchConfig
 
 
 class RandomSource:
@@ -38,20 +21,16 @@ class RandomSource:
 
     stage, num_stages, has_tensors = 0, 1, True
 
-    def __init__(self, *, is_sender: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, *, is_sender: bool) -> None:
         self.is_sender = is_sender
-        generator = torch.Generator().manual_seed(0)
-        shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
-        for index in range(LAYERS):
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes().items()}
-        self.tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        generator, shapes = torch.Generator().manual_seed(0), tensors_of(qwen3(BenchConfig()))
+        self.tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
         self._memory = {name: tensor.view(-1) for name, tensor in self.tensors.items()}
-        whole = [contiguous(tensor.numel()) for tensor in self.tensors.values()]
-        self._copies = [(Copy(region, name, region),) for name, region in zip(self.tensors, whole, strict=True)]
+        whole = {name: contiguous(tensor.numel()) for name, tensor in self.tensors.items()}
+        self._copies = [(Copy(region, name, region),) for name, region in whole.items()]
 
     def manifest(self) -> Manifest:
-        specs = (TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items())
-        return Manifest(tuple(specs))
+        return Manifest(tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in self.tensors.items()))
 
     def parts(self) -> Iterator[Part]:
         yield Part(self._copies, self._memory)
