@@ -41,6 +41,7 @@ setup(
     package_data={
         "megasync.planning": ["measured.json"],
         "megasync.bench.equivalence": ["tables.yaml"],
+        "megasync.bench.nodes": ["simulated.yaml"],
         **{package: ["*"] for package in SHIPPED},
     },
     install_requires=LIGHT,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
@@ -15,6 +14,7 @@ from megasync.bench.generation.tools import NAME
 from megasync.checks.check import check_config
 from megasync.checks.sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, refuse_if
+from megasync.config.load import with_changes
 from megasync.hf.folder import check_model_folder
 from megasync.hf.shapes import SHAPES
 from megasync.launch.devices import visible_devices
@@ -44,10 +44,7 @@ def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
     bench = config.bench
     if verb == "episodes":
         config = _with_episodes(config)
-    if config.model.path:
-        config = config.model_copy(update={"bench": bench.model_copy(update={"shapes": "none"})})
-    else:
-        config = _with_model(config)
+    config = with_changes(config, {"bench.shapes": "none"}) if config.model.path else _with_model(config)
     check_config(config, bench.num_ranks, needs_data=False)
     _check_methods(config)
     _check_lora(config, verb)
@@ -83,15 +80,11 @@ def _check_equivalence(config: BenchRoot) -> None:
     cases.read_back_families(config)
 
 
-def _with_path(config: BenchRoot, folder: Path) -> BenchRoot:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-
-
 def _with_shapes(config: BenchRoot) -> BenchRoot:
     """With a folder that has a config.json alone."""
     folder, bench = config.run.folder / "model", config.bench_train
     write_config(folder, SHAPES[bench.shapes].hf_config(bench.sequence_length), config.model.dtype)
-    return _with_path(config, folder)
+    return with_changes(config, {"model.path": str(folder)})
 
 
 def _with_model(config: BenchRoot) -> BenchRoot:
@@ -104,7 +97,7 @@ def _with_model(config: BenchRoot) -> BenchRoot:
     except OSError as error:
         remedy = "write run.dir=FOLDER for a folder of yours, with room for the model"
         raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
-    return _with_path(config, folder)
+    return with_changes(config, {"model.path": str(folder)})
 
 
 def _with_episodes(config: BenchRoot) -> BenchRoot:
@@ -120,7 +113,7 @@ def _with_episodes(config: BenchRoot) -> BenchRoot:
     is_short = (rollout.max_model_len or total) < total
     _refuse("rollout.max_model_len", is_short, rollout.max_model_len, f"too short for {bench.turns} turns", total)
     played = {"episode": NAME, "episode_max_turns": bench.turns, "episode_on_failure": "retry"}
-    return config.model_copy(update={"rollout": rollout.model_copy(update=played)})
+    return with_changes(config, {f"rollout.{key}": value for key, value in played.items()})
 
 
 def _check_methods(config: BenchRoot) -> None:

@@ -18,6 +18,7 @@ from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench.config import BenchRoot
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.load import with_changes
 from megasync.config.schema import Config
 
 Keys = dict[str, Any]
@@ -127,21 +128,12 @@ def case_config(config: BenchRoot, case: Case, model_path: Path, tokens_per_micr
     """The config of a run with the case's keys.
 
     Raises:
-        ValueError: a key or a value that no config has.
+        ValueError: a value that no config has.
     """
-    nested = {section: getattr(config, section).model_dump() for section in Config.model_fields}
-    own = {
-        "model.path": str(model_path),
-        "engine.tokens_per_microbatch": tokens_per_microbatch,
-        "run.steps": config.bench_equivalence.steps,
-    }
-    for key, value in {**own, **case.keys}.items():
-        into: Any = nested
-        *sections, last = key.split(".")
-        for section in sections:
-            into = into[section]
-        into[last] = value
-    return Config.model_validate(nested)
+    own: Keys = {"model.path": str(model_path), "engine.tokens_per_microbatch": tokens_per_microbatch}
+    own["run.steps"] = config.bench_equivalence.steps
+    plain = Config(**{section: getattr(config, section) for section in Config.model_fields})
+    return with_changes(plain, own | case.keys)
 
 
 def refusal(config: Config, num_ranks: int) -> str:

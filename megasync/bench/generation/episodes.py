@@ -39,12 +39,8 @@ from megasync.rollouts.requests import make_request, task_of, training_sampling
 from megasync.rollouts.stream import RolloutStream
 
 
-class Watched:
+class Watched(EpisodePool):
     """The processes of episodes, with the times at which turns and episodes end."""
-
-    def __init__(self, pool: EpisodePool) -> None:
-        self.pool = pool
-        self.begin()
 
     def begin(self) -> float:
         """Forget those until now."""
@@ -52,14 +48,12 @@ class Watched:
         return time.perf_counter()
 
     async def run(self, task: Task, ask: AskFunction, history: History | None = None) -> Any:
-        """Of EpisodePool."""
-
         async def timed(asked: Ask) -> Turn:
             turn = await ask(asked)
             self.turns.append((time.perf_counter(), len(turn.token_ids)))
             return turn
 
-        ended = await self.pool.run(task, timed, history)
+        ended = await super().run(task, timed, history)
         self.ends.append(time.perf_counter())
         return ended
 
@@ -92,7 +86,8 @@ class EpisodesBench(Program):
 
     def row(self, slots: int, *, waits: bool) -> dict[str, float]:
         """Figures of all episodes; one turn of each, before them, starts the processes and warms the replica up."""
-        config, episodes = self.config, Watched(EpisodePool(self.config))
+        config, episodes = self.config, Watched(self.config)
+        episodes.begin()
         own = StreamSettings(1, 1, 0, slots, float(config.rollout.max_new_tokens), config.rollout.answer_timeout_seconds)
         stream = RolloutStream(self.pool, own, _nothing, _nothing, print, episodes=(episodes, episode_settings(config)))
         try:
@@ -103,7 +98,7 @@ class EpisodesBench(Program):
             seconds = time.perf_counter() - begin
         finally:
             stream.close()
-            episodes.pool.close()
+            episodes.close()
         # these end after the stream's last calls, which would take the samples of the next row
         self.pool.gather([self.pool.collect(replica, COLLECT_SECONDS) for replica in self.pool.members])
         return {"seconds": seconds, **episodes.pace(begin), **figures(played, seconds, config)}

@@ -27,6 +27,7 @@ from megasync.bench.common.program import Measured
 from megasync.bench.common.rank import BenchRank
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import long_tail
+from megasync.config.load import with_changes
 from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import COLLECT_SECONDS
 from megasync.rollouts.group import Group
@@ -70,12 +71,7 @@ class StalenessBench(BenchRank):
         pool, sender = self.pool, self.sender
         assert pool is not None
         pool.call("set_on_update", on_update)
-        config = self.config.model_copy(
-            update={
-                "rollout": self.config.rollout.model_copy(update={"max_staleness": staleness}),
-                "run": self.config.run.model_copy(update={"steps": num_batches}),
-            }
-        )
+        config = with_changes(self.config, {"rollout.max_staleness": staleness, "run.steps": num_batches})
         settings = replace(stream_settings(config, scores_groups=False), expected_tokens=statistics.fmean(self.lengths))
         stream = RolloutStream(pool, settings, self._group, score, print)
         sender.publish(0)
@@ -128,13 +124,13 @@ def pin(pool: ReplicaPool) -> dict[str, list[int]]:
         process, own = psutil.Process(actor.pid), cores[place % len(cores) :][:1]
         chosen[f"replica {replica}"] = own
         for each in (process, *process.children(recursive=True)):
-            _pin_threads(each.pid, own)
-    _pin_threads(os.getpid(), cores[-1:])
+            _pin_threads(each, own)
+    _pin_threads(psutil.Process(), cores[-1:])
     return chosen
 
 
-def _pin_threads(process: int, cores: list[int]) -> None:
-    with suppress(FileNotFoundError):
-        for thread in Path(f"/proc/{process}/task").iterdir():
+def _pin_threads(process: psutil.Process, cores: list[int]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for thread in process.threads():
             with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(int(thread.name), cores)
+                os.sched_setaffinity(thread.id, cores)

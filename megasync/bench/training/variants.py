@@ -15,6 +15,7 @@ from engine.config import OFFLOAD_KINDS
 from megasync.bench.common.processes import run_logged
 from megasync.bench.common.results import Results, describe, print_figures, write_results
 from megasync.bench.config import BenchRoot
+from megasync.config.load import with_changes
 
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
 SPEED = (
@@ -30,7 +31,7 @@ GIB = 2**30
 
 def measure_variant(config: BenchRoot, variant: str) -> Results:
     """What the variant's ranks measured, and `error` with the end of their output where they failed."""
-    own = config.model_copy(update={"bench_train": config.bench_train.model_copy(update={"variants": (variant,)})})
+    own = with_changes(config, {"bench_train.variants": [variant]})
     begin, limit = time.monotonic(), config.bench_train.variant_seconds
     measured, log = run_logged("train", own, config.run.folder / variant, config.bench_train.num_ranks, limit)
     measured["total_seconds"] = time.monotonic() - begin
