@@ -19,8 +19,8 @@ from megasync.launch.processes import end_on_sigterm, run_and_leave
 PROGRAMS = {
     "sync": "sync.methods:SyncBench",
     "lanes": "nodes.lanes:LanesBench",
-    "rollout": "generation.lora:LoraBench",
-    "throughput": "generation.throughput:ThroughputBench",
+    "rollout": "generation.rollout:LoraBench",
+    "throughput": "generation.rollout:ThroughputBench",
     "staleness": "generation.staleness:StalenessBench",
     "episodes": "generation.episodes:EpisodesBench",
     "train": "training.rank:TrainBench",

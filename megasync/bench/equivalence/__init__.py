@@ -5,7 +5,6 @@ models.py    tiny models of each family (tables.yaml), and what transformers com
 measure.py   what a case's ranks do: steps, log-probs, exports
 ranks.py     ranks that run one case after another, and the next start when one fails
 read_back.py weights that vLLM gives back
-judge.py     differences, and whether they are within bounds
-document.py  the tables in Markdown
+judge.py     differences, whether they are within bounds, and the tables in Markdown
 run.py       all of it
 """

@@ -1,6 +1,6 @@
 """All cases of the table: models, what is unsupported, one start of ranks after another, vLLM, and what came out.
 
-Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (document.py).
+Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (judge.py).
 
     python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [--json FILE] [--to docs/equivalence.md]
 """
@@ -17,8 +17,8 @@ from typing import Any
 from megasync.bench.common.results import Results, describe, print_table, write_results
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import cases as of_cases
+from megasync.bench.equivalence import judge
 from megasync.bench.equivalence.cases import Case, Model, layout_keys
-from megasync.bench.equivalence.document import write_document
 from megasync.bench.equivalence.ranks import Job, run_jobs
 from megasync.config.load import save_config
 from megasync.config.schema import Config
@@ -89,7 +89,6 @@ class Bench:
             print(f"{number + 1} of {len(cases)} on {num_ranks} ranks: {case.name}: {said(noted)}, {seconds:.1f} s", flush=True)
 
     def _judge(self, case: Case, found: dict[str, Any], trained: Path) -> dict[str, Any]:
-        from megasync.bench.equivalence import judge
         from megasync.bench.equivalence.models import scored_samples, transformers_log_probs
 
         reference = self.references.get(case.reference, {"error": "was not run"})
@@ -157,7 +156,7 @@ def run(config: BenchRoot, json_path: Path | None, document_path: Path | None) -
     bench.keep()
     show(bench.results)
     if document_path is not None:
-        write_document(bench.results, document_path)
+        judge.write_document(bench.results, document_path)
     return int(any(wrong(bench.results)))
 
 

@@ -1,10 +1,13 @@
-"""`python -m megasync.bench rollout bench.lora_rank=0`: generation by our replica beside vLLM's own offline `LLM.generate`.
+"""`python -m megasync.bench rollout`: two replicas generate from the same prompts in turns, while the other one is idle.
 
-The same requests (prompts, lengths, seeds) go to both in turns, in one run, with the same engine arguments, while the other one
-is idle; ours takes them as a run's stream hands them in. Both engines are on the first GPU, each with its own memory. The
-weights are those of model.path, or random ones. Leaves out tables (report.py).
+LoraBench, on one trainer rank: from merged weights and from an adapter. An engine trains adapters for some steps and brings them
+to two replicas, merged to one and alone to the other; it is checked that they hold what was sent. Both then generate greedily.
 
-    python -m megasync.bench rollout --config configs/bench_cpu.yaml bench.lora_rank=0 [model.path=FOLDER] [key=value ...]
+ThroughputBench, with bench.lora_rank=0: our replica beside vLLM's own offline `LLM.generate`, with the same engine arguments;
+ours takes requests as a run's stream hands them in. Both engines are on the first GPU, each with its own memory. The weights are
+those of model.path, or random ones. Leaves out tables (report.py).
+
+    python -m megasync.bench rollout --config configs/bench_cpu.yaml [bench.lora_rank=0] [model.path=FOLDER] [key=value ...]
 """
 
 from __future__ import annotations
@@ -16,13 +19,50 @@ from pathlib import Path
 
 import psutil
 import ray
+import torch.distributed as dist
 
 from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
 from megasync.bench.common.program import Measured, Program
+from megasync.bench.common.rank import BenchRank, LoraSide
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import Tokens, build_requests, take_turns
-from megasync.bench.replicas.offline import OfflinePool
+from megasync.bench.replicas.replica import BenchPool, OfflinePool
+
+NUM_STEPS = 3
+
+
+class LoraBench(BenchRank):
+    """Everything of one rank."""
+
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
+        self.lora = LoraSide(self)
+        self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
+        merged = self.publisher(self.lora.merged, self.pools["merged"])
+        self.publishers = {"merged": merged, "adapter": self.lora.publisher}
+
+    def run(self) -> Measured:
+        for _ in range(NUM_STEPS):
+            self.change(self.lora.engine)
+        results: Measured = {"rounds": [], "same_weights": {}}
+        for method, publisher in self.publishers.items():
+            publisher.publish(NUM_STEPS)
+            source = self.lora.merged if method == "merged" else self.lora.adapter
+            results["same_weights"][method] = self.compare(method, source, self.pools[method])
+        generators = {method: partial(self._generate, pool) for method, pool in self.pools.items() if pool is not None}
+        for found, results["same_tokens"] in take_turns(generators, self.config.bench.rounds):
+            dist.barrier()
+            results["rounds"] += found
+            if found:
+                self.keep(results, is_complete=False)
+        return results
+
+    def _generate(self, pool: BenchPool) -> tuple[float, Tokens]:
+        requests = build_requests(self.config, greedy=True)
+        begin = time.perf_counter()
+        completions = pool.generate(requests).result()
+        return time.perf_counter() - begin, [one.token_ids.tolist() for group in completions for one in group]
 
 
 class ThroughputBench(Program):
