@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as ends:
         kind = pkgutil.resolve_name(f"megasync.bench.{PROGRAMS[program]}")
         bench = kind(load_config(config_path, root=BenchRoot), Path(results_path), ends)
+        bench.start()
         bench.keep(bench.run(), is_complete=True)
     return 0
 

@@ -29,6 +29,9 @@ class Program(ABC):
         self.config, self.results_path, self.ends = config, results_path, ends
         self.is_first = os.environ.get("RANK", "0") == "0"
 
+    def start(self) -> None:  # noqa: B027 # many start with nothing
+        """What takes part in the measuring, before `run`."""
+
     @abstractmethod
     def run(self) -> Measured:
         """Measure; on the first rank what report.py takes."""

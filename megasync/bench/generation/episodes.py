@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from bridge.messages import FOLDER_VERSION
@@ -66,9 +64,8 @@ class Watched(EpisodePool):
 class EpisodesBench(Program):
     """A replica and the processes of episodes."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
-        self.prompts, self.num_asked = Prompts(config.model.path, config.data), 0
+    def start(self) -> None:
+        self.prompts, self.num_asked = Prompts(self.config.model.path, self.config.data), 0
         self.say("starting vLLM")
         self.pool = self.start_replica(ReplicaPool, self.on_first_devices())
 

@@ -13,9 +13,7 @@ those of model.path, or random ones. Leaves out tables (report.py).
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import psutil
 import ray
@@ -25,7 +23,6 @@ from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
 from megasync.bench.common.program import Measured, Program
 from megasync.bench.common.rank import BenchRank, LoraSide
-from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import Tokens, build_requests, take_turns
 from megasync.bench.replicas.replica import BenchPool, OfflinePool
 
@@ -35,8 +32,7 @@ NUM_STEPS = 3
 class LoraBench(BenchRank):
     """Everything of one rank."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
+    def start(self) -> None:
         self.lora = LoraSide(self)
         self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
         merged = self.publisher(self.lora.merged, self.pools["merged"])
@@ -68,9 +64,8 @@ class LoraBench(BenchRank):
 class ThroughputBench(Program):
     """Two engines that wait for requests."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
-        self.requests = build_requests(config)
+    def start(self) -> None:
+        self.requests = build_requests(self.config)
         self.pools: dict[str, ReplicaPool] = {}
         for method, kind in {"replica": ReplicaPool, "vllm": OfflinePool}.items():
             self.say(f"starting {method}")

@@ -15,9 +15,8 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 
@@ -25,7 +24,6 @@ from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from megasync.bench.common.program import Measured
 from megasync.bench.common.rank import BenchRank
-from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import long_tail
 from megasync.config.load import with_changes
 from megasync.rewards.pool import Scored
@@ -42,13 +40,13 @@ LONGEST_TO_MEDIAN = 8
 class StalenessBench(BenchRank):
     """Everything of the one rank."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
-        self.engine = self.build_engine(config.engine)
+    def start(self) -> None:
+        self.engine = self.build_engine(self.config.engine)
         self.pool = self.start_pool()
         self.sender = self.publisher(build_exporter(self.engine), self.pool)
-        number, longest = config.bench.num_batches * config.data.batch_size, config.rollout.max_new_tokens
-        self.lengths = long_tail(number, config.bench.median_tokens or longest / LONGEST_TO_MEDIAN, longest, config.run.seed)
+        bench, longest = self.config.bench, self.config.rollout.max_new_tokens
+        number, median = bench.num_batches * self.config.data.batch_size, bench.median_tokens or longest / LONGEST_TO_MEDIAN
+        self.lengths = long_tail(number, median, longest, self.config.run.seed)
 
     def run(self) -> Measured:
         assert self.pool is not None

@@ -18,10 +18,9 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from bridge.transport.channel import Channel
 from bridge.transport.open import own_device
 from megasync.bench.common.program import Measured
 from megasync.bench.common.rank import BenchRank, Way, seconds_by_name
-from megasync.bench.config import BenchRoot
 from megasync.bench.nodes.pool import ElsewhereReceiverPool, connect, num_lanes
 from megasync.bench.replicas.nccl import SECONDS, broadcast_all, bucket_sizes
 from megasync.launch.devices import visible_devices
@@ -47,11 +45,10 @@ END_SECONDS = 10.0
 class LanesBench(BenchRank):
     """The rounds. Calls are collective; rank 0 alone has pools and results."""
 
-    trains = False
+    trains, shares_memory = False, True
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends, shares_memory=True)
-        self.engine = self.build_engine(config.engine)
+    def start(self) -> None:
+        self.engine = self.build_engine(self.config.engine)
         sender, everywhere = build_exporter(self.engine), build_exporter(self.engine, on_all_ranks=True)
         self.manifest = self.whole_manifest(sender)
         self._floor: Channel | None = None
@@ -59,8 +56,8 @@ class LanesBench(BenchRank):
         ports = self._start_receivers() if self.is_first else []
         connections = [connect(LOOPBACK, port) for port in ports]
         for connection in connections:
-            ends.callback(_let_go, connection)
-        if any(map(self._place, range(config.rollout.replicas))):
+            self.ends.callback(_let_go, connection)
+        if any(map(self._place, range(self.config.rollout.replicas))):
             apart = [connection for r, connection in enumerate(connections) if self._place(r)]  # from rank 0's GPU
             self.ways["one group"] = self._way(sender, apart, lanes=False)
         self.ways["lanes"] = self._way(everywhere, connections, lanes=True)

@@ -23,7 +23,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +44,7 @@ from engine.moe.experts import split_experts
 from megasync.bench.common.memory import PeakMeter, device_bytes, give_back_free_memory, mapped_files
 from megasync.bench.common.program import Measured
 from megasync.bench.common.rank import BenchRank, LoraSide, Way, seconds_by_name
-from megasync.bench.config import CPU_METHODS, GPU_METHODS, METHODS, BenchRoot
+from megasync.bench.config import CPU_METHODS, GPU_METHODS, METHODS
 from megasync.bench.replicas.nccl import NcclBaselines
 from megasync.bench.replicas.replica import BenchPool
 from megasync.config.files import flush
@@ -68,8 +67,8 @@ class SwappableSource:
 class SyncBench(BenchRank):
     """Everything that the methods need, and their rounds. Calls are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
+    def start(self) -> None:
+        config = self.config
         self.has_gpus = torch.cuda.is_available()
         self.engine = self.build_engine(config.engine)
         self.exporter = build_exporter(self.engine)

@@ -22,24 +22,19 @@ def read_shapes(hf_config: dict[str, Any]) -> Shapes:
     return Shapes(**{name: hf_config[name] for name in Shapes._fields if name in hf_config})
 
 
-def num_parameters(shapes: Shapes) -> int:
-    """All of them, tied embeddings once."""
-    return _num_parameters(shapes, shapes.num_experts)
+def num_parameters(shapes: Shapes, num_experts: int) -> int:
+    """With so many experts of those that there are, tied embeddings once."""
+    tensors = tensors_of(shapes.hf_config(1))
+    experts = {name: EXPERT.search(name) for name in tensors}
+    return sum(math.prod(tensors[name]) for name, found in experts.items() if found is None or int(found[1]) < num_experts)
 
 
 def num_active_parameters(shapes: Shapes) -> int:
     """Those that one token meets."""
-    return _num_parameters(shapes, shapes.num_experts_per_tok)
+    return num_parameters(shapes, shapes.num_experts_per_tok)
 
 
 def attention_flops(shapes: Shapes, sequence_length: int) -> int:
     """Of the two products with the causal attention matrix, a token, forward and backward."""
     size = shapes.num_attention_heads * shapes.head_dim if shapes.head_dim else shapes.hidden_size
     return 6 * shapes.num_hidden_layers * size * (sequence_length + 1)
-
-
-def _num_parameters(shapes: Shapes, num_experts: int) -> int:
-    """With so many experts of those that there are."""
-    tensors = tensors_of(shapes.hf_config(1))
-    experts = {name: EXPERT.search(name) for name in tensors}
-    return sum(math.prod(tensors[name]) for name, found in experts.items() if found is None or int(found[1]) < num_experts)
