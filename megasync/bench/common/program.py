@@ -1,4 +1,9 @@
-"""What every program of worker.py is: something that measures, and keeps what it has. Leaves out trainer ranks (rank.py)."""
+"""What every program of worker.py is: something that measures, and keeps what it has.
+
+Leaves out replicas (one_replica.py, rank.py).
+
+Without Ray, so that the memory of what trains alone is its own.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,13 @@ import json
 import os
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from bridge.config import ReplicaConfig
-from bridge.replicas.pool import ReplicaPool
 from megasync.bench.config import BenchRoot
 from megasync.config.files import write_atomically
-from megasync.launch.devices import replica_devices, visible_devices
-from megasync.launch.ray_cluster import start_ray
-from megasync.run.replica_start import replica_config
 
 Measured = dict[str, Any]
-Pool = TypeVar("Pool", bound=ReplicaPool)
 
 
 class Program(ABC):
@@ -46,21 +44,6 @@ class Program(ABC):
         if self.is_first:
             print(text, flush=True)
 
-    def start_replica(self, kind: type[Pool], replica: ReplicaConfig) -> Pool:
-        """One, with a Ray of our own if there is none."""
-        if (stop_ray := start_ray("local")) is not None:
-            self.ends.callback(stop_ray)
-        pool = kind.start(replica, 1)
-        self.ends.callback(pool.close)
-        return pool
-
     def random_weights(self) -> dict[str, object]:
         """vLLM's arguments for a model that has no others."""
         return {} if self.config.bench.shapes == "none" else {"load_format": "dummy"}
-
-    def on_first_devices(self) -> ReplicaConfig:
-        """A replica there, whatever else is on them."""
-        given = replica_config(self.config)
-        devices = replica_devices(visible_devices(), 1, given.tensor_parallel)
-        arguments = given.engine_arguments | self.random_weights()
-        return replace(given, devices=devices, shares_devices=False, engine_arguments=arguments)

@@ -16,7 +16,8 @@ from bridge.replicas.pool import ReplicaPool
 from engine.engine import Engine
 from engine.runtime import parallel
 from engine.sample import Sample
-from megasync.bench.common.program import Measured, Program
+from megasync.bench.common.one_replica import ReplicaProgram
+from megasync.bench.common.program import Measured
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import build_requests
 from megasync.data.prompts import load_data
@@ -42,7 +43,7 @@ def samples(asked: Sequence[GenerationRequest], answers: Sequence[Completion]) -
     ]
 
 
-class GapBench(Program):
+class GapBench(ReplicaProgram):
     """One rung."""
 
     def run(self) -> Measured:

@@ -20,7 +20,8 @@ from typing import Any
 
 from bridge.messages import FOLDER_VERSION
 from bridge.replicas.pool import ReplicaPool
-from megasync.bench.common.program import Measured, Program
+from megasync.bench.common.one_replica import ReplicaProgram
+from megasync.bench.common.program import Measured
 from megasync.bench.config import BenchRoot
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
@@ -61,7 +62,7 @@ class Watched(EpisodePool):
         return {"pace_seconds": end - begin, "pace_tokens": sum(tokens for at, tokens in self.turns if at <= end)}
 
 
-class EpisodesBench(Program):
+class EpisodesBench(ReplicaProgram):
     """A replica and the processes of episodes."""
 
     def start(self) -> None:

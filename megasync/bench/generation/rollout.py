@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
-from megasync.bench.common.program import Measured, Program
+from megasync.bench.common.one_replica import ReplicaProgram
+from megasync.bench.common.program import Measured
 from megasync.bench.common.rank import BenchRank, LoraSide
 from megasync.bench.generation.requests import Tokens, build_requests, take_turns
 from megasync.bench.replicas.replica import BenchPool, OfflinePool
@@ -61,7 +62,7 @@ class LoraBench(BenchRank):
         return time.perf_counter() - begin, [one.token_ids.tolist() for group in completions for one in group]
 
 
-class ThroughputBench(Program):
+class ThroughputBench(ReplicaProgram):
     """Two engines that wait for requests."""
 
     def start(self) -> None:
