@@ -38,7 +38,12 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]), *SHIPPED],
     package_dir=SHIPPED,
-    package_data={"megasync.planning": ["measured.json"], **{package: ["*"] for package in SHIPPED}},
+    package_data={
+        "megasync.planning": ["measured.json"],
+        "megasync.bench.equivalence": ["tables.yaml"],
+        "megasync.bench.nodes": ["simulated.yaml"],
+        **{package: ["*"] for package in SHIPPED},
+    },
     install_requires=LIGHT,
     extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, **CLIENTS, "test": TESTS},
     entry_points={

@@ -1,7 +1,7 @@
 """`python -m megasync.bench`: weight sync, generation and training speed beside other methods, and numerical equivalence.
 
 cli.py       the command; config.py has its keys, prepare.py checks them and writes a model
-worker.py    one trainer rank of sync, rollout or staleness
+worker.py    one process of what is measured: a trainer rank, or one without Megatron
 sync/        our weight sync beside other methods
 generation/  tokens a second, with LoRA and beside vLLM's own; staleness
 training/    training speed and memory by variant

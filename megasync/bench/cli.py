@@ -15,12 +15,11 @@ Starts the trainer ranks itself, then prints tables and, with --json, writes eve
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megasync.bench.common.processes import run_program
 from megasync.bench.common.results import Results, describe, write_results
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import run as equivalence
@@ -32,9 +31,7 @@ from megasync.bench.sync import report as sync
 from megasync.bench.sync.picture import check_picture, draw_sync
 from megasync.bench.training import variants as training
 from megasync.config.errors import main_errors, refuse_if
-from megasync.config.load import load_config, save_config
-from megasync.launch.processes import run_to_end, torchrun
-from megasync.launch.scope import listen_on_loopback
+from megasync.config.load import load_config
 
 REPORTS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]]] = {
     "sync": (sync.summarise, sync.show),
@@ -43,29 +40,27 @@ REPORTS: dict[str, tuple[Callable[[Results], Results], Callable[[Results], None]
     "staleness": (generation.summarise_staleness, generation.show_staleness),
     "episodes": (generation.summarise_episodes, generation.show_episodes),
 }
+ALONE = ("throughput", "episodes")  # programs without trainer ranks
 
 
-def measure(verb: str, config: BenchRoot, json_path: Path | None) -> tuple[int, Results | None]:
-    """Run the ranks; their exit code, and what was measured, if only whole rounds before they failed."""
-    folder = config.run.folder
-    config_path, results_path = folder / "config.yaml", folder / f"bench_{verb}.json"
-    save_config(config, config_path)
-    results_path.unlink(missing_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    listen_on_loopback()
-    paths = str(config_path), str(results_path)
-    if verb == "rollout" and not config.bench.lora_rank:
-        code = run_to_end([sys.executable, "-m", "megasync.bench.generation.throughput", *paths])
-    elif verb == "episodes":
-        code = run_to_end([sys.executable, "-m", "megasync.bench.generation.episodes", *paths])
-    else:
-        code = run_to_end(torchrun(config.bench.num_ranks, "megasync.bench.worker", verb, *paths))
-    if not results_path.exists():
-        return code or 1, None
-    results = describe(verb, config) | json.loads(results_path.read_text(encoding="utf-8"))
-    results |= REPORTS[verb][0](results)
-    write_results(results, results_path, json_path)
-    return code, results
+def measure(verb: str, config: BenchRoot, json_path: Path | None, picture: Path | None) -> int:
+    """Run what measures by a prepared config, and report; the exit code."""
+    program = "throughput" if verb == "rollout" and not config.bench.lora_rank else verb
+    num_ranks = 0 if program in ALONE else config.bench.num_ranks
+    code, measured = run_program(program, config, config.run.folder, f"bench_{verb}", num_ranks)
+    if measured is None:
+        return 1
+    results = describe(verb, config) | measured  # maybe only whole rounds, before the ranks failed
+    summarise, show = REPORTS[verb]
+    results |= summarise(results)
+    path = config.run.folder / f"bench_{verb}.json"
+    write_results(results, path, json_path)
+    if picture is not None:
+        draw_sync([results], picture)
+    show(results)
+    if not results["is_complete"]:
+        print(f"cut off; rounds until then are in {path}", file=sys.stderr)
+    return int(code != 0)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,25 +78,11 @@ def main(arguments: Sequence[str]) -> int:
         refuse_if(given.to and given.verb != "equivalence", message, remedy=remedy)
         if given.picture is not None:
             check_picture(given.verb, given.picture)
-        config = load_config(given.config, given.overrides, BenchRoot)
-        if given.verb == "gap":
-            refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
-        elif given.verb in REPORTS:
-            config = prepare(config, given.verb)
-        else:
-            config = (training if given.verb == "train" else equivalence).prepare(config)
+        config = prepare(load_config(given.config, given.overrides, BenchRoot), given.verb)
     if given.verb == "gap":
         return gap.run(given.config, given.overrides, config, given.json)
     if given.verb == "train":
         return training.run(config, given.json)
     if given.verb == "equivalence":
         return equivalence.run(config, given.json, given.to)
-    code, results = measure(given.verb, config, given.json)
-    if results is None:
-        return 1
-    if given.picture is not None:
-        draw_sync([results], given.picture)
-    REPORTS[given.verb][1](results)
-    if not results["is_complete"]:
-        print(f"cut off; rounds until then are in {config.run.folder / f'bench_{given.verb}.json'}", file=sys.stderr)
-    return int(code != 0)
+    return measure(given.verb, config, given.json, given.picture)

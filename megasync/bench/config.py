@@ -133,7 +133,7 @@ class EquivalenceBenchConfig(Section):
     families: Names = ("all",)
     """Values of `model_type` in config.json; all: every one that the engine trains."""
     layouts: Names = ("all",)
-    """Names of layouts (megasync/bench/equivalence/cases.py); all: every one."""
+    """Names of layouts (megasync/bench/equivalence/tables.yaml); all: every one."""
     wraps: Names = ("all",)
     """Values of engine.wrap; all: every one."""
     steps: PositiveInt = 10

@@ -1,18 +1,22 @@
-"""Checks a config of `bench sync`, `lanes`, `rollout`, `staleness` or `episodes`, and writes a model where it names none."""
+"""Checks a bench's config, and writes a model where it names none."""
 
 from __future__ import annotations
 
 import shutil
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
-from megasync.bench.common.model import write_model
+from megasync.bench.common.model import write_config, write_model
 from megasync.bench.config import METHODS, NEED_GPUS, BenchRoot
+from megasync.bench.equivalence import cases
 from megasync.bench.generation.tools import NAME
 from megasync.checks.check import check_config
 from megasync.checks.sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, refuse_if
+from megasync.config.load import with_changes
 from megasync.hf.folder import check_model_folder
+from megasync.hf.shapes import SHAPES
 from megasync.launch.devices import visible_devices
 
 PROMPT_TOKENS, TOOL_TOKENS = 64, 64  # of an episode of `bench episodes`, and between two turns: more than they are
@@ -24,26 +28,35 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     Raises:
         ConfigError: it cannot be measured; nothing was started.
     """
+    if verb == "gap":
+        refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
+    elif verb == "equivalence":
+        _check_equivalence(config)
+    elif verb == "train":
+        return config if config.model.path else _with_shapes(config)
+    else:
+        return _prepare(config, verb)
+    return config
+
+
+def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
+    """Of the benches whose keys are in `bench`."""
     bench = config.bench
     if verb == "episodes":
         config = _with_episodes(config)
-    if config.model.path:
-        config = config.model_copy(update={"bench": bench.model_copy(update={"shapes": "none"})})
-    else:
-        message = f"bench.num_heads = {bench.num_heads}: not a multiple of bench.num_kv_heads = {bench.num_kv_heads}"
-        refuse_if(bench.num_heads % bench.num_kv_heads, message, remedy=f"write bench.num_kv_heads={bench.num_heads}")
-        config = _with_model(config)
+    config = with_changes(config, {"bench.shapes": "none"}) if config.model.path else _with_model(config)
     check_config(config, bench.num_ranks, needs_data=False)
     _check_methods(config)
     _check_lora(config, verb)
     if verb in ("rollout", "staleness"):
         _check_lengths(config)
-    if verb == "lanes":
-        _check_receivers(config)
+    if verb == "lanes":  # NCCL takes a GPU once into a group: each lane's first receiver is on another one than its sender
+        ranks, replicas = bench.num_ranks, config.rollout.replicas
+        why = f"the receivers of bench lanes are on the GPUs of bench.num_ranks = {ranks} ranks, as many on each"
+        _refuse("rollout.replicas", replicas % ranks, replicas, why, ranks)
     if verb == "staleness":
-        _refuse(
-            "algorithm.name", config.algorithm.name != "grpo", config.algorithm.name, "bench staleness trains by grpo", "grpo"
-        )
+        algorithm = config.algorithm.name
+        _refuse("algorithm.name", algorithm != "grpo", algorithm, "bench staleness trains by grpo", "grpo")
         _refuse("bench.num_ranks", bench.num_ranks > 1, bench.num_ranks, "bench staleness has one trainer rank", 1)
         _refuse("bench.lora_rank", bench.lora_rank, bench.lora_rank, "bench staleness trains all weights", 0)
     return config
@@ -51,6 +64,40 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 
 def _refuse(key: str, is_wrong: object, value: Any, why: str, instead: Any, **lines: str) -> None:
     refuse_if(is_wrong, f"{key} = {value}: {why}", **lines, remedy=f"write {key}={instead}")
+
+
+def _check_equivalence(config: BenchRoot) -> None:
+    """There are such cases, and no keys are given that each case sets."""
+    path, dtype, clipped = config.model.path, config.model.dtype, config.engine.optimizer.clip_grad_norm
+    _refuse("model.path", path, path, "bench equivalence has tiny models of its own", "''")
+    _refuse("model.dtype", dtype != "float32", dtype, "the bounds are those of float32", "float32", choices="float32")
+    why = "clipping would hide how gradients differ"
+    _refuse("engine.optimizer.clip_grad_norm", clipped, f"{clipped:g}", why, 0, choices="0")
+    for name in ("wrap", "parallel"):
+        is_given = getattr(config.engine, name) != getattr(EngineConfig(), name)
+        refuse_if(is_given, f"engine.{name}: the cases set it", remedy=f"leave engine.{name} out; see bench_equivalence")
+    cases.table(config)
+    cases.read_back_families(config)
+
+
+def _with_shapes(config: BenchRoot) -> BenchRoot:
+    """With a folder that has a config.json alone."""
+    folder, bench = config.run.folder / "model", config.bench_train
+    write_config(folder, SHAPES[bench.shapes].hf_config(bench.sequence_length), config.model.dtype)
+    return with_changes(config, {"model.path": str(folder)})
+
+
+def _with_model(config: BenchRoot) -> BenchRoot:
+    folder, heads, kv_heads = config.run.folder / "model", config.bench.num_heads, config.bench.num_kv_heads
+    message = f"bench.num_heads = {heads}: not a multiple of bench.num_kv_heads = {kv_heads}"
+    refuse_if(heads % kv_heads, message, remedy=f"write bench.num_kv_heads={heads}")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_model(config, folder)
+    except OSError as error:
+        remedy = "write run.dir=FOLDER for a folder of yours, with room for the model"
+        raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
+    return with_changes(config, {"model.path": str(folder)})
 
 
 def _with_episodes(config: BenchRoot) -> BenchRoot:
@@ -63,21 +110,10 @@ def _with_episodes(config: BenchRoot) -> BenchRoot:
     slots = [number for number in bench.slots if not 1 <= number <= rollout.max_num_seqs]
     _refuse("bench.slots", slots, slots, "write numbers from 1 to rollout.max_num_seqs", [rollout.max_num_seqs])
     total = PROMPT_TOKENS + bench.turns * (rollout.max_new_tokens + TOOL_TOKENS)
-    message = f"rollout.max_model_len = {rollout.max_model_len}: too short for {bench.turns} turns"
-    refuse_if((rollout.max_model_len or total) < total, message, remedy=f"write rollout.max_model_len={total}")
+    is_short = (rollout.max_model_len or total) < total
+    _refuse("rollout.max_model_len", is_short, rollout.max_model_len, f"too short for {bench.turns} turns", total)
     played = {"episode": NAME, "episode_max_turns": bench.turns, "episode_on_failure": "retry"}
-    return config.model_copy(update={"rollout": rollout.model_copy(update=played)})
-
-
-def _with_model(config: BenchRoot) -> BenchRoot:
-    folder = config.run.folder / "model"
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        write_model(config, folder)
-    except OSError as error:
-        remedy = "write run.dir=FOLDER for a folder of yours, with room for the model"
-        raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    return with_changes(config, {f"rollout.{key}": value for key, value in played.items()})
 
 
 def _check_methods(config: BenchRoot) -> None:
@@ -87,13 +123,6 @@ def _check_methods(config: BenchRoot) -> None:
     choices = ", ".join(name for name in METHODS if name not in NEED_GPUS)
     missing = [name for name in bench.methods if name in NEED_GPUS and not visible_devices()]
     _refuse("bench.methods", missing, missing, "needs GPUs", "[all]", choices=choices)
-
-
-def _check_receivers(config: BenchRoot) -> None:
-    """NCCL takes a GPU once into a group, so that each lane's first receiver has to be on another one than its sender."""
-    ranks, replicas = config.bench.num_ranks, config.rollout.replicas
-    why = f"the receivers of bench lanes are on the GPUs of bench.num_ranks = {ranks} ranks, as many on each"
-    _refuse("rollout.replicas", replicas % ranks, replicas, why, ranks)
 
 
 def _check_lora(config: BenchRoot, verb: str) -> None:

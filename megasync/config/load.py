@@ -48,6 +48,18 @@ def save_config(config: Config, path: str | Path) -> None:
     write_atomically(Path(path), text)
 
 
+def with_changes(config: Root, changes: Mapping[str, Any]) -> Root:
+    """The same config but for these values, by full key. Raises pydantic's ValidationError where one is none of the key's."""
+    nested = config.model_dump()
+    for key, value in changes.items():
+        *path, name = key.split(".")
+        inner = nested
+        for each in path:
+            inner = inner[each]
+        inner[name] = value
+    return type(config).model_validate(nested)
+
+
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes texts that OmegaConf reads as numbers, and PyYAML does not, such as 0E0."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megasync.config.errors import ConfigError
+from megasync.config.load import with_changes
 from megasync.config.schema import Config
 from megasync.planning.make import Plan, make_plan
 
@@ -25,17 +26,6 @@ RECOMPUTES: tuple[Changes, ...] = (
     {"engine.recompute": "selective", "engine.recompute_modules": ("layernorm", "mlp_act")},
     {"engine.recompute": "full"},
 )
-
-
-def with_changes(config: Config, changes: Changes) -> Config:
-    nested = config.model_dump()
-    for key, value in changes.items():
-        *path, name = key.split(".")
-        inner = nested
-        for each in path:
-            inner = inner[each]
-        inner[name] = value
-    return Config.model_validate(nested)
 
 
 def written(changes: Changes) -> str:

@@ -35,6 +35,10 @@ def mapped_files(prefix: str) -> set[str]:
     return {mapping.path for mapping in psutil.Process().memory_maps() if mapping.path.startswith(prefix)}
 
 
+def restart_host_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
 def give_back_free_memory() -> None:
     """Let malloc return what was freed, or a peak would hide in memory that some earlier work had left resident."""
     ctypes.CDLL(None).malloc_trim(0)
@@ -59,7 +63,7 @@ class PeakMeter:
 
     def start(self) -> None:
         for name, pid in self._pids.items():
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
+            restart_host_peak(pid)
             self._before[name] = status_bytes(pid)["VmRSS"] - mapped_bytes(pid, self._kept)
 
     def extra_bytes(self) -> dict[str, int]:

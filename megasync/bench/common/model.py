@@ -3,77 +3,76 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 from pathlib import Path
 from typing import Any
 
-from megasync.bench.config import BenchRoot
+from bridge.layout.manifest import SAFETENSORS_DTYPES, TensorSpec
+from megasync.bench.config import BenchConfig, BenchRoot
 from megasync.config.files import write_atomically
+from megasync.examples.small_qwen3 import CONFIG
+from megasync.hf.model_shape import ModelShape
 from megasync.hf.shapes import SHAPES
+from megasync.hf.tensors import TIED_HEAD, expected_tensors
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
+CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
+SIZES = {  # by name in `bench` that in config.json
+    "vocabulary_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+
+
+def qwen3(bench: BenchConfig, longest: int = 512) -> dict[str, Any]:
+    """The config.json of a Qwen3 of the sizes in `bench`, with tied embeddings."""
+    return CONFIG | {theirs: getattr(bench, ours) for ours, theirs in SIZES.items()} | {"max_position_embeddings": longest}
+
+
+def tensors_of(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a folder with this config.json. Pure."""
+    shape = ModelShape(**{name: hf_config[name] for name in ModelShape.__dataclass_fields__ if name in hf_config})
+    found = expected_tensors(shape, hf_config)
+    if hf_config["tie_word_embeddings"]:
+        del found[TIED_HEAD]
+    return found
 
 
 def write_model(config: BenchRoot, folder: Path) -> None:
-    """The shapes of `bench.shapes`, or a Qwen3 of the sizes in `bench` with random weights, tied embeddings. No tokenizer."""
-    sizes = config.bench
-    if sizes.shapes != "none":
-        write_shapes(folder, sizes.shapes, config.model.dtype, config.rollout.max_model_len or 4096)
+    """The shapes of `bench.shapes`, or a Qwen3 of the sizes in `bench` with random weights. No tokenizer."""
+    bench, dtype, longest = config.bench, config.model.dtype, config.rollout.max_model_len
+    if bench.shapes != "none":
+        write_shapes(folder, bench.shapes, dtype, longest or 4096)
         return
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(config.run.seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=sizes.vocabulary_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            num_key_value_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            max_position_embeddings=config.rollout.max_model_len or 512,
-            tie_word_embeddings=True,
-        )
-    )
-    model.to(getattr(torch, config.model.dtype)).save_pretrained(folder)
+    from engine.runtime.tensor_file import save_tensors
+
+    hf_config = qwen3(bench, longest or 512)
+    write_config(folder, hf_config, dtype)
+    generator, kind = torch.Generator().manual_seed(config.run.seed), getattr(torch, dtype)
+    tensors = {name: torch.ones(size, dtype=kind) for name, size in tensors_of(hf_config).items()}
+    for tensor in tensors.values():
+        if tensor.ndim > 1:  # no norm
+            tensor.normal_(0.0, hf_config["initializer_range"], generator=generator)
+    save_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def on_disk(name: str, shape: list[int]) -> list[tuple[str, list[int]]]:
-    """Names and shapes in a folder of a tensor of transformers 5, which holds all experts of a layer in one."""
-    prefix, _, kind = name.rpartition(".")
-    if not prefix.endswith(".experts"):
-        return [(name, shape)]
-    experts, rows, columns = shape
-    parts = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
-    rows //= len(parts)
-    return [(f"{prefix}.{expert}.{part}.weight", [rows, columns]) for expert in range(experts) for part in parts]
-
-
-def write_config(folder: Path, shapes: str, dtype: str, sequence_length: int) -> dict[str, Any]:
-    """Write config.json; returns what is in it."""
-    hf_config = {**SHAPES[shapes].hf_config(sequence_length), "torch_dtype": dtype}
-    write_atomically(folder / "config.json", json.dumps(hf_config, indent=1))
-    return hf_config
+def write_config(folder: Path, hf_config: dict[str, Any], dtype: str) -> None:
+    write_atomically(folder / "config.json", json.dumps({**hf_config, "torch_dtype": dtype}, indent=1))
 
 
 def write_shapes(folder: Path, shapes: str, dtype: str, sequence_length: int) -> None:
     """config.json and a sparse safetensors file: it reads as zeros and takes no room on the disk."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    hf_config = write_config(folder, shapes, dtype, sequence_length)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    item_bytes, entries, end = getattr(torch, dtype).itemsize, {}, 0
-    held = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, shape in (part for fused in held.items() for part in on_disk(*fused)):
-        if name == "lm_head.weight" and hf_config["tie_word_embeddings"]:
-            continue
-        begin, end = end, end + math.prod(shape) * item_bytes
-        entries[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    hf_config = SHAPES[shapes].hf_config(sequence_length)
+    write_config(folder, hf_config, dtype)
+    entries, end = {}, 0
+    for name, shape in tensors_of(hf_config).items():
+        begin, end = end, end + TensorSpec(name, dtype, shape).num_bytes
+        entries[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     with (folder / "model.safetensors").open("wb") as file:

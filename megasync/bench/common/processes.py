@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, whose output goes to a log and which never outlive a limit."""
+"""Ranks and programs in processes of their own. Leaves out what they do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,46 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
-from megasync.launch.processes import end_with_parent, torchrun
+from megasync.bench.common.results import Results, read_results
+from megasync.bench.config import BenchRoot
+from megasync.config.load import save_config
+from megasync.launch.processes import end_group, end_with_parent, run_to_end, torchrun
+from megasync.launch.scope import listen_on_loopback
+
+WORKER = "megasync.bench.worker"
+END_SECONDS = 10.0
+
+
+def run_program(program: str, config: BenchRoot, folder: Path, name: str, num_ranks: int = 0) -> tuple[int, Results | None]:
+    """Run one of worker.py, on so many ranks, 0: in one process that is none; its exit code, and what it measured so far.
+
+    `name`: of the files in `folder` that config and results go through.
+    """
+    config_path, results_path = folder / f"{name}.yaml", folder / f"{name}.json"
+    save_config(config, config_path)
+    results_path.unlink(missing_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    listen_on_loopback()
+    command = torchrun(num_ranks, WORKER) if num_ranks else [sys.executable, "-m", WORKER]
+    code = run_to_end([*command, program, str(config_path), str(results_path)])
+    return code, read_results(results_path)
+
+
+def run_logged(program: str, config: BenchRoot, place: Path, num_ranks: int, limit_seconds: float) -> tuple[Results, Path]:
+    """Run one of worker.py on so many ranks, with its files at `place` and a suffix each; what it measured so far, and its log.
+
+    Where it does not come to its end the results have `problem` in place of `is_complete`.
+    """
+    config_path, results_path, log = (place.with_name(f"{place.name}.{kind}") for kind in ("yaml", "json", "log"))
+    save_config(config, config_path)
+    results_path.unlink(missing_ok=True)
+    problem = run_ranks(num_ranks, WORKER, program, str(config_path), str(results_path), log=log, limit_seconds=limit_seconds)
+    found = read_results(results_path) or {}
+    is_complete = found.pop("is_complete", False)
+    return found | ({} if is_complete and not problem else {"problem": problem}), log
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str, log: Path, limit_seconds: float) -> str:
@@ -28,15 +65,7 @@ def run_ranks(num_ranks: int, module: str, *arguments: str, log: Path, limit_sec
     except subprocess.TimeoutExpired:
         return f"not done after {limit_seconds:g} s"
     finally:
-        _end_session(process)
+        end_group(process, END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of its session
     return f"exit code {code}" if code else ""
-
-
-def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all of its processes, then SIGKILL to those that are left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

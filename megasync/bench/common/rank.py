@@ -1,14 +1,15 @@
-"""What every bench of worker.py has on each trainer rank: the layout, vLLM replicas, and a comparison of weights.
+"""What every bench on trainer ranks has: the layout, vLLM replicas, a comparison of weights, LoRA, and rounds of syncs.
 
-Leaves out what is measured (sync/, generation/).
+Leaves out what is measured (sync/, nodes/lanes.py, generation/, equivalence/read_back.py).
 """
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +17,61 @@ import numpy as np
 
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
+from bridge.layout.manifest import Manifest
+from bridge.messages import StageSpan
 from bridge.send.collectives import Ranks
 from bridge.send.publish import Publisher
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoraConfig
 from engine.engine import Engine
+from engine.model.lora import adapted_linears
 from engine.runtime import parallel
 from engine.sample import Sample
+from megasync.bench.common.program import Measured, Program
 from megasync.bench.common.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.config import BenchRoot
 from megasync.bench.replicas.replica import WORKER_EXTENSION, BenchPool, ElsewherePool
-from megasync.config.files import write_atomically
 from megasync.hf.shapes import SHAPES
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.run.rank_zero import control_group
 from megasync.run.replica_start import replica_config
-from megasync.run.weights import build_publisher
+from megasync.run.weights import build_adapter_source, build_exporter, build_publisher, uses_ipc
 
 SAMPLES = [Sample(np.array([3 + index, 5, 7], np.int32), np.array([11, 13, 17], np.int32)) for index in range(8)]
-Measured = dict[str, Any]
 
 
-class BenchRank(ABC):
-    """Methods are collective unless they say otherwise; rank 0 alone has pools and results. `ends` takes down what is started."""
+@dataclass(frozen=True)
+class Way:
+    """To bring weights over. `sync` brings them to every replica of `pool` as a version, and returns on rank 0 what it took.
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack, *, shares_memory: bool = False) -> None:
-        """`shares_memory`: other processes map memory of this rank's GPU, as replicas on the trainer's GPUs do."""
-        self.config, self.results_path, self.ends = config, results_path, ends
-        shares_memory |= config.rollout.is_colocated
+    `source`: what the replicas must hold afterwards. `pool`: rank 0's. `publisher`: where it is a sync of ours.
+    """
+
+    sync: Callable[[int], Measured]
+    engine: Engine
+    source: WeightSource | None
+    pool: Any
+    publisher: Publisher | None = None
+
+
+class BenchRank(Program):
+    """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
+
+    trains = True  # False: weights that change by their signs need no gradients
+    shares_memory = False  # True: other processes map memory of this rank's GPU, as replicas on the trainer's GPUs do
+
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        super().__init__(config, results_path, ends)
+        ends.callback(parallel.shutdown)
+        shares_memory = self.shares_memory or config.rollout.is_colocated
         self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=shares_memory)
         self.from_all = Ranks(control_group()).gather
 
-    @abstractmethod
-    def run(self) -> Measured:
-        """Measure; on rank 0 what report.py takes."""
-
-    def keep(self, results: Measured, *, is_complete: bool) -> None:
-        """Write what was measured so far, from rank 0. Not collective."""
-        if self.layout.rank == 0:
-            write_atomically(self.results_path, json.dumps({**results, "is_complete": is_complete}))
-
-    def say(self, text: str) -> None:
-        """A line of progress, from rank 0. Not collective."""
-        if self.layout.rank == 0:
-            print(text, flush=True)
-
     def build_engine(self, engine: EngineConfig) -> Engine:
-        bench = self.config.bench
-        kind = Engine if bench.shapes == "none" else RandomEngine
-        if bench.update == "negate" and bench.shapes != "none" and SHAPES[bench.shapes].num_experts:
-            kind = FrozenEngine  # for all experts' gradients and optimizer state, one GPU is too small
+        bench, kind = self.config.bench, Engine
+        if bench.shapes != "none":  # all experts' gradients and optimizer state would not fit one GPU
+            trains = bench.update == "step" or (self.trains and not SHAPES[bench.shapes].num_experts)
+            kind = RandomEngine if trains else FrozenEngine
         return kind(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
 
     def change(self, engine: Engine) -> None:
@@ -81,27 +87,21 @@ class BenchRank(ABC):
         A second pool is put on the first of the GPUs that Ray has, where the other one is too if there are no more: only one of
         them is measured at a time, and the other takes memory alone.
         """
-        if self.layout.rank != 0:
+        if not self.is_first:
             return None
-        rollout, visible = self.config.rollout, visible_devices()
-        is_apart = self.config.bench.apart
-        gpus = devices_for_ray(visible, self.config.bench.num_ranks, is_colocated=rollout.is_colocated or is_apart)
+        rollout, visible, bench = self.config.rollout, visible_devices(), self.config.bench
+        gpus = devices_for_ray(visible, bench.num_ranks, is_colocated=rollout.is_colocated or bench.apart)
         if (stop_ray := start_ray("local", gpus)) is not None:
             self.ends.callback(stop_ray)
-        arguments: dict[str, object] = {"worker_extension_cls": WORKER_EXTENSION}
-        if self.config.bench.shapes != "none":
-            arguments["load_format"] = "dummy"
+        arguments = self.random_weights() | {"worker_extension_cls": WORKER_EXTENSION}
         replica = replica_config(self.config)
         replica = replace(replica, adapter_rank=adapter_rank, engine_arguments=replica.engine_arguments | arguments)
-        if is_apart:
-            own = visible[: self.config.bench.num_ranks]
-            devices = replica_devices(own[1:] + own[:1], rollout.replicas, rollout.tensor_parallel)
-            replica = replace(replica, devices=devices)
-        elif stop_ray is None:  # the second pool
-            devices = replica_devices(visible if gpus is None else gpus, rollout.replicas, rollout.tensor_parallel)
-            replica = replace(replica, devices=devices)
+        if bench.apart or stop_ray is None:  # on the next rank's GPU; or the second pool
+            own = visible[: bench.num_ranks]
+            chosen = own[1:] + own[:1] if bench.apart else visible if gpus is None else gpus
+            replica = replace(replica, devices=replica_devices(chosen, rollout.replicas, rollout.tensor_parallel))
         self.say(f"starting vLLM{' for adapters' if adapter_rank else ''}")
-        pool = (ElsewherePool if is_apart else BenchPool).start(replica, rollout.replicas)
+        pool = (ElsewherePool if bench.apart else BenchPool).start(replica, rollout.replicas)
         self.ends.callback(pool.close)
         return pool
 
@@ -111,7 +111,30 @@ class BenchRank(ABC):
         self.ends.callback(publisher.close)
         return publisher
 
-    def compare(self, name: str, source: WeightSource, pool: BenchPool | None) -> bool:
+    def whole_manifest(self, source: WeightSource) -> Manifest:
+        """Of all stages."""
+        stages = dict(self.from_all((source.stage, source.manifest())))
+        return Manifest.concatenate(stages[stage] for stage in sorted(stages))
+
+    def take_turns(self, ways: Mapping[str, Way], described: Measured, measure: Callable[[str, int], Measured]) -> Measured:
+        """Round by round a sync by each of the ways, a version each; what `measure` tells of it, on rank 0.
+
+        Warm-up and last round end with a comparison of all that replicas hold with what the trainer has.
+        """
+        results: Measured = {"warm_up": [], "rounds": [], **described}
+        num_rounds, versions = self.config.bench.rounds, itertools.count(1)
+        for index in range(-1, num_rounds):  # -1 warms up
+            for name, way in ways.items():
+                measured = {"round": index, "method": name, **measure(name, next(versions))}
+                self.say(f"round {index + 1} of {num_rounds}  {name:<16}{measured.get('seconds', 0.0):.4f} s")
+                if way.source is not None and index in (-1, num_rounds - 1):
+                    measured["same_weights"] = self.compare(name, way.source, way.pool)
+                results["warm_up" if index < 0 else "rounds"].append(measured)
+            if results["rounds"]:
+                self.keep(results, is_complete=False)
+        return results
+
+    def compare(self, name: str, source: WeightSource, pool: Any) -> bool:
         """Whether every replica computes with exactly what the source has.
 
         Raises:
@@ -124,3 +147,31 @@ class BenchRank(ABC):
             if wrong:
                 raise RuntimeError(f"{name}: vLLM holds other values than the trainer in {', '.join(wrong[:5])}")
         return True
+
+
+class LoraSide:
+    """Adapters of rank `bench.lora_rank` on all linears, and a vLLM that serves them.
+
+    `merged` and `adapter` are the two weight sources; `pool` and `publisher` are for the adapter alone.
+    """
+
+    def __init__(self, bench: BenchRank) -> None:
+        rank = bench.config.bench.lora_rank
+        lora = LoraConfig(rank=rank, alpha=2.0 * rank)
+        self.engine = bench.build_engine(bench.config.engine.model_copy(update={"lora": lora}))
+        self.merged = build_exporter(self.engine, on_all_ranks=uses_ipc(bench.config))
+        self.adapter = build_adapter_source(self.engine)
+        self.pool = bench.start_pool(adapter_rank=rank)
+        self.publisher = bench.publisher(self.adapter, self.pool)
+        stage_bytes = sum(  # of what is trained: an A and a B for each linear, over all tensor-parallel ranks
+            rank * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
+            for _, linear in adapted_linears(self.engine.chunks)
+        )
+        self.adapter_bytes = sum(bench.from_all(stage_bytes if self.adapter.is_sender else 0))
+
+
+def seconds_by_name(spans: Iterable[StageSpan]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        seconds[span.name] += span.end - span.start
+    return dict(seconds)

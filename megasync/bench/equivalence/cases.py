@@ -11,17 +11,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml  # type: ignore[import-untyped]
+
 from engine.config import FAMILIES
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.bench.config import BenchRoot
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.load import with_changes
 from megasync.config.schema import Config
 
 Keys = dict[str, Any]
 WRAPS = tuple(SHARDS_PARAMETERS)
 WHAT_IS_COMPUTED = ("algorithm.", "engine.lora.", "engine.balance")  # keys that a case's reference has, too
 NUM_LAYERS = 4  # of the tiny models
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
 
 
 class Layout(NamedTuple):
@@ -33,21 +37,7 @@ class Layout(NamedTuple):
 
 
 ONE = "one"
-LAYOUTS = {
-    ONE: Layout("1 rank", 1, {}),
-    "tp2": Layout("TP2", 2, {"tensor": 2}),
-    "tp2_sp": Layout("TP2+SP", 2, {"tensor": 2, "sequence": True}),
-    "pp2": Layout("PP2", 2, {"pipeline": 2}),
-    "pp2_virtual2": Layout("PP2 x virtual 2", 2, {"pipeline": 2, "virtual_pipeline": 2}),
-    "pp2_uneven": Layout("PP2, 1 and 3 layers", 2, {"pipeline": 2, "pipeline_layers": (1, NUM_LAYERS - 1)}),
-    "cp2_allgather": Layout("CP2 all-gather", 2, {"context": 2}),
-    "cp2_ulysses": Layout("CP2 Ulysses", 2, {"context": 2, "context_attention": "ulysses"}),
-    "ep2": Layout("EP2", 2, {"expert": 2}),
-    "dp2": Layout("DP2", 2, {}),
-    "ep2_tp2": Layout("EP2 x TP2+SP", 4, {"expert": 2, "tensor": 2, "sequence": True}),
-    "tp2_pp2": Layout("TP2+SP x PP2", 4, {"tensor": 2, "sequence": True, "pipeline": 2}),
-    "dp4": Layout("DP4", 4, {}),
-}
+LAYOUTS = {name: Layout(**fields) for name, fields in TABLES["layouts"].items()}
 
 
 def layout_keys(layout: str, wrap: str) -> Keys:
@@ -138,21 +128,12 @@ def case_config(config: BenchRoot, case: Case, model_path: Path, tokens_per_micr
     """The config of a run with the case's keys.
 
     Raises:
-        ValueError: a key or a value that no config has.
+        ValueError: a value that no config has.
     """
-    nested = {section: getattr(config, section).model_dump() for section in Config.model_fields}
-    own = {
-        "model.path": str(model_path),
-        "engine.tokens_per_microbatch": tokens_per_microbatch,
-        "run.steps": config.bench_equivalence.steps,
-    }
-    for key, value in {**own, **case.keys}.items():
-        into: Any = nested
-        *sections, last = key.split(".")
-        for section in sections:
-            into = into[section]
-        into[last] = value
-    return Config.model_validate(nested)
+    own: Keys = {"model.path": str(model_path), "engine.tokens_per_microbatch": tokens_per_microbatch}
+    own["run.steps"] = config.bench_equivalence.steps
+    plain = Config(**{section: getattr(config, section) for section in Config.model_fields})
+    return with_changes(plain, own | case.keys)
 
 
 def refusal(config: Config, num_ranks: int) -> str:

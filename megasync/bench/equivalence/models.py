@@ -1,8 +1,6 @@
 """Tiny models of each family with random weights, samples for them, and what transformers computes.
 
-Each has 4 layers, 4 heads and 2 KV heads of 32 (deepseek_v3: low ranks that vLLM has kernels for), and a vocabulary that two
-ranks do not divide; experts are 4, of which a token goes through 2. A family that engine/config.py:FAMILIES has got needs its
-line in FIELDS here.
+A family that engine/config.py:FAMILIES has got needs its fields in tables.yaml.
 """
 
 from __future__ import annotations
@@ -18,71 +16,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.batch.plan import plan_microbatches
 from engine.config import GEMMA
 from engine.sample import Sample
-from megasync.bench.equivalence.cases import Model
+from megasync.bench.equivalence.cases import TABLES, Model
 
-VOCABULARY = 131
-HIDDEN_SIZE, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS = 128, 32, 4, 2
+SHARED: dict[str, Any] = TABLES["all_families"]  # fields of config.json
+FIELDS: dict[str, dict[str, Any]] = TABLES["families"]
+VOCABULARY = SHARED["vocab_size"]
 LONGEST_PROMPT, LONGEST_RESPONSE = 14, 16
 SEQUENCES = 8  # of a step for each of the micro-batches of one rank
-LLAMA3 = {  # rope_parameters that scale some of a head's frequencies
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-FIELDS: dict[str, dict[str, Any]] = {  # of config.json, by family
-    "deepseek_v3": {
-        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "num_key_value_heads": NUM_HEADS, "head_dim": 64, "q_lora_rank": 48, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 24, "qk_rope_head_dim": 64, "v_head_dim": 20,
-    },
-    "gemma3_text": {
-        "query_pre_attn_scalar": 24, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
-    },
-    "glm4_moe": {
-        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
-        "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
-    },
-    "llama": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": 8},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 96, "norm_topk_prob": False},
-    "qwen3_moe": {**MOE, "norm_topk_prob": True, "tie_word_embeddings": True},
-}  # fmt: skip
 
 
 def write_model(model: Model, root: Path, seed: int) -> Path:
     """The model's folder below `root`, without a tokenizer: written if it is not there.
 
     Raises:
-        ValueError: the family has no line in FIELDS.
+        ValueError: the family has no fields there.
     """
     folder = root / model.name
     if (folder / "model.safetensors").is_file():
         return folder
     if model.family not in FIELDS:
-        raise ValueError(f"{model.family} has no tiny model in megasync/bench/equivalence/models.py")
-    fields = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 160,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
-        "head_dim": HEAD_SIZE,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-        **FIELDS[model.family],
-    }
+        raise ValueError(f"{model.family} has no tiny model in megasync/bench/equivalence/tables.yaml")
+    fields = {**SHARED, "num_hidden_layers": model.num_layers, **FIELDS[model.family]}
     if model.tied is not None:
         fields["tie_word_embeddings"] = model.tied
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.family, **fields), dtype=torch.float32)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.bench.common.processes import run_ranks
+from megasync.bench.common.results import read_results
 from megasync.config.files import write_atomically
 from megasync.launch.processes import run_and_leave
 
@@ -45,8 +46,7 @@ def run_jobs(jobs: Sequence[Job], num_ranks: int, place: Path) -> Iterator[dict[
         limit = START_SECONDS + sum(job.case_seconds for job in started)
         problem = run_ranks(num_ranks, "megasync.bench.equivalence.ranks", str(jobs_path), log=log, limit_seconds=limit)
         for job in started:
-            path = Path(job.result)
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"error": f"{problem}: see {log}"}
+            found = read_results(Path(job.result)) or {"error": f"{problem}: see {log}"}
             left.pop(0)
             yield found
             if "error" in found:

@@ -5,17 +5,17 @@ One vLLM serves every wrap, one after the other. worker.py runs it on each rank.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from engine.runtime import parallel
-from megasync.bench.common.processes import run_ranks
-from megasync.bench.common.rank import BenchRank, Measured
+from megasync.bench.common.processes import run_logged
+from megasync.bench.common.program import Measured
+from megasync.bench.common.rank import BenchRank
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence.cases import WRAPS
 from megasync.bench.equivalence.measure import build_engine, forget_wrappers, leave_groups
 from megasync.bench.equivalence.models import step_samples
-from megasync.config.load import save_config
+from megasync.config.load import with_changes
 from megasync.run.weights import build_exporter, build_publisher
 
 NUM_RANKS, NUM_STEPS = 2, 2
@@ -35,7 +35,7 @@ class ReadBack(BenchRank):
                 leave_groups()
                 forget_wrappers()
                 parallel.initialize(self.config.engine.parallel, self.config.run.seed)
-            config = self.config.model_copy(update={"engine": self.config.engine.model_copy(update={"wrap": wrap})})
+            config = with_changes(self.config, {"engine.wrap": wrap})
             built = build_engine(config)
             for step in range(NUM_STEPS):
                 built.update(built.prepare(step_samples(config.run.seed, step, chosen.micro_batches)))
@@ -52,16 +52,11 @@ class ReadBack(BenchRank):
 
 def read_back(config: BenchRoot, run_config: dict[str, Any], family: str) -> Measured:
     """Start the ranks for one family by a run's config; what `ReadBack` found, and `error` where it did not come to its end."""
-    place = config.run.folder / "vllm" / family
-    path, result, log = (place / name for name in ("config.yaml", "found.json", "ranks.log"))
-    result.unlink(missing_ok=True)
     sections = {name: run_config[name] for name in ("model", "engine", "algorithm", "run")}
-    bench = config.bench.model_copy(update={"num_ranks": NUM_RANKS})
-    save_config(BenchRoot.model_validate({**config.model_dump(), **sections, "bench": bench.model_dump()}), path)
-    arguments = ("equivalence", str(path), str(result))
-    problem = run_ranks(NUM_RANKS, "megasync.bench.worker", *arguments, log=log, limit_seconds=SECONDS)
-    found: Measured = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    if not found.pop("is_complete", False):
+    own = with_changes(config, {**sections, "bench.num_ranks": NUM_RANKS})
+    found, log = run_logged("equivalence", own, config.run.folder / "vllm" / family, NUM_RANKS, SECONDS)
+    if "problem" in found:
         errors = [line.strip() for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
-        found["error"] = f"{(errors or [problem])[0]}: see {log}"
+        found["error"] = f"{(errors or [found['problem']])[0]}: see {log}"
+        del found["problem"]
     return found

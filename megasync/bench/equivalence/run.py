@@ -1,13 +1,12 @@
 """All cases of the table: models, what is unsupported, one start of ranks after another, vLLM, and what came out.
 
-Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (document.py).
+Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (judge.py).
 
     python -m megasync.bench equivalence --config configs/bench_equivalence.yaml [--json FILE] [--to docs/equivalence.md]
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import time
@@ -15,40 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
 from megasync.bench.common.results import Results, describe, print_table, write_results
 from megasync.bench.config import BenchRoot
 from megasync.bench.equivalence import cases as of_cases
+from megasync.bench.equivalence import judge
 from megasync.bench.equivalence.cases import Case, Model, layout_keys
-from megasync.bench.equivalence.document import write_document
 from megasync.bench.equivalence.ranks import Job, run_jobs
-from megasync.config.errors import refuse_if
 from megasync.config.load import save_config
 from megasync.config.schema import Config
 
 NUM_SHOWN = 3  # problems of a case
 Runner = Callable[[Sequence[Job], int, Path], Iterator[dict[str, Any]]]  # as run_jobs
-
-
-def prepare(config: BenchRoot) -> BenchRoot:
-    """The same config.
-
-    Raises:
-        ConfigError: there are no such cases, or keys are given that each case sets; nothing was started.
-    """
-    message = f"model.path = {config.model.path}: bench equivalence has tiny models of its own"
-    refuse_if(config.model.path, message, remedy="write model.path=''")
-    message = f"model.dtype = {config.model.dtype}: the bounds are those of float32"
-    refuse_if(config.model.dtype != "float32", message, choices="float32", remedy="write model.dtype=float32")
-    clipped = config.engine.optimizer.clip_grad_norm
-    message = f"engine.optimizer.clip_grad_norm = {clipped:g}: clipping would hide how gradients differ"
-    refuse_if(clipped, message, choices="0", remedy="write engine.optimizer.clip_grad_norm=0")
-    for name in ("wrap", "parallel"):
-        is_given = getattr(config.engine, name) != getattr(EngineConfig(), name)
-        refuse_if(is_given, f"engine.{name}: the cases set it", remedy=f"leave engine.{name} out; see bench_equivalence")
-    of_cases.table(config)
-    of_cases.read_back_families(config)
-    return config
 
 
 class Bench:
@@ -58,7 +34,7 @@ class Bench:
         self.config, self.json_path, self.place = config, json_path, config.run.folder
         self.models: dict[str, Path] = {}
         self.transformers: dict[str, list[float]] = {}
-        self.references: dict[str, dict[str, Any]] = {}
+        self.references: dict[Case, dict[str, Any]] = {}
         command = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
         self.results: Results = {**describe("equivalence", config), "commit": commit, "cases": {}, "unsupported": {}, "vllm": {}}
@@ -91,9 +67,9 @@ class Bench:
 
     def run(self, cases: Sequence[Case], runner: Runner = run_jobs) -> None:
         """The references first, then all others, by the number of their ranks."""
-        references = {_key(case.reference): case.reference for case in cases}
-        self._start(list(references.values()), 1, runner)
-        rest = [case for case in cases if _key(case) not in references]
+        references = list(dict.fromkeys(case.reference for case in cases))
+        self._start(references, 1, runner)
+        rest = [case for case in cases if case not in references]
         for num_ranks in sorted({case.num_ranks for case in rest}):
             self._start([case for case in rest if case.num_ranks == num_ranks], num_ranks, runner)
 
@@ -104,8 +80,8 @@ class Bench:
             parsed = self.config_of(case).model_dump()
             jobs.append(Job(parsed, f"{place}.json", f"{place}_trained", chosen.micro_batches, chosen.case_seconds))
         for number, (case, job, found) in enumerate(zip(cases, jobs, runner(jobs, num_ranks, self.place), strict=True)):
-            if _key(case) == _key(case.reference):
-                self.references[_key(case)] = found
+            if case == case.reference:
+                self.references[case] = found
             noted = self._judge(case, found, Path(job.folder))
             self._note(case, noted)
             shutil.rmtree(job.folder, ignore_errors=True)
@@ -113,10 +89,9 @@ class Bench:
             print(f"{number + 1} of {len(cases)} on {num_ranks} ranks: {case.name}: {said(noted)}, {seconds:.1f} s", flush=True)
 
     def _judge(self, case: Case, found: dict[str, Any], trained: Path) -> dict[str, Any]:
-        from megasync.bench.equivalence import judge
         from megasync.bench.equivalence.models import scored_samples, transformers_log_probs
 
-        reference = self.references.get(_key(case.reference), {"error": "was not run"})
+        reference = self.references.get(case.reference, {"error": "was not run"})
         for each, whose in ((found, ""), (reference, "the reference: ")):
             if "error" in each:
                 return {"problems": [f"{whose}{each['error']}"], "differences": {}}
@@ -153,10 +128,6 @@ def _described(case: Case) -> dict[str, Any]:
     return {**keys, "wrap": case.wrap, "keys": case.keys}
 
 
-def _key(case: Case) -> str:
-    return json.dumps([case.model.name, case.num_ranks, sorted(case.keys.items())])
-
-
 def said(noted: dict[str, Any]) -> str:
     """One line."""
     worst = ", ".join(f"{name} {value:.1e}" for name, value in noted["differences"].items())
@@ -185,7 +156,7 @@ def run(config: BenchRoot, json_path: Path | None, document_path: Path | None) -
     bench.keep()
     show(bench.results)
     if document_path is not None:
-        write_document(bench.results, document_path)
+        judge.write_document(bench.results, document_path)
     return int(any(wrong(bench.results)))
 
 

@@ -1,20 +1,13 @@
 """One rung of `python -m megasync.bench gap`, on one trainer rank and one replica: gaps of all sampled tokens, and seconds.
 
 Prompts are those of data.train, or random ones; responses go on to their limit. Leaves out which rungs there are (run.py).
-
-    python -m megasync.bench.gap.rank CONFIG.yaml OUT.json
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,13 +16,11 @@ from bridge.replicas.pool import ReplicaPool
 from engine.engine import Engine
 from engine.runtime import parallel
 from engine.sample import Sample
+from megasync.bench.common.one_replica import ReplicaProgram
+from megasync.bench.common.program import Measured
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import build_requests
-from megasync.config.files import write_atomically
-from megasync.config.load import load_config
 from megasync.data.prompts import load_data
-from megasync.launch.processes import end_on_sigterm
-from megasync.launch.ray_cluster import start_ray
 from megasync.run.replica_start import replica_config
 
 
@@ -52,47 +43,34 @@ def samples(asked: Sequence[GenerationRequest], answers: Sequence[Completion]) -
     ]
 
 
-def measure(config: BenchRoot, pool: ReplicaPool) -> dict[str, Any]:
-    """The second generation and the second step are timed: the first of each warms up."""
-    asked, seconds, answers = requests(config), 0.0, list[Completion]()
-    for few in (asked[:2], asked):
-        begin = time.perf_counter()
-        answers = [found[0] for found in pool.generate(few).result()]
-        seconds = time.perf_counter() - begin
-    batch = samples(asked, answers)
-    model = Engine(config.model, config.engine, config.algorithm, num_steps=config.run.steps)
-    gap = np.concatenate([scores.numpy() for scores in model.score(batch)]) - np.concatenate([one.log_probs for one in answers])
-    model.update(model.prepare(batch))
-    begin = time.perf_counter()
-    model.update(model.prepare(batch))
-    step = time.perf_counter() - begin
-    weights = np.exp(gap.astype(np.float64))
-    return {
-        "tokens": len(gap),
-        "mean": float(np.abs(gap).mean(dtype=np.float64)),
-        "max": float(np.abs(gap).max()),
-        "differing": int((gap != 0).sum()),
-        "ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
-        "generated_tokens_per_second": len(gap) / seconds,
-        "trained_tokens_per_second": len(gap) / step,
-    }
+class GapBench(ReplicaProgram):
+    """One rung."""
 
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure by a config file, and write the results as JSON."""
-    config_path, results_path = arguments
-    config = load_config(config_path, root=BenchRoot)
-    end_on_sigterm()
-    with ExitStack() as ends:
-        ends.callback(parallel.shutdown)
+    def run(self) -> Measured:
+        """The second generation and the second step are timed: the first of each warms up."""
+        config = self.config
+        self.ends.callback(parallel.shutdown)
         parallel.initialize(config.engine.parallel, config.run.seed)
-        if (stop_ray := start_ray("local")) is not None:
-            ends.callback(stop_ray)
-        pool = ReplicaPool.start(replica_config(config), 1)
-        ends.callback(pool.close)
-        write_atomically(Path(results_path), json.dumps(measure(config, pool)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        pool = self.start_replica(ReplicaPool, replica_config(config))
+        asked, seconds, answers = requests(config), 0.0, list[Completion]()
+        for few in (asked[:2], asked):
+            begin = time.perf_counter()
+            answers = [found[0] for found in pool.generate(few).result()]
+            seconds = time.perf_counter() - begin
+        batch, step = samples(asked, answers), 0.0
+        model = Engine(config.model, config.engine, config.algorithm, num_steps=config.run.steps)
+        gap = np.concatenate([s.numpy() for s in model.score(batch)]) - np.concatenate([one.log_probs for one in answers])
+        for _ in range(2):
+            begin = time.perf_counter()
+            model.update(model.prepare(batch))
+            step = time.perf_counter() - begin
+        weights = np.exp(gap.astype(np.float64))
+        return {
+            "tokens": len(gap),
+            "mean": float(np.abs(gap).mean(dtype=np.float64)),
+            "max": float(np.abs(gap).max()),
+            "differing": int((gap != 0).sum()),
+            "ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+            "generated_tokens_per_second": len(gap) / seconds,
+            "trained_tokens_per_second": len(gap) / step,
+        }

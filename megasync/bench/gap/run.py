@@ -7,19 +7,15 @@ Leaves out one rung (rank.py).
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from megasync.bench.common.results import Results, describe, print_table, write_results
+from megasync.bench.common.processes import run_program
+from megasync.bench.common.results import Results, describe, print_figures, write_results
 from megasync.bench.config import BenchRoot, Rung
-from megasync.config.load import load_config, save_config
+from megasync.config.load import load_config
 from megasync.launch.devices import visible_devices
-from megasync.launch.processes import INTERRUPTED, run_to_end
-from megasync.launch.scope import listen_on_loopback
+from megasync.launch.processes import INTERRUPTED
 
 OVERRIDES: dict[Rung, tuple[str, ...]] = {
     "bfloat16": ("model.dtype=bfloat16",),
@@ -30,6 +26,11 @@ OVERRIDES: dict[Rung, tuple[str, ...]] = {
     "exact": ("model.exact=true",),
 }
 
+COLUMNS = (
+    "tokens: {tokens} | mean gap: {mean:.2g} | largest: {max:.2g} | differing: {share:.1%} | ESS: {ess:.5f}"
+    "| generated tokens/s: {generated_tokens_per_second:.0f} | trained tokens/s: {trained_tokens_per_second:.0f}"
+)
+
 
 def overrides_of(rung: Rung) -> tuple[str, ...]:
     """With the dtype that is exact on this machine."""
@@ -39,42 +40,19 @@ def overrides_of(rung: Rung) -> tuple[str, ...]:
 
 def run(path: str, overrides: Sequence[str], config: BenchRoot, json_path: Path | None) -> int:
     """Measure the rungs that the config names, and print a table; exit code 1 where one failed."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    listen_on_loopback()
     folder, failed = config.run.folder, False
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Results] = {}
     for rung in config.bench.rungs:
-        own = load_config(path, [*overrides, *overrides_of(rung)], BenchRoot)
-        name = rung.replace(" ", "_")
-        config_path, results_path = folder / f"{name}.yaml", folder / f"{name}.json"
-        save_config(own, config_path)
-        results_path.unlink(missing_ok=True)
         print(f"{rung}: {' '.join(overrides_of(rung))}", flush=True)
-        code = run_to_end([sys.executable, "-m", "megasync.bench.gap.rank", str(config_path), str(results_path)])
+        own = load_config(path, [*overrides, *overrides_of(rung)], BenchRoot)
+        code, measured = run_program("gap", own, folder, rung.replace(" ", "_"))
         if code == INTERRUPTED:
             return code
         failed = failed or code != 0
-        if results_path.exists():
-            found[rung] = json.loads(results_path.read_text(encoding="utf-8"))
-    results: Results = describe("gap", config) | {"rungs": found}
-    write_results(results, folder / "bench_gap.json", json_path)
-    show(found)
+        if measured is not None:
+            measured.pop("is_complete")
+            found[rung] = measured
+    write_results(describe("gap", config) | {"rungs": found}, folder / "bench_gap.json", json_path)
+    rows = {rung: {**of, "share": of["differing"] / of["tokens"]} for rung, of in found.items()}
+    print_figures("Log-probs of trainer and vLLM, in nats a token", "rung", COLUMNS, rows)
     return int(failed)
-
-
-def show(found: dict[str, dict[str, Any]]) -> None:
-    headers = ("rung", "tokens", "mean gap", "largest", "differing", "ESS", "generated tokens/s", "trained tokens/s")
-    rows = [
-        (
-            rung,
-            str(each["tokens"]),
-            f"{each['mean']:.2g}",
-            f"{each['max']:.2g}",
-            f"{each['differing'] / each['tokens']:.1%}",
-            f"{each['ess']:.5f}",
-            f"{each['generated_tokens_per_second']:.0f}",
-            f"{each['trained_tokens_per_second']:.0f}",
-        )
-        for rung, each in found.items()
-    ]
-    print_table("Log-probs of trainer and vLLM, in nats a token", headers, rows)

@@ -12,20 +12,17 @@ tables (report.py).
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 from bridge.messages import FOLDER_VERSION
 from bridge.replicas.pool import ReplicaPool
+from megasync.bench.common.one_replica import ReplicaProgram
+from megasync.bench.common.program import Measured
 from megasync.bench.config import BenchRoot
-from megasync.config.files import write_atomically
-from megasync.config.load import load_config
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.pool import EpisodePool
@@ -34,23 +31,15 @@ from megasync.episodes.running import AskFunction
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import Played, Task
 from megasync.episodes.wire import Ask
-from megasync.launch.devices import replica_devices, visible_devices
-from megasync.launch.processes import end_on_sigterm
-from megasync.launch.ray_cluster import start_ray
 from megasync.rollouts.dispatch import COLLECT_SECONDS
 from megasync.rollouts.group import StreamSettings
 from megasync.rollouts.played import episode_metrics, episode_settings
 from megasync.rollouts.requests import make_request, task_of, training_sampling
 from megasync.rollouts.stream import RolloutStream
-from megasync.run.replica_start import replica_config
 
 
-class Watched:
+class Watched(EpisodePool):
     """The processes of episodes, with the times at which turns and episodes end."""
-
-    def __init__(self, pool: EpisodePool) -> None:
-        self.pool = pool
-        self.begin()
 
     def begin(self) -> float:
         """Forget those until now."""
@@ -58,14 +47,12 @@ class Watched:
         return time.perf_counter()
 
     async def run(self, task: Task, ask: AskFunction, history: History | None = None) -> Any:
-        """Of EpisodePool."""
-
         async def timed(asked: Ask) -> Turn:
             turn = await ask(asked)
             self.turns.append((time.perf_counter(), len(turn.token_ids)))
             return turn
 
-        ended = await self.pool.run(task, timed, history)
+        ended = await super().run(task, timed, history)
         self.ends.append(time.perf_counter())
         return ended
 
@@ -75,36 +62,30 @@ class Watched:
         return {"pace_seconds": end - begin, "pace_tokens": sum(tokens for at, tokens in self.turns if at <= end)}
 
 
-class EpisodesBench:
-    """A replica and the processes of episodes. `ends` takes them down."""
+class EpisodesBench(ReplicaProgram):
+    """A replica and the processes of episodes."""
 
-    def __init__(self, config: BenchRoot, ends: ExitStack) -> None:
-        self.config, self.prompts = config, Prompts(config.model.path, config.data)
-        if (stop_ray := start_ray("local")) is not None:
-            ends.callback(stop_ray)
-        given = replica_config(config)
-        devices = replica_devices(visible_devices(), 1, given.tensor_parallel)
-        print("starting vLLM", flush=True)
-        self.pool = ReplicaPool.start(replace(given, devices=devices, shares_devices=False), 1)
-        ends.callback(self.pool.close)
-        self.num_asked = 0
+    def start(self) -> None:
+        self.prompts, self.num_asked = Prompts(self.config.model.path, self.config.data), 0
+        self.say("starting vLLM")
+        self.pool = self.start_replica(ReplicaPool, self.on_first_devices())
 
-    def run(self, results_path: Path) -> None:
-        """Write the figures after each row."""
-        bench, rows = self.config.bench, list[dict[str, Any]]()
-        for number in range(bench.rounds):
-            for slots in bench.slots:
-                for waits in (True, False)[:: -1 if number % 2 else 1]:
-                    found = self.row(slots, waits=waits)
-                    rows.append({"round": number, "slots": slots, "waits": waits, **found})
-                    is_complete = len(rows) == 2 * len(bench.slots) * bench.rounds
-                    write_atomically(results_path, json.dumps({"rounds": rows, "is_complete": is_complete}))
-                    tools = "with tools" if waits else "without"
-                    print(f"round {number + 1} of {bench.rounds}  {slots} slots  {tools:<12}{found['seconds']:.1f} s", flush=True)
+    def run(self) -> Measured:
+        """Rows of figures, kept one by one."""
+        bench, rows = self.config.bench, list[Measured]()
+        for number, slots in product(range(bench.rounds), bench.slots):
+            for waits in (True, False)[:: -1 if number % 2 else 1]:
+                found = self.row(slots, waits=waits)
+                rows.append({"round": number, "slots": slots, "waits": waits, **found})
+                self.keep({"rounds": rows}, is_complete=False)
+                tools = "with tools" if waits else "without"
+                self.say(f"round {number + 1} of {bench.rounds}  {slots} slots  {tools:<12}{found['seconds']:.1f} s")
+        return {"rounds": rows}
 
     def row(self, slots: int, *, waits: bool) -> dict[str, float]:
         """Figures of all episodes; one turn of each, before them, starts the processes and warms the replica up."""
-        config, episodes = self.config, Watched(EpisodePool(self.config))
+        config, episodes = self.config, Watched(self.config)
+        episodes.begin()
         own = StreamSettings(1, 1, 0, slots, float(config.rollout.max_new_tokens), config.rollout.answer_timeout_seconds)
         stream = RolloutStream(self.pool, own, _nothing, _nothing, print, episodes=(episodes, episode_settings(config)))
         try:
@@ -115,7 +96,7 @@ class EpisodesBench:
             seconds = time.perf_counter() - begin
         finally:
             stream.close()
-            episodes.pool.close()
+            episodes.close()
         # these end after the stream's last calls, which would take the samples of the next row
         self.pool.gather([self.pool.collect(replica, COLLECT_SECONDS) for replica in self.pool.members])
         return {"seconds": seconds, **episodes.pace(begin), **figures(played, seconds, config)}
@@ -160,17 +141,3 @@ def figures(played: Sequence[Played], seconds: float, config: BenchRoot) -> dict
         "render_share": render_seconds / sum(one.seconds for one in played),
         "process_share": render_seconds / (seconds * config.rollout.episode_processes),
     }
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure by a config file, and write the results as JSON."""
-    config_path, results_path = arguments
-    config = load_config(config_path, root=BenchRoot)
-    end_on_sigterm()
-    with ExitStack() as ends:
-        EpisodesBench(config, ends).run(Path(results_path))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

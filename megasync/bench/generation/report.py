@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import statistics
 
-from megasync.bench.common.results import SPREAD, Results, print_table, print_targets, rounds_by, spread
+from megasync.bench.common.results import Results, medians, print_figures, print_targets, rounds_by, spread
 
 EPISODE_FIGURES = ("tool_share", "render_share", "process_share", "prefix_hits", "tokens", "given_tokens")
 STALENESS_FIGURES = ("seconds", "wait_seconds", "pause_seconds", "staleness_mean", "staleness_max")
+ROLLOUT_COLUMNS = (
+    "tokens/s: {tokens_per_second_median:.1f} | samples/s: {samples_per_second_median:.1f} | seconds: {seconds_median:.3f}"
+    "| least: {seconds_least:.3f} | most: {seconds_most:.3f} | tokens: {tokens}"
+)
+STALENESS_COLUMNS = (
+    "seconds: {seconds:.2f} | x synchronous: {times_synchronous:.2f} | trainer waits: {wait_seconds:.2f}"
+    "| pauses: {pause_seconds:.2f} | staleness: {staleness_mean:.2f} | most: {staleness_max:.0f}"
+)
+EPISODE_COLUMNS = (
+    "tokens/s: {pace:.0f} | without tools: {pace_without:.0f} | busy: {busy:.3f}"
+    "| seconds: {seconds:.2f} | without tools: {seconds_without:.2f} | whole: {whole:.3f}"
+)
+EPISODE_SHARES = (
+    "in tools: {tool_share:.2%} | rendering: {render_share:.2%} | of the processes: {process_share:.2%}"
+    "| prefix hits: {prefix_hits:.2%}"
+)
 
 
 def summarise_rollout(results: Results) -> Results:
@@ -27,10 +43,7 @@ def summarise_rollout(results: Results) -> Results:
         return {"summary": summary, "adapter_times_merged": speeds["adapter"] / speeds["merged"]}
     pairs = zip(by_method["replica"], by_method["vllm"], strict=True)
     ratio = statistics.median(other["seconds"] / own["seconds"] for own, other in pairs)
-    spent = {
-        method: {name: statistics.median(m["cpu_seconds"][name] for m in rounds) for name in rounds[0]["cpu_seconds"]}
-        for method, rounds in by_method.items()
-    }
+    spent = {method: medians(("asks", "computes"), [m["cpu_seconds"] for m in rounds]) for method, rounds in by_method.items()}
     return {"summary": summary, "cpu_seconds_median": spent, "targets": {"replica_times_vllm": {"is": ratio, "at_least": 0.95}}}
 
 
@@ -39,13 +52,7 @@ def show_rollout(results: Results) -> None:
     bench, summary, longest = results["config"]["bench"], results["summary"], results["config"]["rollout"]["max_new_tokens"]
     how = f"greedy; LoRA rank {bench['lora_rank']}" if "adapter" in summary else f"model {results['config']['model']['path']}"
     print(f"{bench['num_prompts']} prompts of {bench['prompt_tokens']} tokens, at most {longest} new ones; {how}")
-    titles = ("method", "tokens/s", "samples/s", "seconds", "least", "most", "tokens")
-    speeds = ("tokens_per_second_median", "samples_per_second_median")
-    rows = [
-        [method, *(f"{s[name]:.1f}" for name in speeds), *(f"{s[name]:.3f}" for name in SPREAD), str(s["tokens"])]
-        for method, s in summary.items()
-    ]
-    print_table(f"generation, medians of {bench['rounds']} rounds", titles, rows)
+    print_figures(f"generation, medians of {bench['rounds']} rounds", "method", ROLLOUT_COLUMNS, summary)
     print(f"{results['same_tokens']:.0%} of the responses are the same from both")
     if "adapter" in summary:
         print(f"the adapter generates at {results['adapter_times_merged']:.2f} times the speed of merged weights")
@@ -58,10 +65,7 @@ def show_rollout(results: Results) -> None:
 def summarise_staleness(results: Results) -> Results:
     """Medians over the rounds, by max_staleness and on_update, each also as a share of the synchronous row's seconds."""
     named = ({"row": f"{one['max_staleness']} {one['on_update']}", **one} for one in results["rounds"])
-    by_row = rounds_by("row", named)
-    summary = {
-        row: {name: statistics.median(m[name] for m in rounds) for name in STALENESS_FIGURES} for row, rounds in by_row.items()
-    }
+    summary = {row: medians(STALENESS_FIGURES, rounds) for row, rounds in rounds_by("row", named).items()}
     base = summary["0 drain"]["seconds"]
     for figures in summary.values():
         figures["times_synchronous"] = figures["seconds"] / base
@@ -79,10 +83,7 @@ def show_staleness(results: Results) -> None:
         f"{rollout['replicas']} replicas"
     )
     print("; ".join(f"{who}: core {', '.join(map(str, cores))}" for who, cores in results["cores"].items()))
-    titles = ("max_staleness, on_update", "seconds", "x synchronous", "trainer waits", "pauses", "staleness", "most")
-    names = ("seconds", "times_synchronous", *STALENESS_FIGURES[1:4])
-    rows = [[row, *(f"{s[name]:.2f}" for name in names), f"{s['staleness_max']:.0f}"] for row, s in results["summary"].items()]
-    print_table("seconds of all batches", titles, rows)
+    print_figures("seconds of all batches", "max_staleness, on_update", STALENESS_COLUMNS, results["summary"])
     print_targets(results["targets"])
 
 
@@ -102,7 +103,7 @@ def summarise_episodes(results: Results) -> Results:
             "pace_without": statistics.median(map(_pace, none)),
             "seconds": statistics.median(one["seconds"] for one in tools),
             "seconds_without": statistics.median(one["seconds"] for one in none),
-            **{name: statistics.median(one[name] for one in tools) for name in EPISODE_FIGURES},
+            **medians(EPISODE_FIGURES, tools),
         }
     targets = {f"busy, {slots} slots": {"is": figures["busy"], "at_least": 0.85} for slots, figures in summary.items()}
     targets |= {f"rendering, {slots} slots": {"is": of["render_share"], "at_most": 0.02} for slots, of in summary.items()}
@@ -119,13 +120,8 @@ def show_episodes(results: Results) -> None:
     least, most = bench["least_tool_seconds"], bench["most_tool_seconds"]
     turns = f"{bench['turns']} turns of {length} tokens"
     print(f"{bench['num_prompts']} episodes at a time, {turns}, tools of {least:g} to {most:g} s")
-    titles = ("slots", "tokens/s", "without tools", "busy", "seconds", "without tools", "whole")
-    names = ("pace", "pace_without", "busy", "seconds", "seconds_without", "whole")
-    formats = ("{:.0f}", "{:.0f}", "{:.3f}", "{:.2f}", "{:.2f}", "{:.3f}")
-    summary = results["summary"].items()
-    rows = [[slots, *(form.format(s[name]) for form, name in zip(formats, names, strict=True))] for slots, s in summary]
-    print_table("with tools and without, while all episodes are under way (busy), and until all have ended (whole)", titles, rows)
-    shares = ("slots", "in tools", "rendering", "of the processes", "prefix hits")
-    rows = [[slots, *(f"{s[name]:.2%}" for name in EPISODE_FIGURES[:4])] for slots, s in summary]
-    print_table("shares of the episodes' time, of that of their processes, and of prompts", shares, rows)
+    title = "with tools and without, while all episodes are under way (busy), and until all have ended (whole)"
+    print_figures(title, "slots", EPISODE_COLUMNS, results["summary"])
+    title = "shares of the episodes' time, of that of their processes, and of prompts"
+    print_figures(title, "slots", EPISODE_SHARES, results["summary"])
     print_targets(results["targets"])

@@ -1,16 +1,18 @@
-"""What both rollout benches ask for, and generators that take turns. Leaves out who generates (lora.py, throughput.py)."""
+"""What both rollout benches ask for, and generators that take turns. Leaves out who generates (rollout.py)."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from statistics import NormalDist
 from typing import Any
 
 from bridge.generation import GenerationRequest
 from megasync.bench.config import BenchRoot
 from megasync.hf.folder import model_shape
+from megasync.rollouts.requests import greedy_sampling, training_sampling
 
 Tokens = Sequence[Sequence[int]]  # of each request's response
 Generator = Callable[[], tuple[float, Tokens]]  # generates for all requests; the seconds that it took
@@ -34,15 +36,12 @@ def build_requests(config: BenchRoot, *, greedy: bool = False) -> list[Generatio
     bench, rollout, draw = config.bench, config.rollout, random.Random(config.run.seed)
     vocabulary, longest = model_shape(config.model.path).vocab_size, rollout.max_new_tokens
     lengths = long_tail(bench.num_prompts, bench.median_tokens or longest, longest, config.run.seed)
+    sampling = replace((greedy_sampling if greedy else training_sampling)(rollout), num_samples=1, stop=())
     return [
         GenerationRequest(
             tuple(draw.randrange(vocabulary) for _ in range(bench.prompt_tokens)),
-            max_new_tokens=length,
-            temperature=0.0 if greedy else rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
             seed=number,
+            **asdict(replace(sampling, max_new_tokens=length)),
         )
         for number, length in enumerate(lengths)
     ]

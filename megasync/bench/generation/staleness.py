@@ -15,17 +15,17 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 
 from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
-from megasync.bench.common.rank import BenchRank, Measured
-from megasync.bench.config import BenchRoot
+from megasync.bench.common.program import Measured
+from megasync.bench.common.rank import BenchRank
 from megasync.bench.generation.requests import long_tail
+from megasync.config.load import with_changes
 from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import COLLECT_SECONDS
 from megasync.rollouts.group import Group
@@ -40,13 +40,13 @@ LONGEST_TO_MEDIAN = 8
 class StalenessBench(BenchRank):
     """Everything of the one rank."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
-        self.engine = self.build_engine(config.engine)
+    def start(self) -> None:
+        self.engine = self.build_engine(self.config.engine)
         self.pool = self.start_pool()
         self.sender = self.publisher(build_exporter(self.engine), self.pool)
-        number, longest = config.bench.num_batches * config.data.batch_size, config.rollout.max_new_tokens
-        self.lengths = long_tail(number, config.bench.median_tokens or longest / LONGEST_TO_MEDIAN, longest, config.run.seed)
+        bench, longest = self.config.bench, self.config.rollout.max_new_tokens
+        number, median = bench.num_batches * self.config.data.batch_size, bench.median_tokens or longest / LONGEST_TO_MEDIAN
+        self.lengths = long_tail(number, median, longest, self.config.run.seed)
 
     def run(self) -> Measured:
         assert self.pool is not None
@@ -69,12 +69,7 @@ class StalenessBench(BenchRank):
         pool, sender = self.pool, self.sender
         assert pool is not None
         pool.call("set_on_update", on_update)
-        config = self.config.model_copy(
-            update={
-                "rollout": self.config.rollout.model_copy(update={"max_staleness": staleness}),
-                "run": self.config.run.model_copy(update={"steps": num_batches}),
-            }
-        )
+        config = with_changes(self.config, {"rollout.max_staleness": staleness, "run.steps": num_batches})
         settings = replace(stream_settings(config, scores_groups=False), expected_tokens=statistics.fmean(self.lengths))
         stream = RolloutStream(pool, settings, self._group, score, print)
         sender.publish(0)
@@ -127,13 +122,13 @@ def pin(pool: ReplicaPool) -> dict[str, list[int]]:
         process, own = psutil.Process(actor.pid), cores[place % len(cores) :][:1]
         chosen[f"replica {replica}"] = own
         for each in (process, *process.children(recursive=True)):
-            _pin_threads(each.pid, own)
-    _pin_threads(os.getpid(), cores[-1:])
+            _pin_threads(each, own)
+    _pin_threads(psutil.Process(), cores[-1:])
     return chosen
 
 
-def _pin_threads(process: int, cores: list[int]) -> None:
-    with suppress(FileNotFoundError):
-        for thread in Path(f"/proc/{process}/task").iterdir():
+def _pin_threads(process: psutil.Process, cores: list[int]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for thread in process.threads():
             with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(int(thread.name), cores)
+                os.sched_setaffinity(thread.id, cores)

@@ -3,7 +3,6 @@
 The script docs/bench/nodes.sh makes the namespaces and starts what is measured, docs/bench/gpus.sh what runs between GPUs; the
 figures are in docs/scale.md.
 
-source.py    random weights of a small model, as a trainer rank holds them
 receiver.py  a worker's side of a sync without vLLM: the bridge's own receiving code, in a process
 pool.py      all receivers, as a Publisher sees replicas
 rank.py      one trainer rank: the cases, round by round

@@ -18,77 +18,56 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from bridge.export.source import WeightSource
-from bridge.layout.manifest import Manifest
 from bridge.send.publish import Publisher
 from bridge.transport.channel import Channel
 from bridge.transport.open import own_device
-from engine.engine import Engine
-from megasync.bench.common.random_engine import FrozenEngine, RandomEngine, negate
-from megasync.bench.common.rank import BenchRank, Measured
-from megasync.bench.config import BenchRoot
-from megasync.bench.nodes.pool import ReceiverPool, connect
-from megasync.bench.replicas.nccl import SECONDS, broadcast_all
-from megasync.bench.sync.methods import seconds_by_name
+from megasync.bench.common.program import Measured
+from megasync.bench.common.rank import BenchRank, Way, seconds_by_name
+from megasync.bench.nodes.pool import ElsewhereReceiverPool, connect, num_lanes
+from megasync.bench.replicas.nccl import SECONDS, broadcast_all, bucket_sizes
 from megasync.launch.devices import visible_devices
 from megasync.launch.ray_cluster import free_port
 from megasync.launch.scope import LOOPBACK
 from megasync.run.rank_zero import control_group
 from megasync.run.weights import build_exporter
 
-FLOOR = "floor"
 END_SECONDS = 10.0
-
-
-class Way(NamedTuple):
-    """`source`: what is sent, and must be held afterwards; `pool`: rank 0's."""
-
-    source: WeightSource
-    pool: ReceiverPool | None
-    publisher: Publisher
 
 
 class LanesBench(BenchRank):
     """The rounds. Calls are collective; rank 0 alone has pools and results."""
 
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends, shares_memory=True)
-        self.engine = self._build()
+    trains, shares_memory = False, True
+
+    def start(self) -> None:
+        self.engine = self.build_engine(self.config.engine)
         sender, everywhere = build_exporter(self.engine), build_exporter(self.engine, on_all_ranks=True)
-        stages = dict(self.from_all((sender.stage, sender.manifest())))
-        self.manifest = Manifest.concatenate(stages[stage] for stage in sorted(stages))
+        self.manifest = self.whole_manifest(sender)
         self._floor: Channel | None = None
-        apart = [r for r in range(config.rollout.replicas) if self._place(r)]  # from rank 0's GPU
-        self.ways: dict[str, Way] = {}
-        ports = self._start_receivers()
-        connections = [connect(LOOPBACK, port) for port in ports] if self.layout.rank == 0 else []
+        self.ways = {"floor": Way(self._broadcast, self.engine, None, None)} if self.layout.world_size > 1 else {}
+        ports = self._start_receivers() if self.is_first else []
+        connections = [connect(LOOPBACK, port) for port in ports]
         for connection in connections:
-            ends.callback(_let_go, connection)
-        if apart:
-            self.ways["one group"] = self._way(sender, [connections[r] for r in apart if connections], lanes=False)
+            self.ends.callback(_let_go, connection)
+        if any(map(self._place, range(self.config.rollout.replicas))):
+            apart = [connection for r, connection in enumerate(connections) if self._place(r)]  # from rank 0's GPU
+            self.ways["one group"] = self._way(sender, apart, lanes=False)
         self.ways["lanes"] = self._way(everywhere, connections, lanes=True)
 
-    def _build(self) -> Engine:
-        """Without an optimizer where no step changes the weights."""
-        config = self.config
-        if config.bench.shapes == "none":
-            return self.build_engine(config.engine)
-        kind = FrozenEngine if config.bench.update == "negate" else RandomEngine
-        return kind(config.model, config.engine, config.algorithm, num_steps=config.run.steps)
-
     def _way(self, source: WeightSource, connections: list[Any], *, lanes: bool) -> Way:
-        pool = _Elsewhere(connections) if self.layout.rank == 0 else None
+        pool = ElsewhereReceiverPool(connections) if self.is_first else None
         config = self.config.sync.model_copy(update={"transport": "nccl", "lanes": lanes})
         publisher = Publisher(source, pool, config, control_group())
         self.ends.callback(publisher.close)
-        return Way(source, pool, publisher)
+        return Way(partial(self._publish, publisher), self.engine, source, pool, publisher)
 
     def _place(self, receiver: int) -> int:
         """The GPU that it is on, which is that of the rank of this number, if there is one."""
@@ -96,10 +75,9 @@ class LanesBench(BenchRank):
 
     def _start_receivers(self) -> list[int]:
         """By rank 0; each sees its GPU alone. Their ports."""
-        ports = []
-        for receiver in range(self.config.rollout.replicas) if self.layout.rank == 0 else ():
+        ports, names = list[int](), visible_devices()
+        for receiver in range(self.config.rollout.replicas):
             ports.append(free_port())
-            names = visible_devices()
             own = {"CUDA_VISIBLE_DEVICES": names[self._place(receiver)]} if names else {}
             command = [sys.executable, "-m", "megasync.bench.nodes.receiver", LOOPBACK, str(ports[-1])]
             process = subprocess.Popen(command, env=os.environ | own)
@@ -110,44 +88,26 @@ class LanesBench(BenchRank):
     def run(self) -> Measured:
         """All rounds; on rank 0 what report.py takes."""
         size = {"bytes": self.manifest.total_bytes, "tensors": len(self.manifest.tensors)}
-        results: Measured = {"warm_up": [], "rounds": [], "model": size}
-        num_rounds, version = self.config.bench.rounds, 0
-        for index in range(-1, num_rounds):  # -1 warms up
-            if self.layout.world_size > 1:
-                results["warm_up" if index < 0 else "rounds"].append({"round": index, "method": FLOOR, **self._broadcast()})
-            for name, way in self.ways.items():
-                version += 1
-                self._change()
-                measured = {"round": index, "method": name, **self._publish(way, version)}
-                self.say(f"round {index + 1} of {num_rounds}  {name:<22}{measured['seconds']:.4f} s")
-                if index in (-1, num_rounds - 1):
-                    measured["same_weights"] = self.compare(name, way.source, way.pool)  # type: ignore[arg-type]
-                results["warm_up" if index < 0 else "rounds"].append(measured)
-            if results["rounds"]:
-                self.keep(results, is_complete=False)
-        return results
+        return self.take_turns(self.ways, {"model": size}, self._measure)
 
-    def _change(self) -> None:
-        if self.config.bench.update == "negate":
-            negate(self.engine)
-        else:
+    def _measure(self, name: str, version: int) -> Measured:
+        way = self.ways[name]
+        if way.source is not None:
             self.change(self.engine)
         dist.barrier()
+        return way.sync(version)
 
-    def _publish(self, way: Way, version: int) -> Measured:
-        report = way.publisher.publish(version)
-        connection = way.publisher._connection
-        assert connection is not None
-        lanes = len(connection.lanes.lanes) if connection.lanes is not None else 1
-        counts = {"lanes": lanes, "receivers": len(connection.routes), "buckets": report.num_buckets}
+    def _publish(self, publisher: Publisher, version: int) -> Measured:
+        report = publisher.publish(version)
+        assert publisher._connection is not None
+        counts = {"lanes": num_lanes(publisher), "receivers": len(publisher._connection.routes), "buckets": report.num_buckets}
         return {"seconds": report.seconds, **counts, "stages": seconds_by_name(report.stages)}
 
-    def _broadcast(self) -> Measured:
+    def _broadcast(self, version: int) -> Measured:
         """From rank 0 to rank 1 what a sync sends, in buckets as large; the others wait."""
-        bucket_bytes, total = self.config.sync.bucket_bytes, self.manifest.total_bytes
-        sizes = [min(bucket_bytes, total - begin) for begin in range(0, total, bucket_bytes)]
+        sizes = bucket_sizes(self.manifest, self.config.sync.bucket_bytes)
         if self._floor is None:
-            channel, endpoint = Channel.listen(2, own_device()) if self.layout.rank == 0 else (None, "")
+            channel, endpoint = Channel.listen(2, own_device()) if self.is_first else (None, "")
             endpoint = self.from_all(endpoint)[0]
             if self.layout.rank == 1:
                 channel = Channel.connect(endpoint, 1, 2, own_device(), time.monotonic() + SECONDS)
@@ -155,13 +115,6 @@ class LanesBench(BenchRank):
         seconds = broadcast_all(self._floor, sizes) if self._floor is not None else 0.0
         dist.barrier()
         return {"seconds": seconds, "lanes": 1, "receivers": 1, "buckets": len(sizes)}
-
-
-class _Elsewhere(ReceiverPool):
-    """Receivers that are taken to be on a host of their own."""
-
-    def reader_hosts(self) -> list[str]:
-        return ["another host"] * len(self.reader_names)
 
 
 def _let_go(connection: Connection[Any, Any]) -> None:

@@ -9,6 +9,7 @@ from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from bridge.messages import BeginSync
+from bridge.send.publish import Publisher
 from megasync.bench.nodes.receiver import KEY
 
 CONNECT_SECONDS = 120.0
@@ -98,3 +99,17 @@ class ReceiverPool:
 
     def abort(self, *, timeout: float) -> tuple[list[int], list[int]]:
         return [], list(range(len(self._connections)))
+
+
+class ElsewhereReceiverPool(ReceiverPool):
+    """Of receivers that are taken to be on a host of their own."""
+
+    def reader_hosts(self) -> list[str]:
+        return ["another host"] * len(self.reader_names)
+
+
+def num_lanes(publisher: Publisher) -> int:
+    """Of its connection, which is there after a sync; 1: one sender for all."""
+    assert publisher._connection is not None
+    lanes = publisher._connection.lanes
+    return len(lanes.lanes) if lanes is not None else 1

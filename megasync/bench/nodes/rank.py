@@ -11,20 +11,53 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bridge.config import SyncConfig
+from bridge.export.source import Part
+from bridge.layout.manifest import Manifest, TensorSpec
+from bridge.layout.regions import Copy, contiguous
 from bridge.send.publish import Publisher
-from megasync.bench.nodes.pool import ReceiverPool, connect
+from megasync.bench.common.model import qwen3, tensors_of
+from megasync.bench.config import BenchConfig
+from megasync.bench.nodes.pool import ReceiverPool, connect, num_lanes
 from megasync.bench.nodes.receiver import link_bytes
-from megasync.bench.nodes.source import RandomSource
 
 WAYS = {"lanes": True, "one group": False}
 MOST_ROUNDS = {"lanes": 100, "one group": 3}  # it takes long, and the same every time
+
+
+class RandomSource:
+    """Random weights of a Qwen3 of about 100 M parameters, in Hugging Face names, as a rank under DDP holds them: in place.
+
+    The same on every rank that makes one. Without megatron-core: what is measured is how weights travel.
+    """
+
+    stage, num_stages, has_tensors = 0, 1, True
+
+    def __init__(self, *, is_sender: bool) -> None:
+        self.is_sender = is_sender
+        generator, shapes = torch.Generator().manual_seed(0), tensors_of(qwen3(BenchConfig()))
+        self.tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+        self._memory = {name: tensor.view(-1) for name, tensor in self.tensors.items()}
+        whole = {name: contiguous(tensor.numel()) for name, tensor in self.tensors.items()}
+        self._copies = [(Copy(region, name, region),) for name, region in whole.items()]
+
+    def manifest(self) -> Manifest:
+        return Manifest(tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in self.tensors.items()))
+
+    def parts(self) -> Iterator[Part]:
+        yield Part(self._copies, self._memory)
+
+    def change(self) -> None:
+        """Other weights to bring over, the same on every rank."""
+        for tensor in self.tensors.values():
+            tensor.neg_()
 
 
 class Cases:
@@ -74,10 +107,8 @@ class Cases:
         report = publisher.publish(self.version)
         after = self._count(pool, num_replicas, group)
         moved = {side: [b - a for a, b in zip(before[side], after[side], strict=True)] for side in before}
-        connection = publisher._connection
-        assert connection is not None
-        lanes = len(connection.lanes.lanes) if connection.lanes is not None else 1
-        return {"seconds": report.seconds, "bytes": report.num_bytes, "buckets": report.num_buckets, "lanes": lanes, **moved}
+        counts = {"bytes": report.num_bytes, "buckets": report.num_buckets, "lanes": num_lanes(publisher)}
+        return {"seconds": report.seconds, **counts, **moved}
 
     def _compare(self, publisher: Publisher, num_receivers: int) -> None:
         """Raises RuntimeError where a receiver holds something else than was sent."""

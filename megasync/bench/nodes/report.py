@@ -8,22 +8,25 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from megasync.bench.common.results import SPREAD, Results, print_table, rounds_by, spread
+from megasync.bench.common.results import MILLISECONDS, Results, print_figures, rounds_by, spread
 
 MBIT = 1e6 / 8
 COUNTS = ("lanes", "receivers", "buckets")
-TITLES = ("senders, nodes x replicas", "lanes", "s", "least", "most", "MB/s", "of the links", "sent", "received", "passed on")
+COLUMNS = (
+    "lanes: {lanes} | s: {seconds_median:.2f} | least: {least:.2f} | most: {most:.2f} | MB/s: {rate:.1f}"
+    "| of the links: {share:.2f} | sent: {sent:.3f} | received: {received:.3f} | passed on: {passed_on:.3f}"
+)
 
 
-def figures(case: dict[str, Any], way: str, link_bytes_per_second: float) -> dict[str, float]:
+def figures(case: Results, way: str, link_bytes_per_second: float) -> Results:
     """`share`: of the bandwidth of the sending links together, or of the receiving ones, whichever is less."""
     measured, size = case[way], case[way]["bytes"]
     delivered = case["nodes"] * size / measured["seconds_median"]
     share = delivered / (min(case["senders"], case["nodes"]) * link_bytes_per_second)
-    most = {name: max(measured[name], default=0) / size for name in ("sent", "received", "passed_on")}
-    return {"delivered": delivered, "share": share, **most}
+    busiest = {name: max(measured[name], default=0) / size for name in ("sent", "received", "passed_on")}
+    seconds = {"least": min(measured["seconds"]), "most": max(measured["seconds"])}
+    return {**measured, **seconds, "rate": delivered / 1e6, "share": share, **busiest}
 
 
 def summarise_lanes(results: Results) -> Results:
@@ -40,16 +43,8 @@ def show_lanes(results: Results) -> None:
     model, config = results["model"], results["config"]
     ranks = f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}"
     print(f"{model['bytes'] / 1e9:.2f} GB, {model['tensors']} tensors; {ranks}; {config['bench']['rounds']} rounds")
-    rows = [
-        [
-            way,
-            *(f"{1000 * found[name]:.1f}" for name in SPREAD),
-            f"{found['times_floor']:.2f}" if "times_floor" in found else "",
-            *(str(found[name]) for name in COUNTS),
-        ]
-        for way, found in results["summary"].items()
-    ]
-    print_table("weight sync, medians", ("way", "ms", "least", "most", "x floor", *COUNTS), rows)
+    counts = "".join(f"| {name}: {{{name}}}" for name in COUNTS)
+    print_figures("weight sync, medians", "way", MILLISECONDS + counts, results["summary"])
 
 
 def main() -> None:
@@ -59,17 +54,11 @@ def main() -> None:
     given = parser.parse_args()
     rate = float(given.rate.removesuffix("mbit")) * MBIT
     cases = json.loads(given.results.read_text(encoding="utf-8"))
+    names = [f"{case['senders']}, {case['nodes']} x {case['replicas'] // case['nodes']}" for case in cases]
     for way in ("lanes", "one group"):
-        rows = []
-        for case in cases:
-            found, seconds = figures(case, way, rate), case[way]["seconds"]
-            name = f"{case['senders']}, {case['nodes']} x {case['replicas'] // case['nodes']}"
-            numbers = [case[way]["seconds_median"], min(seconds), max(seconds)]
-            sizes = [f"{found[side]:.3f}" for side in ("sent", "received", "passed_on")]
-            shown = [f"{number:.2f}" for number in numbers]
-            rates = [f"{found['delivered'] / 1e6:.1f}", f"{found['share']:.2f}"]
-            rows.append([name, str(case[way]["lanes"]), *shown, *rates, *sizes])
-        print_table(f"{way}: medians; bytes of the busiest link of each kind, in manifests", TITLES, rows)
+        title = f"{way}: medians; bytes of the busiest link of each kind, in manifests"
+        rows = {name: figures(case, way, rate) for name, case in zip(names, cases, strict=True)}
+        print_figures(title, "senders, nodes x replicas", COLUMNS, rows)
 
 
 if __name__ == "__main__":

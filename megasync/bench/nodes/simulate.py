@@ -13,23 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml  # type: ignore[import-untyped]
+
 from bridge.layout.lanes import Holder, lane_bucket_bytes, plan_lanes
-from megasync.bench.common.results import print_table
+from megasync.bench.common.results import print_figures
 from megasync.bench.nodes.simulation import Links, Simulation
 
 NEAR_BUCKETS, FAR_BUCKETS = 24, 40  # of a lane: those that are followed
-GB = 1e9
 RANKS_A_HOST = 8
 BUCKET_BYTES = 512 * 2**20  # sync.bucket_bytes
 LEAST_BYTES = {True: 16 * 2**20, False: 2**20}  # of a lane's buckets (send/connection.py), by whether there are GPUs
-
-
-# H100 and H200 nodes with 400 Gbit/s a GPU: 44 GB/s is what prime-rl measured with NIXL on H200s (50 are nominal), 370 GB/s what
-# NCCL's broadcast took over NVLink on two H200s, 1.5 TB/s a copy with its digest. 100 and 50 us are assumed.
-GPUS = Links(44 * GB, 370 * GB, 370 * GB, 1500 * GB, 100e-6, 50e-6, None, cuts_through=True)
-# Namespaces of one machine, 400 Mbit/s by tc tbf, of which 1448 of 1514 bytes are payload; memory and latency of a busy machine.
-# probe.py measured 9.5 ms for a message and its answer while the link out was in use, and 4.5 ms while it was not.
-NAMESPACES = Links(400e6 / 8 * 1448 / 1514, 2 * GB, 2 * GB, 1 * GB, 2e-3, 2e-3, 1, cuts_through=False, asking_seconds=5e-3)
 
 
 class Case(NamedTuple):
@@ -45,13 +38,13 @@ class Case(NamedTuple):
     readers_a_node: int = RANKS_A_HOST
 
 
-CASES = [
-    Case("30B-A3B, bf16", 61.1 * GB, 1, 2, 2, "2.16 (miles)"),
-    Case("235B-A22B, bf16", 470 * GB, 8, 8, 8, "3.2 (miles), 3.3 (vLLM RDT, 8 GPUs to 8)"),
-    Case("744B, a byte each", 744 * GB, 8, 8, 4, "2.84 (prime-rl)"),
-    Case("1T, a byte each", 1040 * GB, 32, 32, 16, "1.3 (Perplexity)"),
-    Case("1T, bf16", 2080 * GB, 32, 32, 16, "7.2 (miles, 32 + 32)"),
-]
+TABLES = yaml.safe_load(Path(__file__).with_name("simulated.yaml").read_text(encoding="utf-8"))
+GPUS, NAMESPACES = Links(**TABLES["gpus"]), Links(**TABLES["namespaces"])
+CASES = [Case(**fields) for fields in TABLES["cases"]]
+COLUMNS = (
+    "nodes: {sender_nodes} + {receiver_nodes} | lanes: {num_lanes} | MiB a bucket: {mib:.0f}"
+    "| s, simulated: {seconds:.2f} | s, published: {published} | bound by: {bound}"
+)
 
 
 class Outcome(NamedTuple):
@@ -91,29 +84,25 @@ def simulate(case: Case, links: Links) -> Outcome:
 
 
 def show_clusters() -> None:
-    rows = []
+    rows = {}
     for case in CASES:
         found = simulate(case, GPUS)
         kind = max(found.busy, key=found.busy.__getitem__)
-        nodes = f"{case.sender_nodes} + {case.receiver_nodes}"
-        numbers = [str(found.num_lanes), f"{found.bucket_bytes / 2**20:.0f}", f"{found.seconds:.2f}", case.published]
-        rows.append([case.name, nodes, *numbers, f"{kind} {found.busy[kind]:.2f}"])
-    titles = ("model", "nodes", "lanes", "MiB a bucket", "s, simulated", "s, published", "bound by")
-    print_table("sync by lanes, 8 GPUs a node, 44 GB/s a GPU", titles, rows)
+        bound = f"{kind} {found.busy[kind]:.2f}"
+        rows[case.name] = {**case._asdict(), **found._asdict(), "mib": found.bucket_bytes / 2**20, "bound": bound}
+    print_figures("sync by lanes, 8 GPUs a node, 44 GB/s a GPU", "model", COLUMNS, rows)
 
 
 def show_measured(path: Path) -> None:
     """Simulated beside measured seconds of every case."""
-    rows, measured = [], json.loads(path.read_text(encoding="utf-8"))
+    rows, measured = {}, json.loads(path.read_text(encoding="utf-8"))
     for case in sorted(measured, key=lambda each: (each["replicas"] // each["nodes"], each["senders"], each["nodes"])):
-        size, senders, nodes = case["lanes"]["bytes"], case["senders"], case["nodes"]
-        replicas = case["replicas"] // nodes
-        found = simulate(Case("", size, 1, senders, nodes, "", 1, replicas), NAMESPACES)
+        senders, nodes, replicas = case["senders"], case["nodes"], case["replicas"] // case["nodes"]
         seconds = case["lanes"]["seconds_median"]
-        numbers = [seconds, found.seconds, found.seconds / seconds]
-        rows.append([f"{senders} to {nodes} x {replicas}", *(f"{number:.2f}" for number in numbers)])
-    titles = ("sender nodes to receiving nodes x replicas", "s, measured", "s, simulated", "times measured")
-    print_table("between namespaces", titles, rows)
+        found = simulate(Case("", case["lanes"]["bytes"], 1, senders, nodes, "", 1, replicas), NAMESPACES).seconds
+        rows[f"{senders} to {nodes} x {replicas}"] = {"measured": seconds, "simulated": found, "times": found / seconds}
+    columns = "s, measured: {measured:.2f} | s, simulated: {simulated:.2f} | times measured: {times:.2f}"
+    print_figures("between namespaces", "sender nodes to receiving nodes x replicas", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

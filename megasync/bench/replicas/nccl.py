@@ -38,13 +38,18 @@ def broadcast_all(channel: Channel, sizes: list[int]) -> float:
     return time.perf_counter() - begin
 
 
+def bucket_sizes(manifest: Manifest, bucket_bytes: int) -> list[int]:
+    """Of all bytes, one after another."""
+    total = manifest.total_bytes
+    return [min(bucket_bytes, total - begin) for begin in range(0, total, bucket_bytes)]
+
+
 class NcclBaselines:
     """The sender's side of both. `device` is the trainer's."""
 
     def __init__(self, pool: BenchPool, manifest: Manifest, bucket_bytes: int, device: torch.device) -> None:
         self._pool, self._manifest, self._device = pool, manifest, device
-        total = manifest.total_bytes
-        self.sizes = [min(bucket_bytes, total - begin) for begin in range(0, total, bucket_bytes)]
+        self.sizes = bucket_sizes(manifest, bucket_bytes)
         self._channel: Channel | None = None
         self._endpoint = ""
         self._group: Any = None

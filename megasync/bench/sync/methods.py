@@ -11,18 +11,18 @@ unverified      ours with sync.verify=none
 packed          vLLM's own packed broadcast over NCCL, from Hugging Face tensors that are ready
 mbridge packed  the same from mbridge's export_weights
 
-Each is timed from where running requests have ended to where vLLM can go on. All but `lora adapter` use the same pool. Leaves
-out rounds and memory (rounds.py).
+Each is timed from where running requests have ended to where vLLM can go on. All but `lora adapter` use the same pool. They take
+turns, round by round; before each, the trainer's weights change and all processes give freed memory back. Leaves out tables
+(report.py).
 """
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from bridge.config import Verify
 from bridge.export.source import WeightSource, whole_tensors
-from bridge.layout.manifest import Manifest
-from bridge.messages import Spans, StageSpan
+from bridge.layout.bucket import plan_buckets
+from bridge.messages import Spans
 from bridge.send.publish import Publisher
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
 from bridge.transport.segment import PREFIX
@@ -41,9 +41,10 @@ from engine.checkpoint import hf_folder
 from engine.engine import Engine
 from engine.model.build import gpt_model
 from engine.moe.experts import split_experts
-from megasync.bench.common.lora import LoraSide
-from megasync.bench.common.rank import BenchRank, Measured
-from megasync.bench.config import CPU_METHODS, GPU_METHODS, METHODS, BenchRoot
+from megasync.bench.common.memory import PeakMeter, device_bytes, give_back_free_memory, mapped_files
+from megasync.bench.common.program import Measured
+from megasync.bench.common.rank import BenchRank, LoraSide, Way, seconds_by_name
+from megasync.bench.config import CPU_METHODS, GPU_METHODS, METHODS
 from megasync.bench.replicas.nccl import NcclBaselines
 from megasync.bench.replicas.replica import BenchPool
 from megasync.config.files import flush
@@ -63,27 +64,15 @@ class SwappableSource:
         return getattr(self.source, name)
 
 
-@dataclass(frozen=True)
-class SyncMethod:
-    """`sync` brings the trainer's weights to every replica of `pool` as a version, and returns on rank 0 what it took."""
+class SyncBench(BenchRank):
+    """Everything that the methods need, and their rounds. Calls are collective; rank 0 alone has pools and results."""
 
-    sync: Callable[[int], Measured]
-    engine: Engine
-    source: WeightSource | None  # what vLLM must hold afterwards
-    pool: BenchPool | None
-    publisher: Publisher | None = None  # of ours
-
-
-class SyncMethods(BenchRank):
-    """Everything that the methods need. Calls are collective; rank 0 alone has pools and results."""
-
-    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
-        super().__init__(config, results_path, ends)
+    def start(self) -> None:
+        config = self.config
         self.has_gpus = torch.cuda.is_available()
         self.engine = self.build_engine(config.engine)
         self.exporter = build_exporter(self.engine)
-        stages = dict(self.from_all((self.exporter.stage, self.exporter.manifest())))
-        self.manifest = Manifest.concatenate(stages[stage] for stage in sorted(stages))
+        self.manifest = self.whole_manifest(self.exporter)
         self.pool = self.start_pool()
         self.nccl = NcclBaselines(self.pool, self.manifest, config.sync.bucket_bytes, self.engine.device) if self.pool else None
         self.sync_exporter = build_exporter(self.engine, on_all_ranks=uses_ipc(config) or config.bench.apart)
@@ -95,30 +84,35 @@ class SyncMethods(BenchRank):
         self.disk_folder = config.run.folder / "disk"
         self.buffer, self.buffer_path = torch.empty(0, dtype=torch.uint8), SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
         possible = self._possible()
-        self.methods = {name: possible[name] for name in METHODS if name in wanted and name in possible}
+        self.methods: dict[str, Way] = {name: possible[name] for name in METHODS if name in wanted and name in possible}
         if self.pool is not None and "per_tensor" in self.methods:
             self._open_buffer(self.pool, max(spec.num_bytes for spec in self.manifest.tensors))
+        self.trainer_pids = {f"trainer rank {rank}": pid for rank, pid in enumerate(self.from_all(os.getpid()))}
+        # What stays mapped between two syncs: a publisher's own shared memory, once it has some; else the tensor buffer.
+        self._kept: dict[Publisher | None, str] = {None: str(self.buffer_path)}
+        self._makers: dict[Publisher | str, str] = {}  # by publisher, else by itself, the method that synced first
+        self._stays: dict[str, dict[str, int]] = {}  # of GPUs' memory, what a method's first sync left taken, by process
 
-    def _possible(self) -> dict[str, SyncMethod]:
+    def _possible(self) -> dict[str, Way]:
         """All that this config allows."""
         whole = (self.engine, self.exporter, self.pool)
         methods = {
-            "stream": SyncMethod(partial(self._stream, self.sync_exporter, None), *whole, self.whole),
-            "unverified": SyncMethod(partial(self._stream, self.sync_exporter, "none"), *whole, self.whole),
-            "disk": SyncMethod(self.disk, *whole),
+            "stream": Way(partial(self._stream, self.sync_exporter, None), *whole, self.whole),
+            "unverified": Way(partial(self._stream, self.sync_exporter, "none"), *whole, self.whole),
+            "disk": Way(self.disk, *whole),
         }
         mbridge_exports = self.engine.wrapped.is_in_place  # it takes parameters as they lie
         if mbridge_exports:
-            methods["per_tensor"] = SyncMethod(self.per_tensor, *whole)
+            methods["per_tensor"] = Way(self.per_tensor, *whole)
         if self.config.rollout.placement == "separate":
-            methods |= {"floor": SyncMethod(self.floor, self.engine, None, self.pool), "packed": SyncMethod(self.packed, *whole)}
+            methods |= {"floor": Way(self.floor, self.engine, None, self.pool), "packed": Way(self.packed, *whole)}
             if mbridge_exports:
-                methods["mbridge packed"] = SyncMethod(self.mbridge_packed, *whole)
+                methods["mbridge packed"] = Way(self.mbridge_packed, *whole)
         if (lora := self.lora) is not None:
             merged = partial(self._stream, lora.merged, None)
-            methods["lora merged"] = SyncMethod(merged, lora.engine, lora.merged, self.pool, self.whole)
+            methods["lora merged"] = Way(merged, lora.engine, lora.merged, self.pool, self.whole)
             adapter = partial(self._publish, lora.publisher, lora.pool, None)
-            methods["lora adapter"] = SyncMethod(adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
+            methods["lora adapter"] = Way(adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
         return methods
 
     def _stream(self, source: WeightSource, verify: Verify | None, version: int) -> Measured:
@@ -202,6 +196,80 @@ class SyncMethods(BenchRank):
         finally:
             self.buffer_path.unlink(missing_ok=True)
 
+    def run(self) -> Measured:
+        """All rounds; on rank 0 what report.py takes."""
+        pids = {  # of the processes that take part, by what they are; rank 0 alone looks at them
+            name: self.trainer_pids | method.pool.call("pids")[0] if method.pool is not None else {}
+            for name, method in self.methods.items()
+        }
+        return self.take_turns(self.methods, self._describe(), lambda name, version: self._measure(name, version, pids[name]))
+
+    def _measure(self, name: str, version: int, pids: dict[str, int]) -> Measured:
+        method = self.methods[name]
+        self.change(method.engine)
+        give_back_free_memory()
+        meter = self._device_meter(name, method) if self.has_gpus else self._process_meter(method, pids)
+        measured = method.sync(version)
+        dist.barrier()
+        measured["extra_bytes"] = meter()
+        if self.is_first:
+            shutil.rmtree(self.disk_folder, ignore_errors=True)
+        for path in mapped_files(f"{SHARED_MEMORY}/{PREFIX}{os.getpid()}-") - set(self._kept.values()):
+            self._kept[method.publisher] = path  # has come with the publisher's first sync
+        dist.barrier()
+        return measured
+
+    def _process_meter(self, method: Way, pids: dict[str, int]) -> Callable[[], dict[str, int]]:
+        """From now on; what is returned says how much more memory processes took."""
+        meter = PeakMeter(pids, kept=self._kept.get(method.publisher, ""))
+        if method.pool is not None:
+            method.pool.call("give_back_free_memory")
+        dist.barrier()
+        meter.start()
+        dist.barrier()
+        return meter.extra_bytes
+
+    def _device_meter(self, name: str, method: Way) -> Callable[[], dict[str, int]]:
+        """The same of GPUs' memory, with what stays from one sync to the next; without NCCL's own.
+
+        Methods of one publisher share its buffers, which stay from the first one's first sync on.
+        """
+        before = self._device_bytes(method, begin=True)
+        maker = self._makers.setdefault(method.publisher or name, name)
+        held = [self._stays[other] for other in {maker, name} if other in self._stays]
+
+        def extra_bytes() -> dict[str, int]:
+            peaks, now = (self._device_bytes(method, begin=begin) for begin in (False, True))
+            self._stays.setdefault(name, {process: now[process] - before[process] for process in now})
+            more = {process: peak - before[process] + sum(stays[process] for stays in held) for process, peak in peaks.items()}
+            return {process: max(0, size) for process, size in more.items()}  # a step may leave what the sync gives back
+
+        return extra_bytes
+
+    def _device_bytes(self, method: Way, *, begin: bool) -> dict[str, int]:
+        torch.cuda.synchronize()
+        found = {f"trainer rank {rank}": size for rank, size in enumerate(self.from_all(device_bytes(begin=begin)))}
+        workers = method.pool.call("workers", "bench_device_bytes", begin) if method.pool is not None else []
+        return found | {f"vLLM worker {i}": size for i, size in enumerate(size for sizes in workers for size in sizes)}
+
+    def _describe(self) -> Measured:
+        largest = max(self.manifest.tensors, key=lambda spec: spec.num_bytes)
+        described: Measured = {
+            "model": {
+                "parameters": sum(math.prod(spec.shape) for spec in self.manifest.tensors),
+                "bytes": self.manifest.total_bytes,
+                "tensors": len(self.manifest.tensors),
+                "largest_tensor": {"name": largest.name, "bytes": largest.num_bytes},
+            },
+            "bucket_bytes": self.config.sync.bucket_bytes,
+        }
+        if self.lora is not None:
+            sync = self.lora.adapter.sync_config(self.config.sync)
+            buckets = plan_buckets(self.lora.adapter.manifest(), sync.bucket_bytes)
+            sent = sum(self.from_all(sum(bucket.num_bytes for bucket in buckets)))  # gaps of alignment count
+            described["adapter"] = {"bytes": self.lora.adapter_bytes, "bytes_sent": sent}
+        return described
+
 
 class PerExpertModel:
     """A model chunk as mbridge's export takes it, where a mixture's experts are parameters of their own."""
@@ -226,13 +294,6 @@ def mbridge_export(engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor) by mbridge's own export; collective. For DDP."""
     chunks = [PerExpertModel(chunk) for chunk in engine.chunks]
     return cast("Iterable[tuple[str, torch.Tensor]]", engine.mbridge.export_weights(chunks))
-
-
-def seconds_by_name(spans: Iterable[StageSpan]) -> dict[str, float]:
-    seconds: dict[str, float] = defaultdict(float)
-    for span in spans:
-        seconds[span.name] += span.end - span.start
-    return dict(seconds)
 
 
 def drain(tensors: Iterable[object]) -> Measured:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-
-from megasync.bench.common.results import SPREAD, Results, print_table, print_targets, rounds_by, spread
+from megasync.bench.common import results as of_results
+from megasync.bench.common.results import Results, print_table
 
 OURS = ("stream", "unverified", "lora merged", "lora adapter")
 MAX_ADAPTER_OVERHEAD = 1.01  # bytes sent over bytes trained
@@ -21,8 +20,8 @@ MIB = 2**20
 
 def summarise(results: Results) -> Results:
     """Medians, ratios to ours and peaks by method, our methods' stages, and the figures that are aimed at."""
-    by_method = rounds_by("method", results["rounds"])
-    spreads = {name: spread(rounds) for name, rounds in by_method.items()}
+    by_method = of_results.rounds_by("method", results["rounds"])
+    spreads = {name: of_results.spread(rounds) for name, rounds in by_method.items()}
     others = {"times_ours": "stream"} | ({"times_floor": "floor"} if "floor" in by_method else {})
     summary: Results = {}
     for method, rounds in by_method.items():
@@ -33,7 +32,8 @@ def summarise(results: Results) -> Results:
             "bytes": rounds[-1]["bytes"],
             "extra_bytes_most": {name: max(m["extra_bytes"][name] for m in rounds) for name in rounds[0]["extra_bytes"]},
         }
-    stages = {name: _stage_medians(by_method[name]) for name in OURS if name in by_method}
+    of_ours = {name: [measured["stages"] for measured in by_method[name]] for name in OURS if name in by_method}
+    stages = {name: of_results.medians(of_rounds[0], of_rounds) for name, of_rounds in of_ours.items()}
     return {"summary": summary, "stage_seconds_median": stages, "targets": _targets(results, summary)}
 
 
@@ -50,10 +50,6 @@ def _targets(results: Results, summary: Results) -> dict[str, dict[str, float]]:
     return targets
 
 
-def _stage_medians(rounds: list[Results]) -> dict[str, float]:
-    return {name: statistics.median(m["stages"].get(name, 0.0) for m in rounds) for name in rounds[0]["stages"]}
-
-
 def show(results: Results) -> None:
     """Tables for people."""
     model, config, summary = results["model"], results["config"], results["summary"]
@@ -63,36 +59,14 @@ def show(results: Results) -> None:
         f"{config['bench']['num_ranks']} trainer ranks, {config['engine']['wrap']}, tensor parallel "
         f"{config['engine']['parallel']['tensor']}{adapter}; {config['bench']['rounds']} rounds"
     )
-    titles = ("method", "ms", "least", "most", "x ours", "x floor", "messages", "MiB")
-    rows = [
-        [
-            method,
-            *(f"{1000 * s[name]:.1f}" for name in SPREAD),
-            f"{s['times_ours']:.2f}",
-            f"{s['times_floor']:.2f}" if "times_floor" in s else "",
-            str(s["messages"]),
-            f"{s['bytes'] / MIB:.1f}",
-        ]
-        for method, s in summary.items()
-    ]
-    print_table("weight sync, medians", titles, rows)
-    rows = [
-        [process, *(f"{s['extra_bytes_most'].get(process, 0) / MIB:.0f}" for s in summary.values())]
-        for process in summary["stream"]["extra_bytes_most"]
-    ]
+    columns = f"{of_results.MILLISECONDS} | x ours: {{times_ours:.2f}} | messages: {{messages}} | MiB: {{mib:.1f}}"
+    sizes = {name: {**s, "mib": s["bytes"] / MIB} for name, s in summary.items()}
+    of_results.print_figures("weight sync, medians", "method", columns, sizes)
+    peaks = {name: s["extra_bytes_most"] for name, s in summary.items()}
+    rows = [[process, *(f"{most.get(process, 0) / MIB:.0f}" for most in peaks.values())] for process in peaks["stream"]]
     print_table("peak memory above that before, MiB (shared memory counts in every process)", ("process", *summary), rows)
-    _show_stages(results)
-    print_targets(results["targets"])
-
-
-def _show_stages(results: Results) -> None:
-    stages, total = results["stage_seconds_median"], results["summary"]["stream"]["seconds_median"]
-    rows = [
-        [
-            name,
-            *(f"{1000 * of_method.get(name, 0.0):.1f}" for of_method in stages.values()),
-            f"{seconds / total:.0%}" if name not in OUTSIDE else "",
-        ]
-        for name, seconds in stages["stream"].items()
-    ]
+    stages, total = results["stage_seconds_median"], summary["stream"]["seconds_median"]
+    shares = {name: f"{seconds / total:.0%}" if name not in OUTSIDE else "" for name, seconds in stages["stream"].items()}
+    rows = [[name, *(f"{1000 * of.get(name, 0.0):.1f}" for of in stages.values()), share] for name, share in shares.items()]
     print_table("our time by stage, on rank 0, ms", ("stage", *stages, "of stream"), rows)
+    of_results.print_targets(results["targets"])

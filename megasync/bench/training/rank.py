@@ -1,6 +1,6 @@
-"""One rank of `python -m megasync.bench train`, which starts it: trains one variant on random tokens from random weights.
+"""One rank of `python -m megasync.bench train`: trains one variant on random tokens from random weights.
 
-python -m megasync.launch.torchrun --nproc-per-node 2 -m megasync.bench.training.rank CONFIG.yaml ddp OUT.json
+Leaves out which variants are run (variants.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,14 @@ from engine.config import OFFLOAD_KINDS
 from engine.engine import Engine
 from engine.offload import Offload, storages
 from engine.runtime import device, parallel
+from engine.runtime.memory import memory_metrics
 from engine.sample import Sample
-from megasync.bench.common.memory import status_bytes
+from megasync.bench.common.memory import restart_host_peak
+from megasync.bench.common.program import Measured, Program
 from megasync.bench.common.random_engine import RandomEngine
-from megasync.bench.config import VARIANTS, BenchRoot
+from megasync.bench.config import VARIANTS, BenchRoot, VariantName
 from megasync.bench.training.flops import attention_flops, num_active_parameters, read_shapes
-from megasync.config.files import write_atomically
-from megasync.config.load import load_config
 from megasync.hf.shapes import Shapes
-from megasync.launch.processes import run_and_leave
-
-Measured = dict[str, Any]
 
 
 class DotProductCore(CoreAttention):
@@ -53,9 +49,41 @@ class DotProductCore(CoreAttention):
         return out.transpose(0, 1).reshape(query.shape[0], -1)
 
 
-def build_engine(config: BenchRoot, variant_name: str) -> Engine:
+class TrainBench(Program):
+    """Of the first of the config's variants."""
+
+    def run(self) -> Measured:
+        """Train and time; what is measured is kept after each part."""
+        config, bench = self.config, self.config.bench_train
+        parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=bench.variant_seconds)
+        variant = bench.variants[0]
+        shapes = read_shapes(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+        begin = time.perf_counter()
+        built = build_engine(config, variant)
+        measured: Measured = {
+            "fusions": fused.describe(built.config.fusions),
+            "kernels": built.kernels,
+            "recompute": built.config.recompute,
+            "build_seconds": time.perf_counter() - begin,
+        }
+        rounds, peaks = train(config, built, shapes.vocab_size)
+        reserved = reserved_and_used()  # before the products below take memory of their own
+        ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
+        measured |= {"steps": rounds, **reserved, **memory_and_ceiling(built, peaks, ceiling)}
+        measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
+        self.keep(measured, is_complete=False)
+        if variant in bench.profile and device.has_cuda():
+            measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
+            self.keep(measured, is_complete=False)
+        if variant in bench.offload:
+            measured["offload"] = time_offload(built)
+        dist.barrier()
+        return measured
+
+
+def build_engine(config: BenchRoot, name: VariantName) -> Engine:
     """The variant's engine; its process groups are there."""
-    variant, bench = VARIANTS[variant_name], config.bench_train
+    variant, bench = VARIANTS[name], config.bench_train
     changes = {
         "wrap": variant.wrap,
         "fusions": config.engine.fusions if variant.fusions else "none",
@@ -92,33 +120,7 @@ def product_ceiling() -> float:
     return count * 2 * size**3 / (_now() - begin)
 
 
-def measure(config: BenchRoot, variant_name: str) -> Iterator[Measured]:
-    """Train and time; what is measured so far, after each part."""
-    bench = config.bench_train
-    shapes = read_shapes(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
-    begin = time.perf_counter()
-    built = build_engine(config, variant_name)
-    measured: Measured = {
-        "fusions": fused.describe(built.config.fusions),
-        "kernels": built.kernels,
-        "recompute": built.config.recompute,
-        "build_seconds": time.perf_counter() - begin,
-    }
-    rounds, peaks = train(config, built, shapes.vocab_size)
-    reserved = reserved_and_used()  # before the products below take memory of their own
-    ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
-    measured |= {"steps": rounds, **reserved, **memory_and_ceiling(built, peaks, ceiling)}
-    measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
-    yield measured
-    if variant_name in bench.profile and device.has_cuda():
-        measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
-        yield measured
-    if variant_name in bench.offload:
-        measured["offload"] = time_offload(built)
-        yield measured
-
-
-def train(config: BenchRoot, built: Engine, vocabulary_size: int) -> tuple[list[Measured], tuple[int, int]]:
+def train(config: BenchRoot, built: Engine, vocabulary_size: int) -> tuple[list[Measured], tuple[float, float]]:
     """Each step's seconds and metrics, and this rank's peak bytes until the warm-up's end and after it."""
     bench, rounds = config.bench_train, list[Measured]()
     for step in range(bench.warm_up_steps + bench.steps):
@@ -134,15 +136,12 @@ def train(config: BenchRoot, built: Engine, vocabulary_size: int) -> tuple[list[
     return rounds, (first_peak, restart_peak())
 
 
-def restart_peak() -> int:
+def restart_peak() -> float:
     """The most bytes of this rank since the last call: allocated by torch on its GPU, without CUDA resident in its process."""
-    if device.has_cuda():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    peak = status_bytes(os.getpid())["VmHWM"]
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak
+    metrics = memory_metrics()  # restarts torch's
+    if not device.has_cuda():
+        restart_host_peak(os.getpid())
+    return metrics.get("memory/tensors_peak_bytes", metrics["memory/host_peak_bytes"])
 
 
 def reserved_and_used() -> Measured:
@@ -156,7 +155,7 @@ def reserved_and_used() -> Measured:
     return {"reserved_bytes": torch.cuda.memory_reserved(), "device_bytes": total - free, "device_total_bytes": total}
 
 
-def memory_and_ceiling(built: Engine, peaks: tuple[int, int], ceiling: float) -> Measured:
+def memory_and_ceiling(built: Engine, peaks: tuple[float, float], ceiling: float) -> Measured:
     """The most of all ranks. Collective. `step_peak_bytes` leaves the warm-up out."""
     state = state_bytes(built)
     totals = torch.tensor([*peaks, ceiling, *state.values()], dtype=torch.float64, device=built.device)
@@ -234,19 +233,3 @@ def time_offload(built: Engine) -> Measured:
         offload.reload()
         measured["+".join(kinds)] = {"bytes": num_bytes, "offload_seconds": away - begin, "reload_seconds": _now() - away}
     return measured
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure one variant; rank 0 writes the JSON."""
-    config_path, variant_name, results_path = arguments
-    config = load_config(config_path, root=BenchRoot)
-    parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=config.bench_train.variant_seconds)
-    for measured in measure(config, variant_name):
-        if dist.get_rank() == 0:
-            write_atomically(Path(results_path), json.dumps(measured))
-    dist.barrier()
-    return 0
-
-
-if __name__ == "__main__":
-    run_and_leave(main)

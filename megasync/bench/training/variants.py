@@ -8,53 +8,40 @@ Model FLOP/s count 6 for each token and each parameter that it meets, attention 
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 from engine.config import OFFLOAD_KINDS
-from megasync.bench.common.model import write_config
-from megasync.bench.common.processes import run_ranks
-from megasync.bench.common.results import Results, describe, print_table, write_results
+from megasync.bench.common.processes import run_logged
+from megasync.bench.common.results import Results, describe, print_figures, write_results
 from megasync.bench.config import BenchRoot
-from megasync.config.load import save_config
+from megasync.config.load import with_changes
 
 LOG_TAIL = 2500  # characters of a failed variant's output that are shown
-SPEED_TITLES = (
-    *("variant", "tokens/s/GPU", "model TFLOP/s/GPU", "attention TFLOP/s/GPU"),
-    *("ceiling", "share", "with attention", "peak GiB", "last loss"),
+SPEED = (
+    "tokens/s/GPU: {tokens_per_second_per_gpu:.0f} | model TFLOP/s/GPU: {tera[0]:.4g} | attention TFLOP/s/GPU: {tera[1]:.4g}"
+    "| ceiling: {tera[2]:.4g} | share: {share_of_ceiling:.1%} | with attention: {share_with_attention:.1%}"
+    "| peak GiB: {gib[0]:.1f} | last loss: {steps[0][loss]:.4f}"
 )
-MEMORY_TITLES = ("variant", "peak", "peak of a step", *OFFLOAD_KINDS, "gradients' dtype")
+MEMORY = "peak: {gib[0]:.4g} | peak of a step: {gib[1]:.4g}"
+FLOPS = ("model_flops_per_gpu", "attention_flops_per_gpu", "ceiling_flops")
 COMPARED = ("tokens_per_second_per_gpu", "peak_bytes", "step_peak_bytes")
 GIB = 2**30
 
 
-def prepare(config: BenchRoot) -> BenchRoot:
-    """The config with a model folder: one with only a config.json is written where model.path is empty."""
-    if config.model.path:
-        return config
-    folder, bench = config.run.folder / "model", config.bench_train
-    write_config(folder, bench.shapes, config.model.dtype, bench.sequence_length)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-
-
 def measure_variant(config: BenchRoot, variant: str) -> Results:
     """What the variant's ranks measured, and `error` with the end of their output where they failed."""
-    folder, bench = config.run.folder, config.bench_train
-    results, log = (folder / f"{variant}.{kind}" for kind in ("json", "log"))
-    results.unlink(missing_ok=True)
-    begin, arguments = time.monotonic(), (str(folder / "config.yaml"), variant, str(results))
-    problem = run_ranks(bench.num_ranks, "megasync.bench.training.rank", *arguments, log=log, limit_seconds=bench.variant_seconds)
-    measured: Results = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    own = with_changes(config, {"bench_train.variants": [variant]})
+    begin, limit = time.monotonic(), config.bench_train.variant_seconds
+    measured, log = run_logged("train", own, config.run.folder / variant, config.bench_train.num_ranks, limit)
     measured["total_seconds"] = time.monotonic() - begin
-    if problem:
-        measured["error"] = f"{problem}:\n{log.read_text(errors='replace')[-LOG_TAIL:]}"
+    if "problem" in measured:
+        measured["error"] = f"{measured.pop('problem')}:\n{log.read_text(errors='replace')[-LOG_TAIL:]}"
     return measured
 
 
 def run(config: BenchRoot, json_path: Path | None) -> int:
     """Measure all variants by a prepared config; what is known so far is written after each. Exit code 1: a variant failed."""
-    save_config(config, config.run.folder / "config.yaml")
     measured: dict[str, Results] = {}
     results = {**describe("train", config), "variants": measured}
     for variant in config.bench_train.variants:
@@ -76,32 +63,17 @@ def compare(variants: dict[str, Results]) -> dict[str, float]:
 def show(results: Results) -> None:
     """Tables for people."""
     variants: dict[str, Results] = results["variants"]
-    print_table("training, medians", SPEED_TITLES, ([name, *_speed_cells(of)] for name, of in variants.items()))
-    print_table(
-        "memory of a rank, GiB: the most of all ranks",
-        MEMORY_TITLES,
-        ([name, *_memory_cells(of)] for name, of in variants.items()),
-    )
+    rows = {name: _shown(of) if "share_of_ceiling" in of else {} for name, of in variants.items()}
+    states = "".join(f"| {kind}: {{gib[{2 + place}]:.4g}}" for place, kind in enumerate(OFFLOAD_KINDS))
+    print_figures("training, medians", "variant", SPEED, rows, missing="failed")
+    title = "memory of a rank, GiB: the most of all ranks"
+    print_figures(title, "variant", f"{MEMORY}{states} | gradients' dtype: {{dtypes}}", rows, missing="failed")
     for name, ratio in results["megatron_fsdp_times_ddp"].items():
         print(f"megatron_fsdp over ddp, {name}: {ratio:.3f}")
 
 
-def _speed_cells(measured: Results) -> list[str]:
-    if "share_of_ceiling" not in measured:
-        return ["failed"]
-    flops = (measured[name] / 1e12 for name in ("model_flops_per_gpu", "attention_flops_per_gpu", "ceiling_flops"))
-    return [
-        f"{measured['tokens_per_second_per_gpu']:.0f}",
-        *(f"{value:.4g}" for value in flops),
-        f"{measured['share_of_ceiling']:.1%}",
-        f"{measured['share_with_attention']:.1%}",
-        f"{measured['peak_bytes'] / GIB:.1f}",
-        f"{measured['steps'][-1]['loss']:.4f}",
-    ]
-
-
-def _memory_cells(measured: Results) -> list[str]:
-    if "share_of_ceiling" not in measured:
-        return ["failed"]
+def _shown(measured: Results) -> Results:
+    """With units of the tables."""
     sizes = (measured["peak_bytes"], measured["step_peak_bytes"], *measured["state_bytes"].values())
-    return [*(f"{size / GIB:.4g}" for size in sizes), ", ".join(measured["gradient_dtypes"])]
+    tera, dtypes = [measured[name] / 1e12 for name in FLOPS], ", ".join(measured["gradient_dtypes"])
+    return {**measured, "steps": measured["steps"][-1:], "tera": tera, "gib": [size / GIB for size in sizes], "dtypes": dtypes}

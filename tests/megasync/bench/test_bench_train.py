@@ -68,9 +68,9 @@ def test_a_wrong_key_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def test_parameters_are_counted_as_published() -> None:
-    assert num_parameters(SHAPES["3b"]) == 3_085_938_688  # Qwen2.5-3B
-    assert num_parameters(SHAPES["7b"]) == 7_615_616_512  # Qwen2.5-7B
-    assert num_parameters(SHAPES["30b-a3b"]) == 30_532_122_624  # Qwen3-30B-A3B
+    assert num_parameters(SHAPES["3b"], SHAPES["3b"].num_experts) == 3_085_938_688  # Qwen2.5-3B
+    assert num_parameters(SHAPES["7b"], SHAPES["7b"].num_experts) == 7_615_616_512  # Qwen2.5-7B
+    assert num_parameters(SHAPES["30b-a3b"], SHAPES["30b-a3b"].num_experts) == 30_532_122_624  # Qwen3-30B-A3B
     assert num_active_parameters(SHAPES["30b-a3b"]) == 3_353_032_704
     assert read_shapes(SHAPES["7b"].hf_config(2048)) == SHAPES["7b"]
     assert read_shapes(SHAPES["30b-a3b"].hf_config(2048)) == SHAPES["30b-a3b"]

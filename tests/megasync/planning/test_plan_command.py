@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from engine.config import FAMILIES
 from megasync import plan as command
 from megasync.config.errors import ConfigError
-from megasync.config.load import load_config
+from megasync.config.load import load_config, with_changes
 from megasync.hf.shapes import SHAPES
 from megasync.planning.hardware import hardware, measured, with_memory
 from megasync.planning.make import check, make_plan
 from megasync.planning.record import RATIO, compare, outcome
-from megasync.planning.remedies import nearest, suggest, with_changes
+from megasync.planning.remedies import nearest, suggest
 from megasync.planning.shapes import Request
 
 from tests.megasync.planning.test_planned_memory import BENCH, write_model
