@@ -177,6 +177,24 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
     assert pool.versions == [version] * 2
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_replica_that_is_asleep_stays_so_where_its_sync_ends_before_its_pause(pool, publisher, is_late) -> None:
+    """The sync ends before the pause comes, or while it gets memory for weights; the next sync is as any other."""
+    import ray
+
+    pool.sleep(keep_weights=True)
+    actor = pool._actors[0]
+    pool._num_pauses += 1
+    ask = [lambda: actor.handle.abort.remote(pool._num_pauses), lambda: actor.handle.pause.remote(0, pool._num_pauses)]
+    ended, paused = [call() for call in ask] if is_late else [call() for call in ask[::-1]][::-1]
+    assert ray.get(ended) is ReplicaState.ASLEEP
+    with pytest.raises(ray.exceptions.RayTaskError, match="has left the sync"):
+        ray.get(paused, timeout=20)
+    version = max(pool.versions) + 1
+    publisher.publish(version)
+    assert pool.versions == [version] * 2
+
+
 def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher) -> None:
     """The one before it has asked both replicas for news, which they still wait for."""
     pool.set_on_update("continue")
