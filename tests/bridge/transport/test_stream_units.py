@@ -24,7 +24,7 @@ from bridge.config import SyncConfig
 from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import ITEM_BYTES, Manifest
-from bridge.messages import SyncError
+from bridge.messages import BeginSync, SyncError
 from bridge.processes import host_identity
 from bridge.replicas.generator import Generator
 from bridge.send.publish import Publisher
@@ -188,6 +188,35 @@ def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
     with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
         publisher.publish(1)
     assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+class LateLostPool(LostPool):
+    """A replica whose actor is gone once it has paused: who looks after it has taken it out."""
+
+    def pause(self) -> None:
+        """It has nothing to do."""
+
+    def begin(self, _message: BeginSync) -> list[str]:
+        return []
+
+    def receive(self, _message: BeginSync) -> list[object]:
+        raise RuntimeError("replica 0 is not there")
+
+    def raise_if_failed(self, refs: list[object], _seconds: float = 0.0) -> list[int]:
+        assert refs, "nobody is asked to receive"
+        return []
+
+    def abort(self, timeout: float) -> tuple[list[int], list[int]]:
+        return [0], []
+
+
+def test_a_replica_that_is_lost_after_its_pause_ends_the_sync_on_all_ranks() -> None:
+    """They walk the source to the end, in whose collectives all ranks of a stage take part, and hear of it then."""
+    source = DictSource({f"tensor {number}": torch.ones(8) for number in range(5)})
+    publisher = Publisher(source, LateLostPool(), SyncConfig(transport="shm"))
+    with pytest.raises(SyncError, match="replica 0 is not there") as caught:
+        publisher.publish(1)
+    assert caught.value.failed_replicas == (0,) and source.num_given == 5
 
 
 @settings(deadline=None, max_examples=30)
