@@ -79,4 +79,4 @@ class DeviceSharing:
         yield
         if borrowed:
             self.give_to_replicas()
-            on_rank_zero(lambda: self.pool.resume() if self.pool is not None else None)
+            on_rank_zero(lambda: self.pool.wake() if self.pool is not None else None)

@@ -250,6 +250,26 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -
     assert not psutil.pid_exists(engine.pid)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_replica_that_is_lost_keeps_the_others_neither_awake_nor_asleep(pool, publisher, is_known) -> None:
+    """On shared devices: it was lost while it generated, which whoever hands it groups has seen, or not yet."""
+    (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in command_of(p)]
+    engine.kill()
+    engine.wait(20)
+    pool.take_start_problems()
+    if is_known:
+        pool.replace(1)
+    pool.sleep(keep_weights=True)
+    assert [text.partition(" is lost")[0] for text in pool.take_start_problems()] == ([] if is_known else ["replica 1"])
+    pool.wake()
+    assert len(pool.score(0, [(1, 2, 3)], 60.0)[0]) == 2
+    assert pool.rejoin(2, 120.0)
+    publisher.close()
+    version = max(each for each in pool.versions if each is not None) + 1
+    publisher.publish(version)
+    assert pool.versions == [version] * 2
+
+
 def num_sampled(done: Completion | Played) -> int:
     """Of an episode the one branch has both turns, the second after what the tool gave."""
     if isinstance(done, Completion):
