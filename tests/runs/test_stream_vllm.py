@@ -15,7 +15,8 @@ import pytest
 
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.generation import Completion, GenerationRequest, GroupRequest
-from bridge.messages import ReplicaState
+from bridge.export.source import Part
+from bridge.messages import ReplicaState, SyncError
 from bridge.send.publish import Publisher
 from megasync.assets import build_tokenizer
 from megasync.config.schema import Config, ModelConfig, RolloutConfig
@@ -175,6 +176,31 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
     version = max(pool.versions) + 1
     publisher.publish(version)
     assert pool.versions == [version] * 2
+
+
+def test_what_is_to_begin_anew_waits_for_a_whole_sync(pool, publisher, source, monkeypatch) -> None:
+    """A sync that breaks off comes before it has its turn, which a replica that takes requests in keeps it from."""
+    import ray
+
+    actor, parts = pool._actors[0], source.parts
+    pool.set_on_update("restart")
+    ray.get(pool.hand_in(0, [GroupRequest(1, GenerationRequest((5, 6, 7), num_samples=2, max_new_tokens=200), (0, 1))]))
+
+    def parts_beside_requests() -> Iterator[Part]:
+        actor.handle.hold_lock.remote(2.0)  # has its turn as soon as the sync is over
+        return parts()
+
+    version = max(pool.versions) + 1
+    monkeypatch.setattr(source, "parts", parts_beside_requests)
+    publisher.publish(version)
+    monkeypatch.setattr(source, "parts", parts)
+    monkeypatch.setattr(source, "fail_at", list(source.tensors)[-1])
+    with pytest.raises(SyncError, match="out of trainer memory"):
+        publisher.publish(version + 1)
+    monkeypatch.setattr(source, "fail_at", "")
+    publisher.publish(version + 2)
+    done = collected(pool, 0, 2)
+    assert [sorted(set(one.weight_versions.tolist())) for _, one in done] == [[version + 2]] * 2
 
 
 @pytest.mark.parametrize("is_late", [True, False])
