@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +155,17 @@ def test_whoever_leaves_a_sync_may_find_a_segment_gone(writer) -> None:
         next(reader.buckets(BUCKETS, 0, soon(), verify=True))
     reader.close()
     abort_endpoints([f"shm:/proc/{os.getpid()}/fd/999999"], "its creator was faster")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 13, 9001])
+def test_a_path_that_is_another_files_by_now_is_left_alone(num_bytes: int, tmp_path: Path) -> None:
+    """A descriptor's number is given out again, once its segment was closed."""
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * num_bytes)
+    abort_endpoints([f"shm:{other}#0"], "its creator has closed it")
+    with pytest.raises(TransportError):
+        open_reader((f"shm:{other}#0",), 0, 1, CPU)
+    assert other.read_bytes() == b"x" * num_bytes
 
 
 # One pass over a source.
