@@ -102,6 +102,12 @@ class ReplicaPool(ReplicaActors):
         width = self.config.tensor_parallel
         return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
 
+    @property
+    def reader_numbers(self) -> list[int]:
+        """Of each reader among the workers of all replicas by number, members or not: it is on the device of this number."""
+        width = self.config.tensor_parallel
+        return [replica * width + worker for replica in self.members for worker in range(width)]
+
     def reader_hosts(self) -> list[str]:
         """processes.host_identity of each reader."""
         hosts = self._call(lambda actor: actor.host.remote(), CONTROL_SECONDS, what="host")

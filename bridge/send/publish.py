@@ -144,7 +144,7 @@ class Publisher:
 
     def _find_readers(self) -> None:
         if self._pool is not None:
-            self._readers = Readers(self._pool.reader_names, self._pool.reader_hosts())
+            self._readers = Readers(self._pool.reader_names, self._pool.reader_numbers, self._pool.reader_hosts())
 
     def _pause(self) -> None:
         if self._pool is not None:

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from bridge.export.source import Part
 from bridge.layout.bucket import ALIGNMENT_BYTES, StagePlan, SyncPlan
-from bridge.config import SyncConfig
+from bridge.config import ReplicaConfig, SyncConfig
 from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import ITEM_BYTES, Manifest
 from bridge.messages import BeginSync, SyncError
 from bridge.processes import host_identity
 from bridge.replicas.generator import Generator
+from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.send.sender import StageSender
 from bridge.transport.errors import TransportError
@@ -183,7 +184,7 @@ def test_a_misspelt_verification_starts_nothing() -> None:
 class LostPool:
     """Replicas of which neither a sync nor the way out of it hears."""
 
-    reader_names = ("replica 0 worker 0",)
+    reader_names, reader_numbers = ("replica 0 worker 0",), (0,)
 
     def reader_hosts(self) -> list[str]:
         return [host_identity()]
@@ -333,12 +334,19 @@ def test_a_source_that_breaks_its_manifest_is_named(tensors, message, part_size)
 def test_each_reader_has_one_rank_for_each_stage(num_stages, width, num_readers, spread, on_all_ranks) -> None:
     """`width` ranks a stage, the first of which is its sender."""
     roles = [RankRole(rank // width, rank % width == 0, on_all_ranks or rank % width == 0) for rank in range(num_stages * width)]
-    shared = assign_readers(roles, num_readers, spread=spread)
+    shared = assign_readers(roles, range(num_readers), spread=spread)
     assert all(shared.values()) and (spread or all(roles[rank].is_sender for rank in shared))
     served = sorted((roles[rank].stage, reader) for rank, readers in shared.items() for reader in readers)
     assert served == [(stage, reader) for stage in range(num_stages) for reader in range(num_readers)]
     if spread and on_all_ranks:
         assert all(reader in shared[reader] for reader in range(min(num_readers, len(roles))))
+
+
+def test_a_replica_on_a_ranks_device_reads_from_that_rank_also_where_others_are_lost() -> None:
+    pool = ReplicaPool(ReplicaConfig("nowhere", tensor_parallel=2), 3)
+    pool.members = [1, 2]
+    roles = [RankRole(0, is_sender=rank == 0, has_tensors=True) for rank in range(6)]
+    assert assign_readers(roles, pool.reader_numbers, spread=True) == {2: [0], 3: [1], 4: [2], 5: [3]}
 
 
 def test_a_sync_goes_before_groups_that_wait_to_be_handed_in() -> None:
