@@ -247,8 +247,7 @@ class ReplicaActors(ActorLauncher):
             TooFewReplicasError: there were not within `seconds`; with the errors of those that did not start.
         """
         deadline = time.monotonic() + seconds
-        for thread in list(self._restarts.values()) if self.config.shares_devices else ():
-            thread.join(CLOSE_SECONDS)
+        self.wait_for_ends()
         self._start_deferred()
         while True:
             threads = list(self._restarts.values())
@@ -267,6 +266,11 @@ class ReplicaActors(ActorLauncher):
             self._actors[replica] = self._fresh.pop(replica)
         former, self.members = self.members, sorted(self._actors)
         return bool(come) or former != self.members
+
+    def wait_for_ends(self) -> None:
+        """On devices that the trainer shares: of those that are to be replaced, which have memory there until then."""
+        for thread in list(self._restarts.values()) if self.config.shares_devices else ():
+            thread.join(CLOSE_SECONDS)
 
     def _start_deferred(self) -> None:
         """All at once, since the trainer has given the devices up."""

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from bridge.config import OnUpdate
 from bridge.generation import Collected, Completion, Finished, GenerationRequest, GroupRequest
+from bridge.messages import NotServingError
 from bridge.vllm.serving import api, routing
 from bridge.vllm.serving import requests as vllm_requests
 
@@ -256,6 +257,9 @@ class Generator:
             try:
                 await self._forget_experts(again)
                 await self._begin([live for _, live, _ in again], yields_to_sync=True)
+            except NotServingError:  # another sync came first, and broke off: the next whole one opens
+                self._is_open.clear()
+                self._again = again + self._again
             except Exception as error:  # noqa: BLE001 # who waits for them has to hear of it
                 self._fail(error, [live for _, live, _ in again])
 

@@ -10,7 +10,8 @@ Leaves out how they start and end (actors.py) and what an actor does (replica.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ class ReplicaPool(ReplicaActors):
         width = self.config.tensor_parallel
         return [f"replica {replica} worker {worker}" for replica in self.members for worker in range(width)]
 
+    @property
+    def reader_numbers(self) -> list[int]:
+        """Of each reader among the workers of all replicas by number, members or not: it is on the device of this number."""
+        width = self.config.tensor_parallel
+        return [replica * width + worker for replica in self.members for worker in range(width)]
+
     def reader_hosts(self) -> list[str]:
         """processes.host_identity of each reader."""
         hosts = self._call(lambda actor: actor.host.remote(), CONTROL_SECONDS, what="host")
@@ -114,24 +121,49 @@ class ReplicaPool(ReplicaActors):
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
-        self._after_sent("pause")
+        calls, ask = self._after_sent("pause", dict(zip(self.members, self._chosen(), strict=True)))
+        wait_while_alive(calls, ask, self.config.answer_timeout_seconds, "pause")
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Give device memory up; waits for running requests. `pause`, or `resume` where weights were kept, ends it."""
-        self._after_sent("sleep", keep_weights=keep_weights)
+        """Give device memory up; waits for running requests. `pause`, or `wake` where weights were kept, ends it.
 
-    def _after_sent(self, method: str, **options: Any) -> None:
-        """Call what comes after all generation that was sent."""
+        Members that are lost have given theirs up once they have ended; one that fails at it is lost, too, and is started anew.
+        """
+        calls, ask = self._after_sent("sleep", self._there(), keep_weights=keep_weights)
+        for replica, call in calls.items():
+            with self._replacing(replica):
+                wait_while_alive({replica: call}, ask, self.config.answer_timeout_seconds, "sleep")
+        self.wait_for_ends()
+
+    def wake(self) -> None:
+        """Generate again with the weights that were kept; who fails at it is lost, and is started anew."""
+        calls = {replica: actor.handle.resume.remote() for replica, actor in self._there().items()}
+        for replica, call in calls.items():
+            with self._replacing(replica):
+                self.gather([call], CONTROL_SECONDS, [replica], "resume")
+
+    @contextmanager
+    def _replacing(self, replica: int) -> Iterator[None]:
+        """Instead of raising RuntimeError; said by who asks for problems."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._unreported_errors.append(f"replica {replica} is lost, and is started anew: {error}")
+            self.replace(replica)
+
+    def _there(self) -> dict[int, ReplicaActor]:
+        """The members that were not lost."""
+        return {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
+
+    def _after_sent(
+        self, method: str, actors: Mapping[int, ReplicaActor], **options: Any
+    ) -> tuple[dict[int, Any], Callable[[int], Any]]:
+        """Call what comes after all generation that was sent; references by replica, and what `wait_while_alive` asks."""
         self._num_pauses += 1
-        members, number = list(self.members), self._num_pauses
-        actors = dict(zip(members, self._chosen(members), strict=True))
+        number = self._num_pauses
         sent = {replica: (getattr(actor.handle, method), actor.num_sent) for replica, actor in actors.items()}
         calls = {replica: call.remote(num_sent, number, **options) for replica, (call, num_sent) in sent.items()}
-
-        def ask(replica: int) -> Any:
-            return actors[replica].handle.silent_seconds.remote()
-
-        wait_while_alive(calls, ask, self.config.answer_timeout_seconds, method)
+        return calls, lambda replica: actors[replica].handle.silent_seconds.remote()
 
     def begin(self, message: BeginSync) -> list[str]:
         """Offer the sync to all; reasons of refusal by replica, none when all accept."""
@@ -185,8 +217,7 @@ class ReplicaPool(ReplicaActors):
 
         Who gives no answer within `timeout` seconds is out of service, too.
         """
-        there = {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
-        refs = {replica: actor.handle.abort.remote(self._num_pauses) for replica, actor in there.items()}
+        refs = {replica: actor.handle.abort.remote(self._num_pauses) for replica, actor in self._there().items()}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
         states = dict.fromkeys(self.members, ReplicaState.FAILED)

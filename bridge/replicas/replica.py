@@ -129,7 +129,9 @@ class Replica:
         `num_calls`: how many calls of `generate` come before; they may still be on their way. `number`: of pauses and sleeps.
         """
         if self._state is ReplicaState.ASLEEP:
+            self._require_not_left(number)
             await self._wake([api.WEIGHTS])
+            self._require_not_left(number)  # the sync may have ended meanwhile
             self._advance(Event.PAUSE)
             return
         await self._stop(Event.PAUSE, num_calls, number)

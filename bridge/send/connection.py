@@ -5,7 +5,7 @@ Leaves out the syncs themselves (publish.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,9 +73,10 @@ class Way(NamedTuple):
 
 
 class Readers(NamedTuple):
-    """The vLLM workers of all replicas."""
+    """The vLLM workers of all replicas that take part."""
 
     names: list[str]
+    numbers: list[int]  # among the workers of all that there are to be
     hosts: list[str]
 
 
@@ -94,12 +95,12 @@ def connect(
         problem = f"rank {ranks.rank}: {error}"
     role = RankRole(source.stage, source.is_sender, source.has_tensors, processes.host_identity())
     told = ranks.gather((readers, role, manifest if source.is_sender else None, problem))
-    (names, reader_hosts), roles = told[0][0], [role for _, role, _, _ in told]
+    (names, numbers, reader_hosts), roles = told[0][0], [role for _, role, _, _ in told]
     problems = [problem for *_, problem in told if problem] + _check_stages(roles, source.num_stages)
     if problems:
         raise SyncError(version, problems)
     way = choose_way(config, {*reader_hosts, *(role.host for role in roles)})
-    shared = assign_readers(roles, len(names), spread=way.transport == "ipc")
+    shared = assign_readers(roles, numbers, spread=way.transport == "ipc")
     lanes = assign_lanes(roles, names, reader_hosts) if way.has_lanes else None
     manifests = [Manifest.from_json(text) for _, text in sorted((role.stage, text) for _, role, text, _ in told if text)]
     writer: Writer | None = None
@@ -155,20 +156,20 @@ def assign_lanes(roles: list[RankRole], names: list[str], reader_hosts: list[str
     return plan_lanes(holders, reader_hosts, names, links=None if torch.cuda.is_available() else 1)
 
 
-def assign_readers(roles: list[RankRole], num_readers: int, *, spread: bool) -> dict[int, list[int]]:
+def assign_readers(roles: list[RankRole], numbers: Sequence[int], *, spread: bool) -> dict[int, list[int]]:
     """Which readers each rank sends to, without the ranks that send to none; each reader has one rank for each stage.
 
-    That is the stage's sender, or with `spread` the rank of the reader's own number where that has the tensors: on shared devices
-    they are on the same one (megasync.launch.devices.replica_devices). The other readers are dealt out among the ranks that
-    have them.
+    That is the stage's sender, or with `spread` the rank of the reader's own number, of `numbers`, where that has the tensors: on
+    shared devices they are on the same one (megasync.launch.devices.replica_devices), also where a replica is lost. The other
+    readers are dealt out among the ranks that have them.
     """
     shared: dict[int, list[int]] = {}
     for stage in sorted({role.stage for role in roles}):
         able = [
             rank for rank, role in enumerate(roles) if role.stage == stage and (role.has_tensors if spread else role.is_sender)
         ]
-        for reader in range(num_readers):
-            rank = reader if spread and reader in able else able[reader % len(able)]
+        for reader, number in enumerate(numbers):
+            rank = number if spread and number in able else able[number % len(able)]
             shared.setdefault(rank, []).append(reader)
     return shared
 

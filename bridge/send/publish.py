@@ -144,7 +144,7 @@ class Publisher:
 
     def _find_readers(self) -> None:
         if self._pool is not None:
-            self._readers = Readers(self._pool.reader_names, self._pool.reader_hosts())
+            self._readers = Readers(self._pool.reader_names, self._pool.reader_numbers, self._pool.reader_hosts())
 
     def _pause(self) -> None:
         if self._pool is not None:
@@ -177,21 +177,31 @@ class Publisher:
     def _stream(self, connection: Connection, message: BeginSync, deadline: float, verify: str) -> list[int]:
         """Send and let the replicas load; digests of all tensors when they are to be read back."""
         message = dataclasses.replace(message, timeout_seconds=max(MIN_SECONDS, deadline - time.monotonic()))
-        refs: list[Any] = self._pool.receive(message) if self._pool is not None else []
+        refs, lost = self._let_receive(message)
         result = PassResult()
 
         def stream() -> None:
             nonlocal result
-            result = connection.sender.run(deadline, self._watch(refs), verify)
+            result = connection.sender.run(deadline, self._watch(refs, lost), verify)
             self._spans.taken += result.spans
             with self._spans.measure("load"):
-                problem = result.problem or self._wait_for_replicas(refs, deadline)
+                problem = lost or result.problem or self._wait_for_replicas(refs, deadline)
             if problem is not None:
                 connection.abort(problem)  # other senders and the replicas may be waiting
                 raise RuntimeError(problem)
 
         self._phase(message.version, stream)
         return self._share_digests(connection, result.digests) if verify == "readback" else []
+
+    def _let_receive(self, message: BeginSync) -> tuple[list[Any], str | None]:
+        """References to what the replicas answer; or what went wrong, such as with one that was lost since the pause.
+
+        The other ranks hear of it after the pass, whose collectives need this one.
+        """
+        try:
+            return (self._pool.receive(message) if self._pool is not None else []), None
+        except RuntimeError as error:
+            return [], str(error)
 
     def _commit(self, connection: Connection, version: int, deadline: float, digests: list[int]) -> None:
         if self._pool is None:
@@ -227,12 +237,14 @@ class Publisher:
 
     # Waiting and agreeing.
 
-    def _watch(self, refs: list[Any]) -> Callable[[], None]:
-        """A check for the stream: raises when a replica failed. Looks every POLL_SECONDS."""
+    def _watch(self, refs: list[Any], lost: str | None) -> Callable[[], None]:
+        """A check for the stream: raises where a replica was `lost` before, or failed since. Looks every POLL_SECONDS."""
         last = 0.0
 
         def check() -> None:
             nonlocal last
+            if lost:
+                raise RuntimeError(lost)
             if self._pool is not None and time.monotonic() - last > POLL_SECONDS:
                 self._pool.raise_if_failed(refs)
                 last = time.monotonic()

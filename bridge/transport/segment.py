@@ -24,6 +24,7 @@ MAGIC = 0x6D65676173796E63  # "megasync"
 HEADER_BYTES = 8192
 REASON_OFFSET, REASON_BYTES = 4096, 4096
 NUM_BUFFERS = 2
+WORD_BYTES = 8
 MAX_READERS = 480
 _numbers = itertools.count()
 # Words of 8 bytes in the header.
@@ -47,9 +48,10 @@ class Segment:
                 f"cannot map the sender's shared memory ({error}): it is gone, or trainer and replica are not "
                 "processes of one user on one host, in one container; set sync.transport to nccl there"
             ) from None
-        self._words = memoryview(self._map).cast("Q")
-        if self._words[WORD_MAGIC] != MAGIC:
+        words = memoryview(self._map)
+        if words[:WORD_BYTES] != MAGIC.to_bytes(WORD_BYTES, "little"):  # another file, of any length
             raise TransportError(f"{path} is no segment of this transport")
+        self._words = words[:HEADER_BYTES].cast("Q")
         size = (len(self._map) - HEADER_BYTES) // NUM_BUFFERS
         payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
         self.buffers = [payload[index * size : (index + 1) * size] for index in range(NUM_BUFFERS)]
@@ -76,7 +78,7 @@ class Segment:
             ) from error
         words = {WORD_MAGIC: MAGIC, WORD_READERS: num_readers, WORD_BUFFER_BYTES: buffer_bytes}
         for word, value in words.items():
-            os.pwrite(file.descriptor, value.to_bytes(8, "little"), 8 * word)
+            os.pwrite(file.descriptor, value.to_bytes(WORD_BYTES, "little"), WORD_BYTES * word)
         segment = Segment(file.path)
         segment._file = file
         return segment

@@ -212,19 +212,17 @@ def _commit(folder: Path, final: Path, keep: int) -> None:
     """Bring the folder onto the disk, then give it its name; then drop the oldest."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
-    if final.exists():  # a resumed run comes by the same step again
-        _drop(final)
+    former = _set_aside(final) if final.exists() else None  # a resumed run comes by the same step again
     folder.rename(final)
     flush(final.parent)
-    for old in names.steps(final.parent)[:-keep]:
-        _drop(old)
+    aside = [former] if former else []
+    for path in (*aside, *map(_set_aside, names.steps(final.parent)[:-keep])):
+        shutil.rmtree(path)
 
 
-def _drop(folder: Path) -> None:
-    """Under another name first: what is called step_* is whole."""
-    old = folder.with_name(f".old_{folder.name}")
-    folder.rename(old)
-    shutil.rmtree(old)
+def _set_aside(folder: Path) -> Path:
+    """To be removed, under another name: what is called step_* is whole."""
+    return folder.rename(folder.with_name(f".old_{folder.name}"))
 
 
 def flush(path: Path) -> None:

@@ -126,9 +126,12 @@ def read_fields(folder: Path) -> dict[str, Any]:
             remedy = "name a folder that PEFT's save_pretrained wrote, or leave it empty"
             raise ValueError(f"engine.lora.adapter_path: {folder} holds no {name}; {remedy}")
     try:
-        fields: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+        fields: Any = json.loads((folder / CONFIG_FILE).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        told = f"{folder / CONFIG_FILE} holds a {type(fields).__name__}, fields by name are expected"
+        raise ValueError(f"{told}; write the adapter again")  # noqa: TRY004 # of a file
     return fields
 
 
@@ -158,6 +161,10 @@ def _check_base(folder: Path, fields: dict[str, Any], written_on: str | None, mo
 
 
 def _check_rank(folder: Path, fields: dict[str, Any], lora: LoraConfig) -> None:
+    for name in ("r", "lora_alpha"):
+        if type(fields.get(name)) not in (int, float):
+            told = f"{folder / CONFIG_FILE}: {name} is {fields.get(name)!r}, a number is expected"
+            raise ValueError(f"{told}; write what the adapter was trained with")
     rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
     if lora.rank not in [rank * factor for factor in range(1, MAX_FUSED + 1)]:
         raise ValueError(

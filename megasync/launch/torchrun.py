@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU
 from bridge.transport.channel import open_store
-from megasync.config.errors import main_errors
+from megasync.config.errors import main_errors, refuse_if
 from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
@@ -111,6 +111,7 @@ def trainer_config(arguments: Sequence[str]) -> Config | None:
     """
     if TRAINER not in arguments:
         return None
+    refuse_if(arguments[-1] == TRAINER, f"{TRAINER}: no config is given", remedy=f"write -m {TRAINER} CONFIG.yaml")
     given, *overrides = arguments[arguments.index(TRAINER) + 1 :]
     return load_config(given, overrides)
 

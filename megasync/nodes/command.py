@@ -11,6 +11,7 @@ Leaves out what a node does then (part.py). No torch in here.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from engine.rules import ranks_problem
@@ -43,11 +44,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     help_ = "with how few nodes it may go on then, where nobody has come within --wait-seconds (default: as many as before)"
     parser.add_argument("--min-nodes", type=int, default=0, metavar="M", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
-    names = given.nodes.split(",")
+    names = [name.strip() for name in given.nodes.split(",")]
     given.expected = () if given.nodes.isdecimal() else tuple(names)
     given.num_nodes = int(given.nodes) if given.nodes.isdecimal() else len(names)
     given.host, colon, port = given.head.partition(":")
     given.port = int(port) if port.isdecimal() else 0 if colon else PORT
+    if not all(re.match(r"\w", name) for name in names):
+        parser.error(f"--nodes {given.nodes}: a number, or host names with commas between them")
     if given.num_nodes < 1:
         parser.error(f"--nodes {given.nodes}: at least one node")
     if not (given.host and 0 < given.port <= LAST_PORT):

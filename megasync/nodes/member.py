@@ -30,7 +30,7 @@ from megasync.nodes.facts import problem_here, warning_here
 from megasync.nodes.head import Head
 from megasync.nodes.ray_node import RayNode, authentication
 from megasync.nodes.roll_call import Arrival
-from megasync.nodes.store import NodeStore
+from megasync.nodes.store import HeadGoneError, NodeStore
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 LOOK_SECONDS = 0.3
@@ -100,8 +100,14 @@ class Member:
         return told if is_in else None
 
     def _help(self, number: int) -> None:
-        """Without ranks, in a round that has begun: replicas may start here."""
-        self._join_ray()
+        """Without ranks, in a round that has begun: replicas may start here. Where Ray does not start it leaves."""
+        try:
+            self._join_ray()
+        except HeadGoneError:
+            raise
+        except RuntimeError as error:
+            self._tell_leaving()
+            raise Over(1, f"{self.arrival.host}: {error}") from error
         self.say(self._until(lambda: self.store.get(f"outcome/{number}"), says=False)["told"])
 
     def _take_part(self, told: Mapping[str, Any], seat: int) -> None:

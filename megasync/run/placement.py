@@ -48,6 +48,7 @@ class DeviceSharing:
     def sync(self) -> Iterator[None]:
         """Within the block the trainer's parameters are on the device; afterwards they are offloaded."""
         if self.is_shared:
+            self.trainer_has_devices = False  # from here on, also where the block raises: `reclaim` has to know
             with self.timeline.span("offload", "trainer"):
                 self.offload.offload([kind for kind in self.kinds if kind != PARAMETERS])
                 self.offload.reload([PARAMETERS])
@@ -78,4 +79,4 @@ class DeviceSharing:
         yield
         if borrowed:
             self.give_to_replicas()
-            on_rank_zero(lambda: self.pool.resume() if self.pool is not None else None)
+            on_rank_zero(lambda: self.pool.wake() if self.pool is not None else None)

@@ -198,8 +198,11 @@ def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
         session.close()
 
 
-def test_without_replicas_a_run_writes_what_it_has_and_stops(tmp_path: Path) -> None:
-    path = write_config(tmp_path, engine={"wrap": "ddp"}, rollout={"restart_timeout_seconds": 0.1}, checkpoint={"every_steps": 0})
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_without_replicas_a_run_writes_what_it_has_and_stops(placement: str, tmp_path: Path) -> None:
+    rollout = {"restart_timeout_seconds": 0.1, "placement": placement}
+    sections = {"model": {"dtype": "bfloat16"}, "engine": {"wrap": "ddp"}, "checkpoint": {"every_steps": 0}}
+    path = write_config(tmp_path, rollout=rollout, **sections)
     ((problem, checkpoint, lines),) = run_ranks(1, "tests.runs.test_faults:publish_to_nobody", {"path": str(path)}, alone=True)
     assert problem.startswith("0 of 1 replicas run, 1 are needed") and Path(checkpoint).name == "step_00000001"
     saved = load_progress(Path(checkpoint))

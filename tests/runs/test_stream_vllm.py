@@ -15,7 +15,8 @@ import pytest
 
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.generation import Completion, GenerationRequest, GroupRequest
-from bridge.messages import ReplicaState
+from bridge.export.source import Part
+from bridge.messages import ReplicaState, SyncError
 from bridge.send.publish import Publisher
 from megasync.assets import build_tokenizer
 from megasync.config.schema import Config, ModelConfig, RolloutConfig
@@ -177,6 +178,49 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
     assert pool.versions == [version] * 2
 
 
+def test_what_is_to_begin_anew_waits_for_a_whole_sync(pool, publisher, source, monkeypatch) -> None:
+    """A sync that breaks off comes before it has its turn, which a replica that takes requests in keeps it from."""
+    import ray
+
+    actor, parts = pool._actors[0], source.parts
+    pool.set_on_update("restart")
+    ray.get(pool.hand_in(0, [GroupRequest(1, GenerationRequest((5, 6, 7), num_samples=2, max_new_tokens=200), (0, 1))]))
+
+    def parts_beside_requests() -> Iterator[Part]:
+        actor.handle.hold_lock.remote(2.0)  # has its turn as soon as the sync is over
+        return parts()
+
+    version = max(pool.versions) + 1
+    monkeypatch.setattr(source, "parts", parts_beside_requests)
+    publisher.publish(version)
+    monkeypatch.setattr(source, "parts", parts)
+    monkeypatch.setattr(source, "fail_at", list(source.tensors)[-1])
+    with pytest.raises(SyncError, match="out of trainer memory"):
+        publisher.publish(version + 1)
+    monkeypatch.setattr(source, "fail_at", "")
+    publisher.publish(version + 2)
+    done = collected(pool, 0, 2)
+    assert [sorted(set(one.weight_versions.tolist())) for _, one in done] == [[version + 2]] * 2
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_replica_that_is_asleep_stays_so_where_its_sync_ends_before_its_pause(pool, publisher, is_late) -> None:
+    """The sync ends before the pause comes, or while it gets memory for weights; the next sync is as any other."""
+    import ray
+
+    pool.sleep(keep_weights=True)
+    actor = pool._actors[0]
+    pool._num_pauses += 1
+    ask = [lambda: actor.handle.abort.remote(pool._num_pauses), lambda: actor.handle.pause.remote(0, pool._num_pauses)]
+    ended, paused = [call() for call in ask] if is_late else [call() for call in ask[::-1]][::-1]
+    assert ray.get(ended) is ReplicaState.ASLEEP
+    with pytest.raises(ray.exceptions.RayTaskError, match="has left the sync"):
+        ray.get(paused, timeout=20)
+    version = max(pool.versions) + 1
+    publisher.publish(version)
+    assert pool.versions == [version] * 2
+
+
 def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher) -> None:
     """The one before it has asked both replicas for news, which they still wait for."""
     pool.set_on_update("continue")
@@ -230,6 +274,26 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -
     publisher.publish(first + NUM_STEPS + 1)
     assert pool.versions == [first + NUM_STEPS + 1] * 2
     assert not psutil.pid_exists(engine.pid)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_replica_that_is_lost_keeps_the_others_neither_awake_nor_asleep(pool, publisher, is_known) -> None:
+    """On shared devices: it was lost while it generated, which whoever hands it groups has seen, or not yet."""
+    (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in command_of(p)]
+    engine.kill()
+    engine.wait(20)
+    pool.take_start_problems()
+    if is_known:
+        pool.replace(1)
+    pool.sleep(keep_weights=True)
+    assert [text.partition(" is lost")[0] for text in pool.take_start_problems()] == ([] if is_known else ["replica 1"])
+    pool.wake()
+    assert len(pool.score(0, [(1, 2, 3)], 60.0)[0]) == 2
+    assert pool.rejoin(2, 120.0)
+    publisher.close()
+    version = max(each for each in pool.versions if each is not None) + 1
+    publisher.publish(version)
+    assert pool.versions == [version] * 2
 
 
 def num_sampled(done: Completion | Played) -> int:

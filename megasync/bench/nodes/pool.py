@@ -38,6 +38,10 @@ class ReceiverPool:
     def reader_names(self) -> list[str]:
         return [f"replica {replica} worker 0" for replica in range(len(self._connections))]
 
+    @property
+    def reader_numbers(self) -> list[int]:
+        return list(range(len(self._connections)))
+
     def reader_hosts(self) -> list[str]:
         return self.call("host")
 

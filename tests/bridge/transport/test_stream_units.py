@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ from hypothesis import strategies as st
 
 from bridge.export.source import Part
 from bridge.layout.bucket import ALIGNMENT_BYTES, StagePlan, SyncPlan
-from bridge.config import SyncConfig
+from bridge.config import ReplicaConfig, SyncConfig
 from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import ITEM_BYTES, Manifest
-from bridge.messages import SyncError
+from bridge.messages import BeginSync, SyncError
 from bridge.processes import host_identity
 from bridge.replicas.generator import Generator
+from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from bridge.send.sender import StageSender
 from bridge.transport.errors import TransportError
@@ -156,6 +158,17 @@ def test_whoever_leaves_a_sync_may_find_a_segment_gone(writer) -> None:
     abort_endpoints([f"shm:/proc/{os.getpid()}/fd/999999"], "its creator was faster")
 
 
+@pytest.mark.parametrize("num_bytes", [0, 13, 9001])
+def test_a_path_that_is_another_files_by_now_is_left_alone(num_bytes: int, tmp_path: Path) -> None:
+    """A descriptor's number is given out again, once its segment was closed."""
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * num_bytes)
+    abort_endpoints([f"shm:{other}#0"], "its creator has closed it")
+    with pytest.raises(TransportError):
+        open_reader((f"shm:{other}#0",), 0, 1, CPU)
+    assert other.read_bytes() == b"x" * num_bytes
+
+
 # One pass over a source.
 
 
@@ -171,7 +184,7 @@ def test_a_misspelt_verification_starts_nothing() -> None:
 class LostPool:
     """Replicas of which neither a sync nor the way out of it hears."""
 
-    reader_names = ("replica 0 worker 0",)
+    reader_names, reader_numbers = ("replica 0 worker 0",), (0,)
 
     def reader_hosts(self) -> list[str]:
         return [host_identity()]
@@ -188,6 +201,35 @@ def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
     with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
         publisher.publish(1)
     assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+class LateLostPool(LostPool):
+    """A replica whose actor is gone once it has paused: who looks after it has taken it out."""
+
+    def pause(self) -> None:
+        """It has nothing to do."""
+
+    def begin(self, _message: BeginSync) -> list[str]:
+        return []
+
+    def receive(self, _message: BeginSync) -> list[object]:
+        raise RuntimeError("replica 0 is not there")
+
+    def raise_if_failed(self, refs: list[object], _seconds: float = 0.0) -> list[int]:
+        assert refs, "nobody is asked to receive"
+        return []
+
+    def abort(self, timeout: float) -> tuple[list[int], list[int]]:
+        return [0], []
+
+
+def test_a_replica_that_is_lost_after_its_pause_ends_the_sync_on_all_ranks() -> None:
+    """They walk the source to the end, in whose collectives all ranks of a stage take part, and hear of it then."""
+    source = DictSource({f"tensor {number}": torch.ones(8) for number in range(5)})
+    publisher = Publisher(source, LateLostPool(), SyncConfig(transport="shm"))
+    with pytest.raises(SyncError, match="replica 0 is not there") as caught:
+        publisher.publish(1)
+    assert caught.value.failed_replicas == (0,) and source.num_given == 5
 
 
 @settings(deadline=None, max_examples=30)
@@ -292,12 +334,19 @@ def test_a_source_that_breaks_its_manifest_is_named(tensors, message, part_size)
 def test_each_reader_has_one_rank_for_each_stage(num_stages, width, num_readers, spread, on_all_ranks) -> None:
     """`width` ranks a stage, the first of which is its sender."""
     roles = [RankRole(rank // width, rank % width == 0, on_all_ranks or rank % width == 0) for rank in range(num_stages * width)]
-    shared = assign_readers(roles, num_readers, spread=spread)
+    shared = assign_readers(roles, range(num_readers), spread=spread)
     assert all(shared.values()) and (spread or all(roles[rank].is_sender for rank in shared))
     served = sorted((roles[rank].stage, reader) for rank, readers in shared.items() for reader in readers)
     assert served == [(stage, reader) for stage in range(num_stages) for reader in range(num_readers)]
     if spread and on_all_ranks:
         assert all(reader in shared[reader] for reader in range(min(num_readers, len(roles))))
+
+
+def test_a_replica_on_a_ranks_device_reads_from_that_rank_also_where_others_are_lost() -> None:
+    pool = ReplicaPool(ReplicaConfig("nowhere", tensor_parallel=2), 3)
+    pool.members = [1, 2]
+    roles = [RankRole(0, is_sender=rank == 0, has_tensors=True) for rank in range(6)]
+    assert assign_readers(roles, pool.reader_numbers, spread=True) == {2: [0], 3: [1], 4: [2], 5: [3]}
 
 
 def test_a_sync_goes_before_groups_that_wait_to_be_handed_in() -> None:

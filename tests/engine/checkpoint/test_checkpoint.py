@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.checkpoint import newest, saving
 from engine.checkpoint.boxes import Dim, boxes, pieces
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
@@ -69,6 +70,23 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_step_that_is_written_once_more_is_whole_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process is killed as it removes the former one, or those that are too many."""
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt(str(path))
+
+    written = tmp_path / ".partial_step_00000002"
+    for folder, text in ((tmp_path / "step_00000001", "1"), (tmp_path / "step_00000002", "former"), (written, "2")):
+        folder.mkdir()
+        (folder / "index.json").write_text(text)
+    monkeypatch.setattr(saving.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saving._commit(written, tmp_path / "step_00000002", keep=1)
+    found = newest(tmp_path)
+    assert found == tmp_path / "step_00000002" and (found / "index.json").read_text() == "2"
 
 
 def test_a_fresh_run_leaves_a_former_one_as_it_is(tmp_path: Path) -> None:

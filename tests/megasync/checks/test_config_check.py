@@ -5,11 +5,15 @@ The rollouts' keys are in test_rollout_check.py, data and lengths of prompts in 
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megasync.checks import check
 from megasync.checks.check import check_config
@@ -97,6 +101,22 @@ def test_lora_must_fit_the_model(runnable: Path, tmp_path: Path) -> None:
     assert "there is no adapter that engine.lora.alpha" in cannot_run(runnable, "engine.lora.alpha=8")
     message = cannot_run(runnable, "engine.lora.rank=8", f"engine.lora.adapter_path={tmp_path}")
     assert "holds no adapter_config.json" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ([1], "adapter_config.json holds a list"),
+        ({"peft_type": "LORA", "lora_alpha": 32}, "adapter_config.json: r is None"),
+        ({"peft_type": "LORA", "r": 8, "lora_alpha": "32"}, "adapter_config.json: lora_alpha is '32'"),
+    ],
+)
+def test_an_adapter_that_does_not_tell_its_scale_is_refused(runnable: Path, tmp_path: Path, fields: Any, words: str) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file({"base_model.model.x.q_proj.lora_A.weight": np.zeros((8, 4), np.float32)}, folder / "adapter_model.safetensors")
+    assert words in cannot_run(runnable, "engine.lora.rank=8", f"engine.lora.adapter_path={folder}")
 
 
 def test_tensor_parallel_must_divide_sizes(runnable: Path) -> None:

@@ -15,12 +15,18 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU
+from megasync.config.errors import ConfigError
 from megasync.config.files import STOP_FILE
 from megasync.launch.processes import REFUSED, STOPPED
-from megasync.launch.torchrun import TRAINER, likely_cause
+from megasync.launch.torchrun import TRAINER, likely_cause, trainer_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 TERMINATED, BY_HANDLER, KILLED = -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL
+
+
+def test_a_trainer_without_a_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"megasync\.train: no config is given"):
+        trainer_config(["--nproc-per-node", "2", "-m", TRAINER])
 
 
 @pytest.mark.parametrize(

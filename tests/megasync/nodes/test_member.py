@@ -86,3 +86,21 @@ def live(store: NodeStore, seat: int, config: Config, scratch: Path, terms: Term
     store.set(f"acknowledged/{number}", {})
     while head is not None and not head.has_acknowledged():
         threading.Event().wait(0.1)
+
+
+class WithoutRay(Member):
+    """On its node Ray does not start."""
+
+    def _join_ray(self) -> None:
+        raise RuntimeError("Ray ended on this node (exit code 1)")
+
+
+def test_a_helper_whose_ray_does_not_start_leaves_with_a_word(tmp_path: Path) -> None:
+    store = NodeStore.listen(LOOPBACK, free_port())
+    assert store is not None
+    store.set("round", {"round": 0, "members": [1]})
+    store.set("admitted/2", {"round": 0})
+    arrival = Arrival(2, "c", LOOPBACK, None, 0, 1)
+    member = WithoutRay(store, arrival, None, load_config(write_runnable(tmp_path)), starts_ray=True)
+    assert member.live() == (1, "c: Ray ended on this node (exit code 1)")
+    assert store.get("left/2") is not None, "the others need not wait for its signs of life"
