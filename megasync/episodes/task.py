@@ -82,12 +82,9 @@ class Played:
 
     @property
     def final_ids(self) -> list[int]:
-        """The tokens of the last turn, as far as the last branch shows where that began."""
-        if not self.branches:
+        """The tokens of the turn that ended last, in whichever branch."""
+        if not self.turns:
             return []
-        mask, ids = self.branches[-1].is_sampled.tolist(), self.branches[-1].token_ids.tolist()
-        end = len(mask) - mask[::-1].index(True)
-        begin = end
-        while begin and mask[begin - 1]:
-            begin -= 1
-        return list(ids[begin:end])
+        last = self.turns[-1]
+        ids: list[int] = self.branches[last.branch].token_ids[last.start : last.start + last.length].tolist()
+        return ids
