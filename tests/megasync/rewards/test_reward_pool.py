@@ -82,6 +82,12 @@ def test_several_rewards_with_weights() -> None:
     assert reward_metrics(score("exact_match", given("46"))[0]) == {"reward/failures": 0}
 
 
+def test_shares_of_1_add_up_to_1() -> None:
+    """As sums of floats they may be a bit less, and a right response would not pass at data.eval.NAME.pass_reward = 1."""
+    reward = {"exact_match": 0.7, f"{CASES}:length": 0.2, f"{CASES}:judge": 0.1}
+    assert totals(reward, given("4", answer="4")) == [1.0]
+
+
 def test_async_functions_wait_side_by_side() -> None:
     assert totals(f"{CASES}:meets_the_others", given(*["abc"] * 200), reward_processes=1, reward_concurrency=200) == [3] * 200
 
