@@ -134,6 +134,9 @@ def _json_row(place: str, raw: bytes) -> Row:
     except json.JSONDecodeError as error:
         message = f"{place}: not JSON: {error.msg} at column {error.colno}"
         raise ConfigError(message, line=_cut(raw), remedy=SHAPE_REMEDY) from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a list in a list in a list ...
+        remedy = "write it as one text, or take the line out"
+        raise ConfigError(f"{place}: cannot be read: {error}", line=_cut(raw), remedy=remedy) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY)
     if b"\\ud" in raw.lower() and SURROGATE.search(json.dumps(fields, ensure_ascii=False)):
@@ -146,7 +149,7 @@ def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]
     number = 0
     with _reading(path):
         for batch in _batches(path, columns):
-            for row in batch.to_pylist():
+            for row in _rows(path, batch):
                 number += 1
                 yield f"{path}: row {number}", row
 
@@ -163,6 +166,19 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
             chosen = _readable(stream.schema, columns)
             for batch in stream:
                 yield batch.select(chosen)
+
+
+def _rows(path: Path, batch: pa.RecordBatch) -> list[Row]:
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist()
+            except (ValueError, OverflowError) as error:
+                message = f"{path}: the column {name!r} holds what Python has no value for: {error}"
+                raise ConfigError(message, remedy="write it as a column of texts, or take it out") from error
+        raise
 
 
 def _readable(schema: pa.Schema, columns: Sequence[str]) -> list[str]:

@@ -56,6 +56,8 @@ def test_other_keys(tmp_path: Path) -> None:
         ('{"question": "a", "answer": ', "not JSON"),
         ("nonsense", "not JSON"),
         (GOOD + GOOD, "not JSON"),
+        ('{"question": "a", "answer": ' + "[" * 10**5 + "]" * 10**5 + "}", "cannot be read: maximum recursion depth exceeded"),
+        ('{"question": "a", "answer": ' + "1" * 5000 + "}", "cannot be read: Exceeds the limit"),
         ("[1]", "a list, not an object"),
         ("3", "a int, not an object"),
         (b'{"question": "\xff", "answer": "2"}', "not UTF-8"),

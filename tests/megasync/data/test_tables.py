@@ -134,6 +134,14 @@ def test_a_parquet_file_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
     assert "holds no examples" in refused(path)
 
 
+def test_a_value_that_python_does_not_have_is_told_with_its_column(tmp_path: Path) -> None:
+    far, twice = pa.array([2**62], pa.timestamp("us")), pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["x", "x"])
+    for column in (far, twice):
+        table = pa.table({"question": ["1+1="], "answer": ["2"], "more": column})
+        parquet.write_table(table, tmp_path / "train.parquet")
+        assert "the column 'more' holds what Python has no value for" in refused(tmp_path / "train.parquet")
+
+
 def test_a_machine_without_pyarrow_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setattr("megasync.data.tables.find_spec", lambda _: None)
