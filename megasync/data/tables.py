@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.errors import ConfigError, nearest_name, refuse_if, some
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "answer": "3"}'
 FOLDER_REMEDY = "name a file, a folder of *.parquet or *.jsonl, or one that datasets.save_to_disk wrote"
-SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")  # train-00000-of-00002.parquet
+SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")  # train-00000-of-00002.parquet
 SUFFIXES = (".parquet", ".jsonl")
 ROWS_AT_ONCE = 4096
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -88,10 +88,22 @@ def _loose_files(path: Path, split: str, split_key: str) -> list[Path]:
         inner = sorted({str(file.parent.relative_to(path)) for suffix in SUFFIXES for file in path.glob(f"*/*{suffix}")})
         remedy = f"name one of the folders, such as {path / inner[0]}" if inner else FOLDER_REMEDY
         raise ConfigError(f"{path}: is a folder without data files", folders_with_some=", ".join(inner[:12]), remedy=remedy)
-    files = by_split[_choose(path, list(by_split), split, split_key)]
+    chosen = _choose(path, list(by_split), split, split_key)
+    files = by_split[chosen]
     kinds = sorted({file.suffix for file in files})
     refuse_if(len(kinds) > 1, f"{path}: holds {files[0].stem} as {' and as '.join(kinds)}", remedy="name one of the files")
+    _check_shards(path, chosen, files)
     return files
+
+
+def _check_shards(path: Path, split: str, files: Sequence[Path]) -> None:
+    """A split is in one file, or in each of its shards once, which are numbered from 0 or 1 on."""
+    numbers = sorted((int(match[1]), int(match[2])) if (match := SHARD.search(file.stem)) else (0, 1) for file in files)
+    first, total = numbers[0]
+    is_whole = first in (0, 1) and numbers == [(first + number, total) for number in range(total)]
+    message = f"{path}: {split} is not whole, or there twice"
+    remedy = "download the shards that are missing, take out those of another download, or name one of the files"
+    refuse_if(not is_whole, message, files=some(file.name for file in files), remedy=remedy)
 
 
 def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> str:
