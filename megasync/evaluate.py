@@ -118,10 +118,11 @@ def with_sets(source: Source, given: argparse.Namespace) -> Config:
         raise ConfigError(f"{source.name}: names no evaluation sets", remedy="write --data FILE")
     changes = {"samples": given.samples, "temperature": given.temperature, "max_new_tokens": given.max_new_tokens}
     changes |= {"limit": given.limit, "pass_reward": given.pass_reward}
-    if (given.samples or 1) > 1 and given.temperature is None and all(each.temperature == 0 for each in sets.values()):
-        changes["temperature"] = source.config.rollout.temperature  # greedy samples would all be the same
     told = {name: value for name, value in changes.items() if value is not None}
     sets = {name: each.model_copy(update=told) for name, each in sets.items()}
+    if (given.samples or 1) > 1 and given.temperature is None:  # greedy samples would all be the same
+        drawn = {"temperature": source.config.rollout.temperature}
+        sets = {name: each if each.temperature else each.model_copy(update=drawn) for name, each in sets.items()}
     return source.config.model_copy(update={"data": data.model_copy(update={"eval": sets})})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from megasync import evaluate, generate
+from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.export import export
 from megasync.rollouts.evaluation import pass_at_k, set_metrics
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimate, estimates
-from megasync.serving.source import find_source
+from megasync.serving.source import Source, find_source
 from tests.megasync.test_export_cli import adapter_run
 from tests.support.config_files import write, write_runnable
 from tests.support.tiny_models import write_tiny_model
@@ -112,10 +114,19 @@ def test_sets_are_the_runs_own_or_the_file_given(run: Path, tmp_path: Path) -> N
     assert sets() == {"sums": (own, 1, 0.0, None)}
     assert sets("--samples", "4", "--limit", "3") == {"sums": (own, 4, 0.7, 3)}, "several samples are drawn as in training"
     assert sets("--data", file, "--samples", "2", "--temperature", "1.5") == {"more": (file, 2, 1.5, None)}
-    config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
+    two = {"sums": EvalSet(path=own), "hot": EvalSet(path=own, samples=2, temperature=1.3)}
+    source = of_sets(source, two)
+    assert sets("--samples", "4") == {"sums": (own, 4, 0.7, None), "hot": (own, 4, 1.3, None)}, "and the greedy set as well"
+    assert sets("--samples", "1") == {"sums": (own, 1, 0.0, None), "hot": (own, 1, 1.3, None)}
+    config = of_sets(source, "").config
     nothing = type(source)(config, "runs/rl", is_of_run=True)
     with pytest.raises(ConfigError, match="write --data FILE"):
         evaluate.with_sets(nothing, evaluate.parse([str(run)]))
+
+
+def of_sets(source: Source, sets: dict[str, EvalSet] | str) -> Source:
+    data = source.config.data.model_copy(update={"eval": sets})
+    return replace(source, config=source.config.model_copy(update={"data": data}))
 
 
 @pytest.mark.parametrize(
