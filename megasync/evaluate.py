@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.schema import Config
+from megasync.data.data import load_examples
 from megasync.data.prompts import Prompts, load_data
 from megasync.rewards.failure import RewardError
 from megasync.rewards.resolve import resolve_rewards
@@ -72,6 +73,9 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             overrides = [*given.overrides, *([f"rollout.reward={given.reward}"] if given.reward else [])]
             source = find_source(given.what, Path(scratch), given.step, overrides)
             config = with_sets(source, given)
+            if given.data:  # what is wrong with it is told by the names of the keys and options that it is read by
+                keys = config.data.prompt_key, config.data.answer_key
+                load_examples(given.data, *keys, split=given.split, split_key="--split")
             answers.check_servable(config)
             resolve_rewards(config.rollout.reward)
             data = load_data(config, trains=False)

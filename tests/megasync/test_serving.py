@@ -152,14 +152,34 @@ def test_wrong_use_is_refused_before_anything_starts(
     assert stop.value.code == 2 and re.search(told, said), said
 
 
+def test_what_is_wrong_with_the_file_is_told_by_what_mends_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no key of a set that --data takes the place of."""
+    write(tmp_path / "more/a.jsonl", '{"problem": "1+1=", "solution": 2}\n')
+    write(tmp_path / "more/b.jsonl", '{"problem": "1+1=", "solution": 2}\n')
+
+    def said(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main([str(run), "--data", str(tmp_path / "more"), *arguments], serve=no_replicas)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "remedy: write --split=a" in said()
+    keys = ["--split", "a", "data.prompt_key=problem"]
+    assert "write data.prompt_key=" in said(*keys[:2]) and "write data.answer_key=" in said(*keys)
+    assert evaluate.main([str(run), "--data", str(tmp_path / "more"), *keys, "data.answer_key=solution"], serve=no_gpu) == 1
+
+
+def no_gpu(config: object) -> object:
+    raise RuntimeError("the replicas did not start")
+
+
 def no_replicas(config: object) -> object:
     raise AssertionError("nothing is to be started")
 
 
 def test_former_answers_stay_until_there_are_others(run: Path, tmp_path: Path) -> None:
-    def no_gpu(config: object) -> object:
-        raise RuntimeError("the replicas did not start")
-
     file = write(tmp_path / "answers.jsonl", "former\n" * 9)
     assert evaluate.main([str(run), "--to", str(file)], serve=no_gpu) == 1
     assert generate.main([str(run), "--prompt", "1+1=", "--to", str(file)], serve=no_gpu) == 1
