@@ -74,12 +74,16 @@ def check_servable(config: Config) -> None:
 
 
 def with_length(config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
-    """rollout.max_model_len, where nothing is given, as long as the longest of what is asked: vLLM's cache is to hold it."""
+    """rollout.max_model_len, where nothing is given, as long as the longest of what is asked: vLLM's cache is to hold it.
+
+    How long an episode gets nobody knows: it may have what it has in a run.
+    """
     if config.rollout.max_model_len is not None:
         return config
     lengths = [
         len(prompts.prompt_ids(example)) + each.sampling.max_new_tokens for each in evaluations for example in each.examples
     ]
+    lengths = [config.engine.tokens_per_microbatch] if config.rollout.episode else lengths
     shape = check_model_folder(config.model.path)
     most = min(max(lengths), shape.max_position_embeddings or max(lengths))
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_model_len": most})})

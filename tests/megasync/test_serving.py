@@ -17,8 +17,10 @@ from megasync import evaluate, generate
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
+from megasync.config.schema import Config
 from megasync.export import export
 from megasync.rollouts.evaluation import pass_at_k, set_metrics
+from megasync.rollouts.played import episode_settings
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimate, estimates
 from megasync.serving.source import Source, find_source
@@ -27,6 +29,7 @@ from tests.support.config_files import write, write_runnable
 from tests.support.tiny_models import write_tiny_model
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+EPISODE = "rollout.episode=tests.support.episodes:two_turns"
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 GROUPS = st.integers(1, 8).flatmap(lambda size: st.lists(st.lists(REWARDS, min_size=size, max_size=size), min_size=1))
 
@@ -198,6 +201,23 @@ def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: 
             generate.main([str(run), *arguments, "--max-new-tokens", "100000"], serve=no_replicas)
         said = capsys.readouterr().err
         assert stop.value.code == 2 and "write --max-new-tokens" in said, said
+
+
+def test_episodes_of_a_folder_have_room_for_their_turns(tmp_path: Path) -> None:
+    """As in a run, where nothing is given: a sequence is as long as a micro-batch and the model take."""
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    file = write(tmp_path / "a.jsonl", '{"question": "1+1=", "answer": 2}\n')
+    lengths = list[int]()
+
+    def serve(config: Config) -> object:
+        lengths.append(config.rollout.max_model_len or 0)
+        assert episode_settings(config).max_tokens == lengths[-1] or not config.rollout.episode
+        return no_gpu(config)
+
+    given = [str(model), "--data", str(file), "--max-new-tokens", "8"]
+    for more in ([], [EPISODE], [EPISODE, "engine.tokens_per_microbatch=300"], [EPISODE, "rollout.max_model_len=40"]):
+        assert evaluate.main([*given, *more], serve=serve) == 1
+    assert lengths == [12, 512, 300, 40]
 
 
 def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
