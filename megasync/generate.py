@@ -24,6 +24,7 @@ from megasync.config.errors import main_errors, refuse_if
 from megasync.config.schema import Config
 from megasync.data.data import Example, load_examples
 from megasync.data.prompts import Prompts
+from megasync.data.tables import SURROGATE
 from megasync.rollouts.evaluation import Evaluation
 from megasync.serving import answers
 from megasync.serving.replicas import served
@@ -81,6 +82,10 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
 def examples(config: Config, given: argparse.Namespace) -> list[Example]:
     """Of --prompt, or of --data by data.prompt_key."""
     if given.prompt:
+        for number, text in enumerate(given.prompt, start=1):
+            refuse_if(not text.strip(), f"--prompt {number}: is empty", remedy="leave it out, or write one")
+            message = f"--prompt {number}: is not UTF-8: {text!r:.80}"
+            refuse_if(SURROGATE.search(text), message, remedy="write it in a terminal that speaks UTF-8, or take --data FILE")
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
     found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")[: given.limit]
     turns = next((example for example in found if example.turns and not config.data.chat_template), None)

@@ -203,6 +203,13 @@ def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: 
         assert stop.value.code == 2 and "write --max-new-tokens" in said, said
 
 
+@pytest.mark.parametrize(("prompt", "told"), [("", "2: is empty"), (" ", "2: is empty"), ("1\udcff", "2: is not UTF-8")])
+def test_a_prompt_that_is_no_text_is_refused(run: Path, capsys: pytest.CaptureFixture[str], prompt: str, told: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        generate.main([str(run), "--prompt", "1+1=", "--prompt", prompt], serve=no_replicas)
+    assert stop.value.code == 2 and f"--prompt {told}" in capsys.readouterr().err
+
+
 def test_episodes_of_a_folder_have_room_for_their_turns(tmp_path: Path) -> None:
     """As in a run, where nothing is given: a sequence is as long as a micro-batch and the model take."""
     model = write_tiny_model(tmp_path / "model", "qwen3")
