@@ -222,7 +222,8 @@ class Program:
                 self.send(Anew(given.number))
                 kept, given = Kept(), Begin(given.number, given.task)
                 value = await _Steps(self.play(given.task, EpisodeModel(self, given, kept)), given.number, self)
-            ended = Ended(given.number, tuple(kept.numbers), *_result(value))
+            is_cut_off = isinstance(value, Result) and value.is_cut_off
+            ended = Ended(given.number, tuple(kept.numbers), *_result(value), is_cut_off=is_cut_off)
         except EpisodeLimitError as error:
             ended = Ended(given.number, tuple(kept.numbers), limit=str(error))
         except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer

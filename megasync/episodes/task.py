@@ -38,6 +38,7 @@ class Result:
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged as episode/NAME, a mean over episodes
     info: Mapping[str, Any] = field(default_factory=dict)  # for samples.jsonl, as JSON
+    is_cut_off: bool = False  # by a limit that the episode caught; its finish_reason is length
 
 
 class EpisodeLimitError(ValueError):

@@ -159,6 +159,13 @@ class Guess:
         return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
 
 
+class Endless(Guess):
+    """It goes on until a limit ends it."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "no", 0.25, False, False, {}
+
+
 class Walk:
     """Three steps. It answers otherwise once it is told to by a file; `calls`: of reset and step, of this object."""
 

@@ -15,14 +15,18 @@ import numpy as np
 import psutil
 import pytest
 
+from bridge.generation import GenerationRequest
 from megasync.assets import build_tokenizer
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
+from megasync.episodes.record import Asked
 from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Ask, Ended
+from megasync.rollouts.attempt import Attempt, played_of
+from megasync.rollouts.group import Group
 from tests.support.chat_families import FAMILIES
 
 EPISODES = "tests.support.episodes:episode"
@@ -147,6 +151,16 @@ def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
     assert (ended.failure, ended.reward, ended.metrics) == (None, 0.0, {"left": 0.0}) and len(turns) == 3
     for (first, turn), (second, _) in pairwise(turns):
         assert np.array_equal(second[: len(first) + len(turn.token_ids)], [*first, *turn.token_ids])
+
+
+def test_an_environment_that_a_limit_ends_is_cut_off(folder: str) -> None:
+    """With the rewards that it has given up to then; and who is not cut off has no share in that."""
+    for name, is_cut_off in (("Endless", True), ("Guess", False)):
+        told = play(pool_of(folder, episode=f"tests.support.episodes:{name}"), ["any"])
+        ended, turns = told["any"]
+        assert (ended.failure, ended.limit) == (None, "") and ended.reward == 0.25 * is_cut_off * len(turns)
+        attempt = Attempt(Group(0, GenerationRequest((7,))), 0, 0, asked={n: Asked(n, 0, 8, ()) for n in ended.kept})
+        assert played_of(attempt, ended, turns).finish_reason == ("length" if is_cut_off else "stop")
 
 
 def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
