@@ -6,6 +6,7 @@ python -m pytest tests/megasync/episodes/test_episode_pool.py
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -90,7 +91,7 @@ def side_by_side(folder: str) -> Told:
     """In one process, beside many good ones."""
     good = [f"good {0.2 + 0.01 * number}" for number in range(50)]
     bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "opens", "endless", "nonsense", "nothing"]
-    return play(pool_of(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad])
+    return play(pool_of(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad, "unusual"])
 
 
 def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Told) -> None:
@@ -114,6 +115,14 @@ def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
     assert failure(side_by_side, "opens").startswith("raised OSError: [Errno 24] Too many open files")
     assert side_by_side["none"][0].reward is None and side_by_side["none"][0].failure is None
     assert side_by_side["endless"][0].limit == "60 tokens", side_by_side["endless"][0]
+
+
+def test_what_json_does_not_have_is_left_out_of_its_info(side_by_side: Told) -> None:
+    """samples.jsonl is JSON proper, in UTF-8."""
+    ended, _ = side_by_side["unusual"]
+    assert (ended.failure, ended.info) == (None, {"scores": [0.5, None, None], "file": "a?.txt"})
+    assert json.loads(json.dumps(ended.info, ensure_ascii=False, allow_nan=False).encode()) == ended.info
+    assert ended.metrics == {"7": 2.0, "calls": 1.0}
 
 
 def test_what_it_prints_and_starts_is_no_matter_of_others(side_by_side: Told) -> None:
