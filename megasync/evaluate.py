@@ -94,7 +94,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
                     found["sets"][each.name] = result(each, rewards, got)
                     if file is not None:
                         answers.write(file, answers.lines(each, data.prompts, got, rewards), empties=number == 0)
-        except (RuntimeError, RewardError, ValueError) as error:
+        except (RuntimeError, RewardError, ValueError, OSError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
     print(json.dumps(found, indent=2) if given.json else table(found))

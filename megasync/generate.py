@@ -72,10 +72,10 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         try:
             with serve(config) as pool:
                 got = answers.ask(pool, asked, prompts, config.run.seed)
-        except (RuntimeError, ValueError) as error:
+            answers.write(file, answers.lines(asked, prompts, got, None), empties=given.to is not None)
+        except (RuntimeError, ValueError, OSError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
-        answers.write(file, answers.lines(asked, prompts, got, None), empties=given.to is not None)
     return 0
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -148,10 +148,11 @@ def lines(
 
 
 def write(file: TextIO, found: Iterator[dict[str, Any]], *, empties: bool) -> None:
-    """`empties`: of former answers, if it is a file (and no pipe)."""
+    """`empties`: of former answers, if it is a file (and no pipe). OSError where the disk is full, or nobody reads any more."""
     if empties and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.truncate(0)
     file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in found)
+    file.flush()
 
 
 @contextmanager
@@ -162,5 +163,8 @@ def opened(path: Path) -> Iterator[TextIO]:
         file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--to {path}: cannot be written: {error.strerror}", remedy="name a file of yours") from error
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # of what `write` could not write, and told
+            file.close()

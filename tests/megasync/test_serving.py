@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from bridge.generation import Completion, GenerationRequest
 from megasync import evaluate, generate
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
@@ -193,6 +198,21 @@ def test_former_answers_stay_until_there_are_others(run: Path, tmp_path: Path) -
     assert file.read_text() == '{"a": 1}\n{"b": 2}\n'
     with answers.opened(Path("/dev/null")) as opened:
         answers.write(opened, iter([{"a": 1}]), empties=True)
+
+
+class Replicas:
+    """Say one token to whatever they are asked."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> SimpleNamespace:
+        said = Completion(np.array([5], np.int32), np.array([-0.5], np.float32), np.array([0], np.int32), "stop")
+        return SimpleNamespace(result=lambda: [[said] * request.num_samples for request in requests])
+
+
+@pytest.mark.parametrize("command", [evaluate.main, generate.main])
+def test_a_full_disk_is_said(run: Path, capsys: pytest.CaptureFixture[str], command: Callable[..., int]) -> None:
+    prompts = ["--prompt", "1+1="] if command is generate.main else []
+    assert command([str(run), *prompts, "--to", "/dev/full"], serve=lambda config: nullcontext(Replicas())) == 1
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
