@@ -30,6 +30,7 @@ SUFFIXES = (".parquet", ".jsonl")
 ROWS_AT_ONCE = 4096
 SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_POINTER = b"version https://git-lfs"
+MOST_NESTED = 100  # what goes on to a reward or an episode is pickled, which Python does to some hundred
 
 
 def read_rows(path: Path, split: str, split_key: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, Row]]:
@@ -151,10 +152,19 @@ def _json_row(place: str, raw: bytes) -> Row:
         raise ConfigError(f"{place}: cannot be read: {error}", line=_cut(raw), remedy=remedy) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY)
+    if raw.count(b"[") + raw.count(b"{") > MOST_NESTED and _is_nested(fields, MOST_NESTED):
+        message = f"{place}: more than {MOST_NESTED} lists and objects lie in each other"
+        raise ConfigError(message, line=_cut(raw), remedy="write them as one text, or take the line out")
     if b"\\ud" in raw.lower() and SURROGATE.search(json.dumps(fields, ensure_ascii=False)):
         message = f"{place}: \\ud800 to \\udfff stand for a character in pairs only, and here is a half"
         raise ConfigError(message, line=_cut(raw), remedy="write the whole pair, or take the line out")
     return fields
+
+
+def _is_nested(value: Any, most: int) -> bool:
+    """Whether more than so many lists and objects lie in each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(_is_nested(each, most - 1) for each in inner))
 
 
 def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:

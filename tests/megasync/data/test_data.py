@@ -57,6 +57,7 @@ def test_other_keys(tmp_path: Path) -> None:
         ("nonsense", "not JSON"),
         (GOOD + GOOD, "not JSON"),
         ('{"question": "a", "answer": ' + "[" * 10**5 + "]" * 10**5 + "}", "cannot be read: maximum recursion depth exceeded"),
+        ('{"question": "a", "answer": "2", "more": ' + "[" * 600 + "]" * 600 + "}", "more than 100 lists and objects"),
         ('{"question": "a", "answer": ' + "1" * 5000 + "}", "cannot be read: Exceeds the limit"),
         ("[1]", "a list, not an object"),
         ("3", "a int, not an object"),
