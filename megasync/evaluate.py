@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -34,6 +33,7 @@ from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimates
 from megasync.serving.playing import play
 from megasync.serving.replicas import served
+from megasync.serving.scratch import scratch_folder
 from megasync.serving.source import Source, find_source
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def _pass_reward(text: str) -> float:
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch, contextlib.ExitStack() as files:
+    with scratch_folder() as scratch, contextlib.ExitStack() as files:
         with main_errors():
             overrides = [*given.overrides, *([f"rollout.reward={given.reward}"] if given.reward else [])]
-            source = find_source(given.what, Path(scratch), given.step, overrides)
+            source = find_source(given.what, scratch, given.step, overrides)
             config = with_sets(source, given)
             if given.data:  # what is wrong with it is told by the names of the keys and options that it is read by
                 keys = config.data.prompt_key, config.data.answer_key

@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.generation import Sampling
@@ -28,6 +26,7 @@ from megasync.data.tables import SURROGATE
 from megasync.rollouts.evaluation import Evaluation
 from megasync.serving import answers
 from megasync.serving.replicas import served
+from megasync.serving.scratch import scratch_folder
 from megasync.serving.source import find_source
 
 if TYPE_CHECKING:
@@ -55,9 +54,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch, contextlib.ExitStack() as files:
+    with scratch_folder() as scratch, contextlib.ExitStack() as files:
         with main_errors():
-            source = find_source(given.what, Path(scratch), given.step, given.overrides)
+            source = find_source(given.what, scratch, given.step, given.overrides)
             config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
             answers.check_servable(config)
             prompts, asked = (

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +36,7 @@ from megasync.serving.interval import Estimate, estimate, estimates
 from megasync.serving.source import Source, find_source
 from tests.megasync.test_export_cli import adapter_run
 from tests.support.config_files import write, write_runnable
+from tests.support.rewards import until
 from tests.support.tiny_models import write_tiny_model
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -198,6 +204,30 @@ def test_former_answers_stay_until_there_are_others(run: Path, tmp_path: Path) -
     assert file.read_text() == '{"a": 1}\n{"b": 2}\n'
     with answers.opened(Path("/dev/null")) as opened:
         answers.write(opened, iter([{"a": 1}]), empties=True)
+
+
+FIRST = {"evaluate": "find_source", "generate": "find_source", "replay": "_checked_run", "bisect": "choose"}
+
+
+@pytest.mark.parametrize(("command", "first"), FIRST.items())
+def test_what_is_made_on_the_way_goes_with_sigterm(run: Path, tmp_path: Path, command: str, first: str) -> None:
+    """A merged model is as large as the model, and merging takes minutes."""
+    code = f"import sys, time; from megasync import {command} as own; own.{first} = lambda *_, **__: print(time.sleep(60)); "
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    more = {"generate": ["--prompt", "1+1="], "replay": ["--step", "5"]}.get(command, [])
+    started = subprocess.Popen(
+        [sys.executable, "-c", f"{code}own.main(sys.argv[1:])", str(run), *more], env=os.environ | {"TMPDIR": str(folder)}
+    )
+    try:
+        until(lambda: bool(list(folder.iterdir())))
+        assert next(folder.iterdir()).name.startswith(f"megasync-serve-{started.pid}-"), "megasync doctor knows it by that"
+        time.sleep(0.5)
+        started.terminate()
+        assert started.wait(30) == 128 + signal.SIGTERM and not list(folder.iterdir())
+    finally:
+        started.kill()
+        started.wait()
 
 
 class Replicas:
