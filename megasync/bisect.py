@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
 from megasync.serving import answers
 from megasync.serving.replicas import served
+from megasync.serving.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="megasync-") as folder:
-        scratch = Path(folder)
+    with scratch_folder() as scratch:
         with main_errors():
             chosen = choose(given.run, scratch, given.step, given.overrides)
             config = for_one_replica(chosen.served)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.schema import Config
+from megasync.data.data import load_examples
 from megasync.data.prompts import Prompts, load_data
 from megasync.rewards.failure import RewardError
 from megasync.rewards.resolve import resolve_rewards
@@ -33,6 +33,7 @@ from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimates
 from megasync.serving.playing import play
 from megasync.serving.replicas import served
+from megasync.serving.scratch import scratch_folder
 from megasync.serving.source import Source, find_source
 
 if TYPE_CHECKING:
@@ -67,11 +68,14 @@ def _pass_reward(text: str) -> float:
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch, contextlib.ExitStack() as files:
+    with scratch_folder() as scratch, contextlib.ExitStack() as files:
         with main_errors():
             overrides = [*given.overrides, *([f"rollout.reward={given.reward}"] if given.reward else [])]
-            source = find_source(given.what, Path(scratch), given.step, overrides)
+            source = find_source(given.what, scratch, given.step, overrides)
             config = with_sets(source, given)
+            if given.data:  # what is wrong with it is told by the names of the keys and options that it is read by
+                keys = config.data.prompt_key, config.data.answer_key
+                load_examples(given.data, *keys, split=given.split, split_key="--split")
             answers.check_servable(config)
             resolve_rewards(config.rollout.reward)
             data = load_data(config, trains=False)
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
                     found["sets"][each.name] = result(each, rewards, got)
                     if file is not None:
                         answers.write(file, answers.lines(each, data.prompts, got, rewards), empties=number == 0)
-        except (RuntimeError, RewardError, ValueError) as error:
+        except (RuntimeError, RewardError, ValueError, OSError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
     print(json.dumps(found, indent=2) if given.json else table(found))
@@ -118,10 +122,11 @@ def with_sets(source: Source, given: argparse.Namespace) -> Config:
         raise ConfigError(f"{source.name}: names no evaluation sets", remedy="write --data FILE")
     changes = {"samples": given.samples, "temperature": given.temperature, "max_new_tokens": given.max_new_tokens}
     changes |= {"limit": given.limit, "pass_reward": given.pass_reward}
-    if (given.samples or 1) > 1 and given.temperature is None and all(each.temperature == 0 for each in sets.values()):
-        changes["temperature"] = source.config.rollout.temperature  # greedy samples would all be the same
     told = {name: value for name, value in changes.items() if value is not None}
     sets = {name: each.model_copy(update=told) for name, each in sets.items()}
+    if (given.samples or 1) > 1 and given.temperature is None:  # greedy samples would all be the same
+        drawn = {"temperature": source.config.rollout.temperature}
+        sets = {name: each if each.temperature else each.model_copy(update=drawn) for name, each in sets.items()}
     return source.config.model_copy(update={"data": data.model_copy(update={"eval": sets})})
 
 

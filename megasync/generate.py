@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.generation import Sampling
@@ -24,9 +22,11 @@ from megasync.config.errors import main_errors, refuse_if
 from megasync.config.schema import Config
 from megasync.data.data import Example, load_examples
 from megasync.data.prompts import Prompts
+from megasync.data.tables import SURROGATE
 from megasync.rollouts.evaluation import Evaluation
 from megasync.serving import answers
 from megasync.serving.replicas import served
+from megasync.serving.scratch import scratch_folder
 from megasync.serving.source import find_source
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch, contextlib.ExitStack() as files:
+    with scratch_folder() as scratch, contextlib.ExitStack() as files:
         with main_errors():
-            source = find_source(given.what, Path(scratch), given.step, given.overrides)
+            source = find_source(given.what, scratch, given.step, given.overrides)
             config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
             answers.check_servable(config)
             prompts, asked = (
@@ -71,16 +71,20 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         try:
             with serve(config) as pool:
                 got = answers.ask(pool, asked, prompts, config.run.seed)
-        except (RuntimeError, ValueError) as error:
+            answers.write(file, answers.lines(asked, prompts, got, None), empties=given.to is not None)
+        except (RuntimeError, ValueError, OSError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
-        answers.write(file, answers.lines(asked, prompts, got, None), empties=given.to is not None)
     return 0
 
 
 def examples(config: Config, given: argparse.Namespace) -> list[Example]:
     """Of --prompt, or of --data by data.prompt_key."""
     if given.prompt:
+        for number, text in enumerate(given.prompt, start=1):
+            refuse_if(not text.strip(), f"--prompt {number}: is empty", remedy="leave it out, or write one")
+            message = f"--prompt {number}: is not UTF-8: {text!r:.80}"
+            refuse_if(SURROGATE.search(text), message, remedy="write it in a terminal that speaks UTF-8, or take --data FILE")
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
     found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")[: given.limit]
     turns = next((example for example in found if example.turns and not config.data.chat_template), None)

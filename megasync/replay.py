@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +34,7 @@ from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, pa
 from megasync.serving import compare, scored
 from megasync.serving.replicas import served
 from megasync.serving.rerun import Change, rerun
+from megasync.serving.scratch import scratch_folder
 from megasync.serving.send import sender
 from megasync.serving.source import source_of_version, versions_there
 
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str], serve: Serve = served) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="megasync-") as scratch:
+    with scratch_folder() as scratch:
         with main_errors():
             config = load_config(_checked_run(given.run) / CONFIG_FILE, given.overrides)
             records = [load_record(path) for path in chosen_paths(given.run, given.step)]
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         if given.rerun_environments:
             return _rerun(given, config, records, steps)
         if given.trainer:
-            return _score(given, config, steps, Path(scratch))
+            return _score(given, config, steps, scratch)
         with main_errors():
             pieces = {step: compare.pieces_of(members) for step, members in steps.items()}
             versions = versions_for(given.run, {piece.version for of_step in pieces.values() for piece in of_step})
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         done = [_counted(step, steps[step], of_step, versions) for step, of_step in pieces.items()]
         try:
             if versions:
-                weights = partial(source_of_version, given.run, Path(scratch), overrides=given.overrides)
+                weights = partial(source_of_version, given.run, scratch, overrides=given.overrides)
                 _sample_again(serve, versions, lambda version: weights(version).config, pieces, done)
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)

@@ -107,6 +107,18 @@ def read_safetensors_header(path: Path) -> list[TensorSpec]:
     return [TensorSpec(name, SAFETENSORS_DTYPES[entry.get_dtype()], tuple(entry.get_shape())) for name, entry in entries]
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder that hold its weights: those of its index, else model.safetensors, if that is there.
+
+    Others, such as the consolidated.safetensors of Mistral's, may stand beside them and hold the same under other names.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return list(folder.glob("model.safetensors"))
+    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
 def read_folder_manifest(path: str | Path) -> Manifest:
     """What a Hugging Face folder holds, from the headers of its safetensors files (one file, or several by index).
 
@@ -114,12 +126,7 @@ def read_folder_manifest(path: str | Path) -> Manifest:
         ValueError: no safetensors in the folder, one of the index is missing, or one is cut off.
     """
     folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [folder / "model.safetensors"]
+    files = weight_files(folder) or [folder / "model.safetensors"]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"model folder {folder} lacks {', '.join(missing)}; give a folder with its safetensors files")

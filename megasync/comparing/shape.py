@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from bridge.layout.manifest import weight_files
 from engine.attention.windows import layer_windows
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -109,7 +110,7 @@ class Parameters:
     ) -> None:
         self.dtype, self.device, self.adapter = dtype, device, dict(adapter or {})
         self._file_of: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             with safe_open(path, framework="pt") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
 

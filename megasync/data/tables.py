@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.errors import ConfigError, nearest_name, refuse_if, some
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "answer": "3"}'
 FOLDER_REMEDY = "name a file, a folder of *.parquet or *.jsonl, or one that datasets.save_to_disk wrote"
-SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")  # train-00000-of-00002.parquet
+SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")  # train-00000-of-00002.parquet
 SUFFIXES = (".parquet", ".jsonl")
 ROWS_AT_ONCE = 4096
 SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_POINTER = b"version https://git-lfs"
+MOST_NESTED = 100  # what goes on to a reward or an episode is pickled, which Python does to some hundred
 
 
 def read_rows(path: Path, split: str, split_key: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, Row]]:
@@ -88,10 +89,22 @@ def _loose_files(path: Path, split: str, split_key: str) -> list[Path]:
         inner = sorted({str(file.parent.relative_to(path)) for suffix in SUFFIXES for file in path.glob(f"*/*{suffix}")})
         remedy = f"name one of the folders, such as {path / inner[0]}" if inner else FOLDER_REMEDY
         raise ConfigError(f"{path}: is a folder without data files", folders_with_some=", ".join(inner[:12]), remedy=remedy)
-    files = by_split[_choose(path, list(by_split), split, split_key)]
+    chosen = _choose(path, list(by_split), split, split_key)
+    files = by_split[chosen]
     kinds = sorted({file.suffix for file in files})
     refuse_if(len(kinds) > 1, f"{path}: holds {files[0].stem} as {' and as '.join(kinds)}", remedy="name one of the files")
+    _check_shards(path, chosen, files)
     return files
+
+
+def _check_shards(path: Path, split: str, files: Sequence[Path]) -> None:
+    """A split is in one file, or in each of its shards once, which are numbered from 0 or 1 on."""
+    numbers = sorted((int(match[1]), int(match[2])) if (match := SHARD.search(file.stem)) else (0, 1) for file in files)
+    first, total = numbers[0]
+    is_whole = first in (0, 1) and numbers == [(first + number, total) for number in range(total)]
+    message = f"{path}: {split} is not whole, or there twice"
+    remedy = "download the shards that are missing, take out those of another download, or name one of the files"
+    refuse_if(not is_whole, message, files=some(file.name for file in files), remedy=remedy)
 
 
 def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> str:
@@ -134,19 +147,31 @@ def _json_row(place: str, raw: bytes) -> Row:
     except json.JSONDecodeError as error:
         message = f"{place}: not JSON: {error.msg} at column {error.colno}"
         raise ConfigError(message, line=_cut(raw), remedy=SHAPE_REMEDY) from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a list in a list in a list ...
+        remedy = "write it as one text, or take the line out"
+        raise ConfigError(f"{place}: cannot be read: {error}", line=_cut(raw), remedy=remedy) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY)
+    if raw.count(b"[") + raw.count(b"{") > MOST_NESTED and _is_nested(fields, MOST_NESTED):
+        message = f"{place}: more than {MOST_NESTED} lists and objects lie in each other"
+        raise ConfigError(message, line=_cut(raw), remedy="write them as one text, or take the line out")
     if b"\\ud" in raw.lower() and SURROGATE.search(json.dumps(fields, ensure_ascii=False)):
         message = f"{place}: \\ud800 to \\udfff stand for a character in pairs only, and here is a half"
         raise ConfigError(message, line=_cut(raw), remedy="write the whole pair, or take the line out")
     return fields
 
 
+def _is_nested(value: Any, most: int) -> bool:
+    """Whether more than so many lists and objects lie in each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(_is_nested(each, most - 1) for each in inner))
+
+
 def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
     number = 0
     with _reading(path):
         for batch in _batches(path, columns):
-            for row in batch.to_pylist():
+            for row in _rows(path, batch):
                 number += 1
                 yield f"{path}: row {number}", row
 
@@ -163,6 +188,19 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
             chosen = _readable(stream.schema, columns)
             for batch in stream:
                 yield batch.select(chosen)
+
+
+def _rows(path: Path, batch: pa.RecordBatch) -> list[Row]:
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist()
+            except (ValueError, OverflowError) as error:
+                message = f"{path}: the column {name!r} holds what Python has no value for: {error}"
+                raise ConfigError(message, remedy="write it as a column of texts, or take it out") from error
+        raise
 
 
 def _readable(schema: pa.Schema, columns: Sequence[str]) -> list[str]:

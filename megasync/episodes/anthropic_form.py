@@ -44,11 +44,11 @@ class AnthropicForm:
         )
 
     def whole(self, asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
-        return _envelope(asked, replies[0], _blocks(asked, replies[0]), STOP_REASONS[replies[0].finish_reason])
+        return {**_envelope(asked, replies[0], _blocks(asked, replies[0])), **_end(replies[0])}
 
     def events(self, asked: Asked, replies: Sequence[Reply]) -> list[str]:
         reply = replies[0]
-        made: list[dict[str, Any]] = [{"type": "message_start", "message": _envelope(asked, reply, [], None)}]
+        made: list[dict[str, Any]] = [{"type": "message_start", "message": _envelope(asked, reply, [])}]
         for index, block in enumerate(_blocks(asked, reply)):
             empty, delta = _streamed(block)
             made += [
@@ -56,9 +56,8 @@ class AnthropicForm:
                 {"type": "content_block_delta", "index": index, "delta": delta},
                 {"type": "content_block_stop", "index": index},
             ]
-        ended = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
         made += [
-            {"type": "message_delta", "delta": ended, "usage": {"output_tokens": reply.num_sampled_tokens}},
+            {"type": "message_delta", "delta": _end(reply), "usage": {"output_tokens": reply.num_sampled_tokens}},
             {"type": "message_stop"},
         ]
         return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in made]
@@ -115,7 +114,13 @@ def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
-def _envelope(asked: Asked, reply: Reply, blocks: Sequence[Mapping[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+def _end(reply: Reply) -> dict[str, Any]:
+    if reply.stopped_by and reply.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
+    return {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+
+
+def _envelope(asked: Asked, reply: Reply, blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     usage = {"input_tokens": reply.num_prompt_tokens, "output_tokens": reply.num_sampled_tokens}
     envelope = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": asked.model}
-    return {**envelope, "content": list(blocks), "stop_reason": stop_reason, "stop_sequence": None, "usage": usage}
+    return {**envelope, "content": list(blocks), "stop_reason": None, "stop_sequence": None, "usage": usage}

@@ -16,7 +16,7 @@ import inspect
 import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +59,7 @@ class Reply:
     num_prompt_tokens: int
     num_sampled_tokens: int
     continues: bool  # the prompt began with the tokens of a former one and its answer
+    stopped_by: str = ""  # the text of `stop` before which the message ends
 
 
 class Model:
@@ -118,16 +119,18 @@ class Model:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        keeps_stop: bool = True,
     ) -> Reply:
-        """`chat` with the counts of tokens."""
+        """`chat` with the counts of tokens. `keeps_stop`: whether the message has the text of `stop` that ended it."""
         prompt, before, offered = self._prompt(messages, tools)
         turn = await self._sample(prompt.ids, max_tokens, stop)
         token_ids = turn.token_ids.tolist()
         parsed = self.renderer.read(prompt.ids, token_ids, offered)
         call_ids = tuple(_call_id(prompt.ids, token_ids, place) for place, _ in enumerate(parsed.calls))
-        message = _message(parsed, call_ids, turn.finish_reason)
+        shown, stopped_by = (parsed, "") if keeps_stop else _before_stop(parsed, stop)
+        message = _message(shown, call_ids, turn.finish_reason)
         self._keep(before, message, Answer(prompt, token_ids, parsed, call_ids))
-        return Reply(message, message.finish_reason, len(prompt.ids), len(token_ids), prompt.continues)
+        return Reply(message, message.finish_reason, len(prompt.ids), len(token_ids), prompt.continues, stopped_by)
 
     def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
         """How many tokens the prompt of `chat` would have."""
@@ -198,6 +201,16 @@ def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) ->
     """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
     told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
     return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
+
+
+def _before_stop(parsed: Parsed, stop: Sequence[str]) -> tuple[Parsed, str]:
+    """Up to the text that ended the content, or reasoning that is all there is; and that text, or "" where there is none."""
+    is_thought = not parsed.content and bool(parsed.reasoning)
+    text = parsed.reasoning if is_thought else parsed.content
+    place, found = min(((place, each) for each in stop if (place := text.find(each)) >= 0), default=(-1, ""))
+    if not found:
+        return parsed, ""
+    return replace(parsed, reasoning=text[:place]) if is_thought else replace(parsed, content=text[:place]), found
 
 
 def _message(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:

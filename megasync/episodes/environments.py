@@ -25,8 +25,8 @@ class CannotGoOnError(RuntimeError):
 
 
 async def play(environment: Any, task: Task, model: Any) -> Result:
-    """The sum of the rewards, up to the end that the environment gives or a limit of the run."""
-    total, metrics, talk = 0.0, dict[str, float](), _Talk(task, model)
+    """The sum of the rewards, up to the end that the environment gives or a limit of the run, which cuts it off."""
+    total, metrics, talk, is_cut_off = 0.0, dict[str, float](), _Talk(task, model), False
     kept = _Kept(environment, task, getattr(model, "answers", None) or Answers())
     try:
         await kept.begin(talk)
@@ -38,14 +38,14 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
                 break
             talk.hear(observation)
     except EpisodeLimitError:
-        metrics["cut_off"] = 1.0
+        is_cut_off = True
     else:
         if callable(of_whole := getattr(environment, "get_metrics", None)):  # skyrl-gym's
             metrics |= _numbers(await _call(of_whole))
     finally:
         if callable(close := getattr(environment, "close", None)):
             await _call(close)
-    return Result(total, metrics)
+    return Result(total, metrics, is_cut_off=is_cut_off)
 
 
 class _Kept:

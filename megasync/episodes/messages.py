@@ -49,6 +49,8 @@ def plain(message: Mapping[str, Any]) -> Message:
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         made["reasoning"] = reasoning
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise MessageError(f"tool_calls are of type {type(calls).__name__}: write a list of calls")
         made["tool_calls"] = [_call(call) for call in calls]
     made.update({name: message[name] for name in ("tool_call_id", "name") if message.get(name)})
     return made
@@ -122,7 +124,7 @@ def _call(call: Mapping[str, Any]) -> Message:
         raise MessageError(f"a tool call has no function with a name: {_shown(call)}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # else as the model wrote it
+        with contextlib.suppress(ValueError, RecursionError):  # else as the model wrote it
             arguments = json.loads(arguments)
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **made} if call.get("id") else made

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -149,10 +149,15 @@ def _json(text: str) -> Any:
 def _typed(name: str, values: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> dict[str, Any]:
     """Values as they were written where the tool wants a string, else as JSON where they are such."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    properties = functions.get(name, {}).get("parameters", {}).get("properties", {})
+    properties = _field(_field(functions.get(name), "parameters"), "properties")
     made = {}
     for argument, value in values:
-        wanted = properties.get(argument.strip(), {}).get("type")
+        wanted = _field(_field(properties, argument.strip()), "type")
         read = None if wanted == "string" else _json(value)
         made[argument.strip()] = value if read is None and value.strip() != "null" else read
     return made
+
+
+def _field(schema: Any, name: str) -> Any:
+    """None where there is none: a JSON schema may be `true`, which takes any value."""
+    return schema.get(name) if isinstance(schema, Mapping) else None

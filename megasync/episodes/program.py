@@ -222,7 +222,8 @@ class Program:
                 self.send(Anew(given.number))
                 kept, given = Kept(), Begin(given.number, given.task)
                 value = await _Steps(self.play(given.task, EpisodeModel(self, given, kept)), given.number, self)
-            ended = Ended(given.number, tuple(kept.numbers), *_result(value))
+            is_cut_off = isinstance(value, Result) and value.is_cut_off
+            ended = Ended(given.number, tuple(kept.numbers), *_result(value), is_cut_off=is_cut_off)
         except EpisodeLimitError as error:
             ended = Ended(given.number, tuple(kept.numbers), limit=str(error))
         except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
@@ -282,10 +283,16 @@ def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]
         if not is_number or not math.isfinite(float(number)):
             what = f"the metric {name} = " if name else ""
             raise BadValueError(f"returned {what}{number!r:.80}, a finite number is expected")
-    text = json.dumps(dict(result.info), default=str) if result.info else "{}"
-    info = json.loads(text) if len(text) <= MOST_INFO_CHARACTERS else {"too_long": text[:MOST_INFO_CHARACTERS]}
     reward = None if result.reward is None else float(result.reward)
-    return reward, {name: float(number) for name, number in numbers.items() if name}, info
+    return reward, {str(name): float(number) for name, number in numbers.items() if name != ""}, _shown(result.info)
+
+
+def _shown(info: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON proper, in UTF-8: None in the place of NaN and infinities, ? in that of half a surrogate pair."""
+    text = json.dumps(dict(info), default=str, ensure_ascii=False).encode(errors="replace").decode()
+    if len(text) > MOST_INFO_CHARACTERS:
+        return {"too_long": text[:MOST_INFO_CHARACTERS]}
+    return dict(json.loads(text, parse_constant=lambda _: None))
 
 
 def _model_type(folder: str) -> str:

@@ -202,7 +202,7 @@ def _is_retry(call: _Call, retry: str | None) -> bool:
 
 async def _sample(model: Model, asked: Asked) -> list[Reply]:
     """Where one sample fails, those that are not done yet are cancelled."""
-    options: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop}
+    options: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop, "keeps_stop": False}
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(model.reply(asked.messages, asked.tools, **options)) for _ in range(asked.num_samples)]

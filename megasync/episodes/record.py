@@ -149,7 +149,7 @@ class Answers:
         """The place of what is asked for now, and the former answer to it."""
         place, self._next = self._next, self._next + 1
         former = self._former.get(place)
-        if former is not None and former.is_whole and (former.what, former.asked) == (what, as_json(asked)[0]):
+        if former is not None and former.is_whole and (former.what, former.asked, True) == (what, *as_json(asked)):
             return place, former
         if former is not None:
             self._former, self.state = {other: one for other, one in self._former.items() if other < place}, None

@@ -38,6 +38,7 @@ class Result:
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged as episode/NAME, a mean over episodes
     info: Mapping[str, Any] = field(default_factory=dict)  # for samples.jsonl, as JSON
+    is_cut_off: bool = False  # by a limit that the episode caught; its finish_reason is length
 
 
 class EpisodeLimitError(ValueError):
@@ -82,12 +83,9 @@ class Played:
 
     @property
     def final_ids(self) -> list[int]:
-        """The tokens of the last turn, as far as the last branch shows where that began."""
-        if not self.branches:
+        """The tokens of the turn that ended last, in whichever branch."""
+        if not self.turns:
             return []
-        mask, ids = self.branches[-1].is_sampled.tolist(), self.branches[-1].token_ids.tolist()
-        end = len(mask) - mask[::-1].index(True)
-        begin = end
-        while begin and mask[begin - 1]:
-            begin -= 1
-        return list(ids[begin:end])
+        last = self.turns[-1]
+        ids: list[int] = self.branches[last.branch].token_ids[last.start : last.start + last.length].tolist()
+        return ids

@@ -32,8 +32,12 @@ class Tokens:
         self._backend = tokenizer.backend_tokenizer
 
     def encode(self, text: str, known: Mapping[str, Sequence[int]] | None = None) -> list[int]:
-        """Special tokens in the text count as such; marks become the tokens that are `known` of them."""
+        """Special tokens in the text count as such; marks become the tokens that are `known` of them.
+
+        Half a surrogate pair, as a call's arguments may have it, is no text for a tokenizer, and becomes a question mark.
+        """
         made: list[int] = []
+        text = text.encode(errors="replace").decode()
         end = 0
         for found in MARK.finditer(text):
             made += [*self._encode(text[end : found.start()]), *(known or {})[found[0]]]

@@ -84,7 +84,9 @@ class Cancel(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """`kept`: the turns that are trained, in their order; `limit`: what ended it where the episode did not catch that."""
+    """`kept`: the turns that are trained, in their order; `limit`: what ended it where the episode did not catch that;
+    `is_cut_off`: it caught one, and says so.
+    """
 
     number: int
     kept: tuple[int, ...] = ()
@@ -94,3 +96,4 @@ class Ended(NamedTuple):
     limit: str = ""
     failure: Failure | None = None
     own_seconds: float = 0.0  # that it did not wait for the model; the trainer's measure
+    is_cut_off: bool = False

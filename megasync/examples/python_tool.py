@@ -84,8 +84,7 @@ class PythonTool:
             try:
                 return await self._watched(process, code)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
                 await process.wait()
 
     async def _watched(self, process: asyncio.subprocess.Process, code: str) -> Outcome:
@@ -102,7 +101,7 @@ class PythonTool:
             if not done:
                 stopped = f"ran longer than {self.limits.seconds:g} s"
             if stopped:
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
         finally:
             for task in tasks:
                 task.cancel()
@@ -112,6 +111,11 @@ class PythonTool:
         code_of_exit = await process.wait()
         text = output.decode(errors="replace")[: self.limits.output_characters]
         return Outcome(text, 128 - code_of_exit if code_of_exit > 128 else code_of_exit, stopped)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.killpg(group, signal.SIGKILL)
 
 
 async def _feed(stdin: asyncio.StreamWriter, code: bytes) -> None:

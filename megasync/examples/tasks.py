@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from megasync.config.errors import ConfigError, nearest_name
 from megasync.examples.packages import add_packages
+
+logger = logging.getLogger(__name__)
 
 
 def reasoning_gym() -> Any:
@@ -72,8 +75,18 @@ def _scorer(task: str) -> Any:
 def score(response: str, entry: Mapping[str, Any]) -> float:
     """From 0 to 1 by the generator's own `score_answer`, which takes a bare answer: what is in the last <answer></answer>.
 
-    Without such tags the better one of the whole response and its last word, as in "So 7 + 5 is 12."
+    Without such tags the better one of the whole response and its last word, as in "So 7 + 5 is 12." An answer on which that
+    function fails is worth 0.
     """
     tagged = reasoning_gym().utils.extract_answer(response)
     answers = [tagged] if tagged is not None else [response.strip(), (response.split() or [""])[-1].strip(".,:;!?*$")]
-    return max(float(_scorer(entry["metadata"]["source_dataset"])(answer, entry)) for answer in answers)
+    return max(_score_of(entry["metadata"]["source_dataset"], answer, entry) for answer in answers)
+
+
+def _score_of(task: str, answer: str, entry: Mapping[str, Any]) -> float:
+    scorer = _scorer(task)
+    try:
+        return float(scorer(answer, entry))
+    except Exception as error:  # noqa: BLE001 - some generators read a model's output as if it were in their form
+        logger.debug("reasoning_gym: 0 for %.80r of %s: %s: %s", answer, task, type(error).__name__, error)
+        return 0.0

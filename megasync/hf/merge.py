@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bridge.layout.manifest import weight_files
 from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, read_fields
 from megasync.config.errors import ConfigError, refuse_if
 
@@ -41,7 +42,7 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     fields, factors = read_fields(adapter), factors_of(adapter)
     _check_base(adapter, base)
     rank, used, scale = fields["r"], set[str](), scale_of(fields)
-    files = sorted(base.glob("*.safetensors"))
+    files = weight_files(base)
     for number, file in enumerate(files, start=1):
         tensors = load_file(file)
         for name, tensor in tensors.items():

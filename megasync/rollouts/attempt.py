@@ -118,7 +118,7 @@ def unfinished(attempt: Attempt) -> Played:
 def played_of(attempt: Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> Played:
     asked = (attempt.asked[number] for number in ended.kept)
     branches, records = recorded((how, *turn) for how, turn in zip(asked, turns, strict=True))
-    is_cut = bool(ended.limit) or bool(turns and turns[-1][1].finish_reason == "length")
+    is_cut = bool(ended.limit) or ended.is_cut_off or bool(turns and turns[-1][1].finish_reason == "length")
     return Played(
         branches=branches,
         reward=0.0 if ended.limit else ended.reward,

@@ -97,7 +97,7 @@ def load_record(path: Path) -> StepRecord:
     """What `Records` wrote; no code is read from the file.
 
     Raises:
-        ConfigError: it is cut off, or something else.
+        ConfigError: it is cut off, of another version, or something else.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -105,7 +105,7 @@ def load_record(path: Path) -> StepRecord:
         head = json.loads(data[HEAD].tobytes())
         groups = [_group(*pair) for pair in zip(unpacked(data), head.pop("requests"), strict=True)]
         return StepRecord(head.pop("step"), tuple(groups), head)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         remedy = "take a step whose record is whole"
         raise ConfigError(f"{path}: cannot be read as a record: {type(error).__name__}: {error}", remedy=remedy) from error
 

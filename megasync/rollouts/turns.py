@@ -91,6 +91,7 @@ class Episodes:
     def begin(self, groups: Iterable[Group]) -> None:
         """Play the members that are missing."""
         for group in groups:
+            group.begun_seconds = group.begun_seconds or time.time()  # an episode may end before it has a turn
             tasks = [self.start(self._member(group, member)) for member in group.missing]
             if tasks:
                 self._tasks[group.key] = tasks

@@ -1,5 +1,6 @@
 """Weights of a run, a checkpoint or a Hugging Face folder, served by the replicas that runs have: for generate and evaluate.
 
+scratch.py   a folder for what is made of them on the way
 source.py    which weights, and by which config they are asked
 replicas.py  a Ray and replicas for them
 playing.py   episodes of a run that has such

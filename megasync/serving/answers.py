@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -74,12 +74,16 @@ def check_servable(config: Config) -> None:
 
 
 def with_length(config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
-    """rollout.max_model_len, where nothing is given, as long as the longest of what is asked: vLLM's cache is to hold it."""
+    """rollout.max_model_len, where nothing is given, as long as the longest of what is asked: vLLM's cache is to hold it.
+
+    How long an episode gets nobody knows: it may have what it has in a run.
+    """
     if config.rollout.max_model_len is not None:
         return config
     lengths = [
         len(prompts.prompt_ids(example)) + each.sampling.max_new_tokens for each in evaluations for example in each.examples
     ]
+    lengths = [config.engine.tokens_per_microbatch] if config.rollout.episode else lengths
     shape = check_model_folder(config.model.path)
     most = min(max(lengths), shape.max_position_embeddings or max(lengths))
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_model_len": most})})
@@ -144,10 +148,11 @@ def lines(
 
 
 def write(file: TextIO, found: Iterator[dict[str, Any]], *, empties: bool) -> None:
-    """`empties`: of former answers, if it is a file (and no pipe)."""
+    """`empties`: of former answers, if it is a file (and no pipe). OSError where the disk is full, or nobody reads any more."""
     if empties and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.truncate(0)
     file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in found)
+    file.flush()
 
 
 @contextmanager
@@ -158,5 +163,8 @@ def opened(path: Path) -> Iterator[TextIO]:
         file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--to {path}: cannot be written: {error.strerror}", remedy="name a file of yours") from error
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # of what `write` could not write, and told
+            file.close()

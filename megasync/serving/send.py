@@ -73,4 +73,6 @@ class FolderSource:
     def _files(self) -> Iterator[dict[str, torch.Tensor]]:
         from safetensors.torch import load_file
 
-        return map(load_file, sorted(self.folder.glob("*.safetensors")))
+        from bridge.layout.manifest import weight_files
+
+        return map(load_file, weight_files(self.folder))

@@ -13,11 +13,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.writer import VersionWriter
 from engine.peft.folder import fingerprint
 from megasync import export as exporting
+from megasync.comparing.shape import Parameters
 from megasync.config.errors import ConfigError
 from megasync.export import export, main
+from megasync.serving.send import FolderSource
 from tests.support.file_limit import file_limit, umask, without_override
 from tests.support.tiny_models import write_tiny_model
 
@@ -165,6 +168,22 @@ def adapter_run(folder: Path, family: str, dtype: str, **lora: object) -> Path:
     model.save_pretrained(folder / "run" / "checkpoints" / "step_00000003" / "adapter")
     (folder / "run" / "config.yaml").write_text(f"model: {{path: {base}, dtype: {dtype}}}\n")
     return folder / "run"
+
+
+def test_files_beside_the_weights_have_no_part_in_them(tmp_path: Path) -> None:
+    """Mistral's folders hold all weights once more, under other names; nothing that is read from a folder is of such files."""
+    run = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    base = tmp_path / "base"
+    expected = load_file(base / "model.safetensors")
+    for name in ("consolidated.safetensors", "other.safetensors"):
+        save_file({"norm.weight": torch.ones(3), "model.norm.weight": torch.full((3,), 7.0)}, base / name)
+    norm = Parameters(base, torch.float32, torch.device("cpu"))["model.norm.weight"]
+    assert torch.equal(norm, expected["model.norm.weight"].double())
+    assert main([str(run), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert weights(tmp_path / "merged").keys() == expected.keys()
+    source = FolderSource()
+    source.folder = base
+    assert source.manifest() == read_folder_manifest(base)
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

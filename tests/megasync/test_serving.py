@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from bridge.generation import Completion, GenerationRequest
 from megasync import evaluate, generate
+from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
+from megasync.config.schema import Config
 from megasync.export import export
 from megasync.rollouts.evaluation import pass_at_k, set_metrics
+from megasync.rollouts.played import episode_settings
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimate, estimates
-from megasync.serving.source import find_source
+from megasync.serving.source import Source, find_source
 from tests.megasync.test_export_cli import adapter_run
 from tests.support.config_files import write, write_runnable
+from tests.support.rewards import until
 from tests.support.tiny_models import write_tiny_model
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+EPISODE = "rollout.episode=tests.support.episodes:two_turns"
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 GROUPS = st.integers(1, 8).flatmap(lambda size: st.lists(st.lists(REWARDS, min_size=size, max_size=size), min_size=1))
 
@@ -112,10 +128,19 @@ def test_sets_are_the_runs_own_or_the_file_given(run: Path, tmp_path: Path) -> N
     assert sets() == {"sums": (own, 1, 0.0, None)}
     assert sets("--samples", "4", "--limit", "3") == {"sums": (own, 4, 0.7, 3)}, "several samples are drawn as in training"
     assert sets("--data", file, "--samples", "2", "--temperature", "1.5") == {"more": (file, 2, 1.5, None)}
-    config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
+    two = {"sums": EvalSet(path=own), "hot": EvalSet(path=own, samples=2, temperature=1.3)}
+    source = of_sets(source, two)
+    assert sets("--samples", "4") == {"sums": (own, 4, 0.7, None), "hot": (own, 4, 1.3, None)}, "and the greedy set as well"
+    assert sets("--samples", "1") == {"sums": (own, 1, 0.0, None), "hot": (own, 1, 1.3, None)}
+    config = of_sets(source, "").config
     nothing = type(source)(config, "runs/rl", is_of_run=True)
     with pytest.raises(ConfigError, match="write --data FILE"):
         evaluate.with_sets(nothing, evaluate.parse([str(run)]))
+
+
+def of_sets(source: Source, sets: dict[str, EvalSet] | str) -> Source:
+    data = source.config.data.model_copy(update={"eval": sets})
+    return replace(source, config=source.config.model_copy(update={"data": data}))
 
 
 @pytest.mark.parametrize(
@@ -141,14 +166,34 @@ def test_wrong_use_is_refused_before_anything_starts(
     assert stop.value.code == 2 and re.search(told, said), said
 
 
+def test_what_is_wrong_with_the_file_is_told_by_what_mends_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no key of a set that --data takes the place of."""
+    write(tmp_path / "more/a.jsonl", '{"problem": "1+1=", "solution": 2}\n')
+    write(tmp_path / "more/b.jsonl", '{"problem": "1+1=", "solution": 2}\n')
+
+    def said(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            evaluate.main([str(run), "--data", str(tmp_path / "more"), *arguments], serve=no_replicas)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "remedy: write --split=a" in said()
+    keys = ["--split", "a", "data.prompt_key=problem"]
+    assert "write data.prompt_key=" in said(*keys[:2]) and "write data.answer_key=" in said(*keys)
+    assert evaluate.main([str(run), "--data", str(tmp_path / "more"), *keys, "data.answer_key=solution"], serve=no_gpu) == 1
+
+
+def no_gpu(config: object) -> object:
+    raise RuntimeError("the replicas did not start")
+
+
 def no_replicas(config: object) -> object:
     raise AssertionError("nothing is to be started")
 
 
 def test_former_answers_stay_until_there_are_others(run: Path, tmp_path: Path) -> None:
-    def no_gpu(config: object) -> object:
-        raise RuntimeError("the replicas did not start")
-
     file = write(tmp_path / "answers.jsonl", "former\n" * 9)
     assert evaluate.main([str(run), "--to", str(file)], serve=no_gpu) == 1
     assert generate.main([str(run), "--prompt", "1+1=", "--to", str(file)], serve=no_gpu) == 1
@@ -161,12 +206,75 @@ def test_former_answers_stay_until_there_are_others(run: Path, tmp_path: Path) -
         answers.write(opened, iter([{"a": 1}]), empties=True)
 
 
+FIRST = {"evaluate": "find_source", "generate": "find_source", "replay": "_checked_run", "bisect": "choose"}
+
+
+@pytest.mark.parametrize(("command", "first"), FIRST.items())
+def test_what_is_made_on_the_way_goes_with_sigterm(run: Path, tmp_path: Path, command: str, first: str) -> None:
+    """A merged model is as large as the model, and merging takes minutes."""
+    code = f"import sys, time; from megasync import {command} as own; own.{first} = lambda *_, **__: print(time.sleep(60)); "
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    more = {"generate": ["--prompt", "1+1="], "replay": ["--step", "5"]}.get(command, [])
+    started = subprocess.Popen(
+        [sys.executable, "-c", f"{code}own.main(sys.argv[1:])", str(run), *more], env=os.environ | {"TMPDIR": str(folder)}
+    )
+    try:
+        until(lambda: bool(list(folder.iterdir())))
+        assert next(folder.iterdir()).name.startswith(f"megasync-serve-{started.pid}-"), "megasync doctor knows it by that"
+        time.sleep(0.5)
+        started.terminate()
+        assert started.wait(30) == 128 + signal.SIGTERM and not list(folder.iterdir())
+    finally:
+        started.kill()
+        started.wait()
+
+
+class Replicas:
+    """Say one token to whatever they are asked."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> SimpleNamespace:
+        said = Completion(np.array([5], np.int32), np.array([-0.5], np.float32), np.array([0], np.int32), "stop")
+        return SimpleNamespace(result=lambda: [[said] * request.num_samples for request in requests])
+
+
+@pytest.mark.parametrize("command", [evaluate.main, generate.main])
+def test_a_full_disk_is_said(run: Path, capsys: pytest.CaptureFixture[str], command: Callable[..., int]) -> None:
+    prompts = ["--prompt", "1+1="] if command is generate.main else []
+    assert command([str(run), *prompts, "--to", "/dev/full"], serve=lambda config: nullcontext(Replicas())) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
 def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--prompt", "1+1="], ["--data", str(tmp_path / "test.jsonl"), "data.prompt_key=q"]):
         with pytest.raises(SystemExit) as stop:
             generate.main([str(run), *arguments, "--max-new-tokens", "100000"], serve=no_replicas)
         said = capsys.readouterr().err
         assert stop.value.code == 2 and "write --max-new-tokens" in said, said
+
+
+@pytest.mark.parametrize(("prompt", "told"), [("", "2: is empty"), (" ", "2: is empty"), ("1\udcff", "2: is not UTF-8")])
+def test_a_prompt_that_is_no_text_is_refused(run: Path, capsys: pytest.CaptureFixture[str], prompt: str, told: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        generate.main([str(run), "--prompt", "1+1=", "--prompt", prompt], serve=no_replicas)
+    assert stop.value.code == 2 and f"--prompt {told}" in capsys.readouterr().err
+
+
+def test_episodes_of_a_folder_have_room_for_their_turns(tmp_path: Path) -> None:
+    """As in a run, where nothing is given: a sequence is as long as a micro-batch and the model take."""
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    file = write(tmp_path / "a.jsonl", '{"question": "1+1=", "answer": 2}\n')
+    lengths = list[int]()
+
+    def serve(config: Config) -> object:
+        lengths.append(config.rollout.max_model_len or 0)
+        assert episode_settings(config).max_tokens == lengths[-1] or not config.rollout.episode
+        return no_gpu(config)
+
+    given = [str(model), "--data", str(file), "--max-new-tokens", "8"]
+    for more in ([], [EPISODE], [EPISODE, "engine.tokens_per_microbatch=300"], [EPISODE, "rollout.max_model_len=40"]):
+        assert evaluate.main([*given, *more], serve=serve) == 1
+    assert lengths == [12, 512, 300, 40]
 
 
 def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from megasync.episodes.task import Result, Task
 from megasync.examples.clients import openai_client
 
 
-async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one for each kind
+async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each kind
     """Two turns with a tool between them, unless the prompt asks for something else."""
     kind, _, option = task.prompt.partition(" ")
     first = await model.complete(task.prompt_ids)
@@ -52,6 +52,8 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one f
             return "good"
         case "none":
             return None
+        case "unusual":
+            return Result(1.0, {7: 2.0, "calls": 1}, {"scores": [0.5, float("nan"), float("-inf")], "file": "a\udcff.txt"})  # type: ignore[dict-item]
         case "greedy":
             held = bytearray(8 << 30)
             return float(len(held))
@@ -157,6 +159,13 @@ class Guess:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
         return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
+
+
+class Endless(Guess):
+    """It goes on until a limit ends it."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "no", 0.25, False, False, {}
 
 
 class Walk:

@@ -134,6 +134,29 @@ def test_a_parquet_file_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
     assert "holds no examples" in refused(path)
 
 
+def test_a_value_that_python_does_not_have_is_told_with_its_column(tmp_path: Path) -> None:
+    far, twice = pa.array([2**62], pa.timestamp("us")), pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["x", "x"])
+    for column in (far, twice):
+        table = pa.table({"question": ["1+1="], "answer": ["2"], "more": column})
+        parquet.write_table(table, tmp_path / "train.parquet")
+        assert "the column 'more' holds what Python has no value for" in refused(tmp_path / "train.parquet")
+
+
+def test_shards_are_all_there_and_there_once(tmp_path: Path) -> None:
+    """A download that was broken off would train on a part of the data, and one beside another on all of it twice."""
+    write_parquet(tmp_path / "part/train-00001-of-00003.parquet", ROWS)
+    assert "train is not whole, or there twice" in refused(tmp_path / "part")
+    for name in ("train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"):
+        write_parquet(tmp_path / f"twice/{name}.parquet", ROWS)
+    assert "train-00000-of-00001.parquet, train-00000-of-00002.parquet" in refused(tmp_path / "twice")
+    for name in ("train", "train-00000-of-00001"):
+        write_jsonl(tmp_path / f"both/{name}.jsonl", ROWS)
+    refused(tmp_path / "both")
+    for name in ("train-1-of-2", "train-2-of-2"):
+        write_jsonl(tmp_path / f"own/{name}.jsonl", ROWS)
+    assert len(load(tmp_path / "own")) == 2 * len(ROWS)
+
+
 def test_a_machine_without_pyarrow_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setattr("megasync.data.tables.find_spec", lambda _: None)

@@ -331,10 +331,12 @@ def lost_shared_memory(folder: Path) -> list[Finding]:
 
 @case("warning", "folders of runs that are over", "rm -r ")
 def lost_folders(folder: Path) -> list[Finding]:
-    for name in ("ms-lost_123", "ms-used1234", "megasync-vllm-12-abcdefgh", "ms-of-somebody-else"):
+    lost = "megasync-serve-13-abcdefgh", "ms-lost_123"
+    used = "ms-used1234", "megasync-vllm-12-abcdefgh", "ms-of-somebody-else"
+    for name in (*lost, *used):
         (folder / name).mkdir()
     found = leftovers.check_folders([folder], [Process(12, 1, "python", str(folder / "ms-used1234"))])
-    assert found[0].remedy == f"rm -r {folder / 'ms-lost_123'}"
+    assert found[0].remedy == f"rm -r {folder / lost[0]} {folder / lost[1]}"
     return found
 
 

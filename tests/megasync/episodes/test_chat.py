@@ -18,6 +18,20 @@ from tests.support.samplers import FAMILY, Lines, model_of
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [({"a": "\ud83d"}, '"a": "?"'), ('{"a": "\\ud83d"}', '"a": "?"'), ("[" * 10**5, "[" * 10**5)],
+)
+def test_a_call_may_have_what_a_tokenizer_does_not_take(arguments: object, written: str) -> None:
+    """Half a character, as a model writes it with an escape, and brackets without an end."""
+    call = {"id": "call_one1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "call_one1", "content": "2"})
+    sampler = Lines("It is 2.")
+    assert asyncio.run(model_of(sampler).chat(messages, [TOOL])).content == "It is 2."
+    assert written in sampler.tokens.decode(sampler.prompts[0])
+
+
 def test_a_conversation_goes_on_by_tokens() -> None:
     call = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     sampler = Lines(call, "It is 2.", "Bye.")

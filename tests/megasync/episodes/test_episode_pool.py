@@ -6,6 +6,7 @@ python -m pytest tests/megasync/episodes/test_episode_pool.py
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,14 +16,18 @@ import numpy as np
 import psutil
 import pytest
 
+from bridge.generation import GenerationRequest
 from megasync.assets import build_tokenizer
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
+from megasync.episodes.record import Asked
 from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Ask, Ended
+from megasync.rollouts.attempt import Attempt, played_of
+from megasync.rollouts.group import Group
 from tests.support.chat_families import FAMILIES
 
 EPISODES = "tests.support.episodes:episode"
@@ -86,7 +91,7 @@ def side_by_side(folder: str) -> Told:
     """In one process, beside many good ones."""
     good = [f"good {0.2 + 0.01 * number}" for number in range(50)]
     bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "opens", "endless", "nonsense", "nothing"]
-    return play(pool_of(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad])
+    return play(pool_of(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad, "unusual"])
 
 
 def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Told) -> None:
@@ -110,6 +115,14 @@ def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
     assert failure(side_by_side, "opens").startswith("raised OSError: [Errno 24] Too many open files")
     assert side_by_side["none"][0].reward is None and side_by_side["none"][0].failure is None
     assert side_by_side["endless"][0].limit == "60 tokens", side_by_side["endless"][0]
+
+
+def test_what_json_does_not_have_is_left_out_of_its_info(side_by_side: Told) -> None:
+    """samples.jsonl is JSON proper, in UTF-8."""
+    ended, _ = side_by_side["unusual"]
+    assert (ended.failure, ended.info) == (None, {"scores": [0.5, None, None], "file": "a?.txt"})
+    assert json.loads(json.dumps(ended.info, ensure_ascii=False, allow_nan=False).encode()) == ended.info
+    assert ended.metrics == {"7": 2.0, "calls": 1.0}
 
 
 def test_what_it_prints_and_starts_is_no_matter_of_others(side_by_side: Told) -> None:
@@ -147,6 +160,16 @@ def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
     assert (ended.failure, ended.reward, ended.metrics) == (None, 0.0, {"left": 0.0}) and len(turns) == 3
     for (first, turn), (second, _) in pairwise(turns):
         assert np.array_equal(second[: len(first) + len(turn.token_ids)], [*first, *turn.token_ids])
+
+
+def test_an_environment_that_a_limit_ends_is_cut_off(folder: str) -> None:
+    """With the rewards that it has given up to then; and who is not cut off has no share in that."""
+    for name, is_cut_off in (("Endless", True), ("Guess", False)):
+        told = play(pool_of(folder, episode=f"tests.support.episodes:{name}"), ["any"])
+        ended, turns = told["any"]
+        assert (ended.failure, ended.limit) == (None, "") and ended.reward == 0.25 * is_cut_off * len(turns)
+        attempt = Attempt(Group(0, GenerationRequest((7,))), 0, 0, asked={n: Asked(n, 0, 8, ()) for n in ended.kept})
+        assert played_of(attempt, ended, turns).finish_reason == ("length" if is_cut_off else "stop")
 
 
 def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from megasync.assets import build_tokenizer
 from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
-from megasync.episodes.record import History
+from megasync.episodes.record import MOST_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
 from megasync.episodes.wire import Ask, Ended
@@ -112,6 +112,18 @@ def test_a_tool_that_is_called_again_may_say_something_else(folder: str) -> None
     ended, asked = play(folder, "chance", history)
     assert ended is not None and ended.failure is None and [one.turn for one in asked] == [1, 2]
     assert (history.resumed, history.is_anew) == ({0}, True)
+
+
+def test_a_tool_whose_arguments_json_does_not_have_is_called_again() -> None:
+    """Objects that look the same, and long texts that begin alike, may be others."""
+    long = "x" * MOST_ANSWER_CHARACTERS
+    for asked, now in (({1, 2}, {1, 2}), (f"{long}a", f"{long}b")):
+        kept = dict[int, EnvironmentAnswer]()
+        first = Answers(send=lambda place, answer, state, is_other, kept=kept: kept.update({place: answer}))  # type: ignore[misc]
+        for what, given in (("call look", "text"), ("call look", asked)):
+            first.keep(first.next(what, given)[0], what, given, 7)
+        again = Answers(kept)
+        assert again.next("call look", "text")[1] == kept[0] and again.next("call look", now)[1] is None
 
 
 def test_a_state_that_json_has_not_is_a_failure(folder: str) -> None:

@@ -25,6 +25,32 @@ ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "Adds.", "input_schema": 
 CALL = '<think>\nHm.\n</think>\n\nLet me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
+def test_a_reply_ends_before_the_text_that_stopped_it() -> None:
+    """As the protocols have it; what was sampled is trained whole, and goes on where the client sends it back."""
+    lines = [f"Thought: {number}\nObservation:" for number in range(3)]
+    sampler, options = Lines(*lines, "12"), {"model": "any", "max_tokens": 90}
+
+    async def talk(access: Access) -> None:
+        client, messages = of_openai(access), list(QUESTION)
+        choice = (await client.chat.completions.create(messages=messages, stop=["Obs", "Observation:"], **options)).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("Thought: 0\n", "stop")
+        messages += [choice.message, {"role": "user", "content": "2"}]
+        other, texts = of_anthropic(access), ["\nObservation:"]
+        messages = [{"role": one["role"], "content": one["content"]} for one in map(dict, messages)]
+        message = await other.messages.create(messages=messages, stop_sequences=texts, **options)
+        assert (message.content[0].text, message.stop_reason, message.stop_sequence) == ("Thought: 1", "stop_sequence", texts[0])
+        messages += [{"role": "assistant", "content": "Thought: 1"}, {"role": "user", "content": "3"}]
+        async with other.messages.stream(messages=messages, stop_sequences=texts, **options) as events:
+            streamed = await events.get_final_message()
+        assert (streamed.content[0].text, streamed.stop_reason) == ("Thought: 2", "stop_sequence")
+        messages += [{"role": "assistant", "content": "Thought: 2"}, {"role": "user", "content": "4"}]
+        message = await other.messages.create(messages=messages, stop_sequences=texts, **options)
+        assert (message.content[0].text, message.stop_reason, message.stop_sequence) == ("12", "end_turn", None)
+
+    (text,) = texts_of(through_proxy(sampler, talk))
+    assert text == "<|im_end|>".join([*lines, "12", ""])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_client_calls_a_tool(stream: bool) -> None:
     sampler = Lines(CALL, "It is 2.")

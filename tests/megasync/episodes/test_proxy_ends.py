@@ -120,6 +120,7 @@ BAD = [
     (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
     (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, 400, "a tool has no name"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "no function with a name"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": 1}]}, 400, "tool_calls are of type int: write a list"),
     (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 400, "role is 'tool': write user or assistant"),
     (MESSAGES, {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "s"}]}, 400, "a server's own tool"),
     (MESSAGES, {"messages": [USER], "max_tokens": 0}, 400, "max_tokens = 0"),

@@ -179,6 +179,19 @@ def test_endless_output_is_cut(way: Sandbox) -> None:
     assert outcome.output == f"{'é' * 999}\n"
 
 
+def test_a_program_may_be_gone_when_its_output_is_read(way: Sandbox) -> None:
+    """Another episode has held the process up meanwhile."""
+    tool = PythonTool(Limits(output_characters=1000), way)
+
+    async def held_up() -> Outcome:
+        running = asyncio.ensure_future(tool.run("print('x' * 5000)"))
+        await asyncio.sleep(0.1)  # it is started
+        time.sleep(3)  # it ends
+        return await running
+
+    assert asyncio.run(held_up()).text() == f"{'x' * 1000}\n[stopped: printed more than 1000 characters]"
+
+
 def test_memory_is_bounded(way: Sandbox) -> None:
     small = 128 << 20
     assert "MemoryError" in run(way, "x = bytearray(4 << 30)", memory_bytes=small).output

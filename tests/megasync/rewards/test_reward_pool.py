@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import os
 import signal
@@ -16,7 +17,9 @@ from hypothesis import given as given_data
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from megasync.config.errors import ConfigError
 from megasync.config.schema import RolloutConfig
+from megasync.examples import tasks
 from megasync.rewards.failure import RewardError, shown
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
@@ -77,6 +80,12 @@ def test_several_rewards_with_weights() -> None:
         "reward/failures": 0,
     }  # fmt: skip
     assert reward_metrics(score("exact_match", given("46"))[0]) == {"reward/failures": 0}
+
+
+def test_shares_of_1_add_up_to_1() -> None:
+    """As sums of floats they may be a bit less, and a right response would not pass at data.eval.NAME.pass_reward = 1."""
+    reward = {"exact_match": 0.7, f"{CASES}:length": 0.2, f"{CASES}:judge": 0.1}
+    assert totals(reward, given("4", answer="4")) == [1.0]
 
 
 def test_async_functions_wait_side_by_side() -> None:
@@ -212,6 +221,21 @@ def test_what_the_math_reward_cannot_work_out_is_worth_0() -> None:
     """Even where its process has to be killed, and whatever reward_on_failure says."""
     (group,) = score("math_verify", given("$9^{9^{9^9}}$", "46"), reward_timeout_seconds=1)
     assert [(one.total, one.failures) for one in group] == [(0, ("math_verify",)), (1, ())]
+
+
+def test_what_reasoning_gym_cannot_read_is_worth_0() -> None:
+    """It raises on it, or has to be killed; but an entry that is not there is the data's fault, and stops the run."""
+    try:
+        lines = {task: tasks.generate_task(task, {}, 1, 0, 0)[0][0] for task in ("prime_factorization", "simple_integration")}
+    except ConfigError as error:
+        pytest.skip(f"reasoning-gym cannot be fetched: {error}")
+    of_task = {task: {"entry": line["entry"]} for task, line in lines.items()}
+    factors, integral = of_task["prime_factorization"], of_task["simple_integration"]
+    answer = json.loads(factors["entry"])["answer"]
+    assert totals("reasoning_gym", given("the factors are two", answer, **factors)) == [0, 1]
+    (group,) = score("reasoning_gym", given("9**9**9**9", **integral), reward_timeout_seconds=2)
+    assert [(one.total, one.failures) for one in group] == [(0, ("reasoning_gym",))]
+    assert "KeyError: 'entry'" in failure("reasoning_gym", *given("2"))
 
 
 def test_a_module_that_processes_cannot_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from bridge.generation import Completion, GenerationRequest
 from engine.batch.batch import SampleTable
+from megasync.episodes.record import Asked, recorded
 from megasync.episodes.segments import Branch, Recorder, Turn
 from megasync.episodes.task import Played
 from megasync.rewards.pool import Scored, reward_metrics
@@ -78,4 +79,17 @@ def test_a_dropped_member_has_no_part_in_its_group() -> None:
     made = group()
     assert made.own_rewards == [1.0, 0.0, 0.0] and made.is_done
     assert made.oldest == 4
-    assert branches()[1].is_sampled.sum() == 1 and Played(branches()).final_ids == [7]
+
+
+def test_the_last_turn_may_be_of_the_first_branch() -> None:
+    """A sub-agent has begun another one meanwhile; and a turn may go on from another without a token between them."""
+    prompts = [1, 2], [5, 6], [1, 2, 10, 11, 3], [1, 2, 10, 11, 3, 30, 31]
+    sampled = [10, 11], [20], [30, 31], [40]
+    turns = [
+        (Asked(number, 0, 8, ()), prompt, Turn(ids, [-0.5] * len(ids), [1] * len(ids)))
+        for number, (prompt, ids) in enumerate(zip(prompts, sampled, strict=True))
+    ]
+    for number, ids in enumerate(sampled, start=1):
+        made, records = recorded(turns[:number])
+        assert Played(made, turns=records).final_ids == ids
+    assert len(made) == 2 and Played().final_ids == []

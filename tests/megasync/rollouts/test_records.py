@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -98,6 +99,22 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot be read as a record"):
         load_record(path)
+
+
+def test_a_record_of_another_version_is_named(tmp_path: Path) -> None:
+    """It asks for what this one does not know, or is something else."""
+    records = Records(tmp_path, 0)
+    records.write(1, [group()], {})
+    records.close()
+    path = paths_of(tmp_path)[1]
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    head = json.loads(arrays["head"].tobytes())
+    newer = {**head, "requests": [{**request, "typical_p": 0.9} for request in head["requests"]]}
+    for other in (newer, {**head, "requests": None}, [], {}):
+        np.savez(path, **arrays | {"head": np.frombuffer(json.dumps(other).encode(), np.uint8)})
+        with pytest.raises(ConfigError, match="cannot be read as a record"):
+            load_record(path)
 
 
 def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path: Path) -> None:

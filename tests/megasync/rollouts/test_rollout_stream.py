@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,10 +15,15 @@ import pytest
 
 from bridge.generation import Collected, GenerationRequest, GroupRequest
 from bridge.messages import NotServingError
+from megasync.episodes.record import History
+from megasync.episodes.segments import Turn
+from megasync.episodes.task import Task
+from megasync.episodes.wire import Ended
 from megasync.rewards.pool import Scored
 from megasync.rollouts.dispatch import RepeatedLossError
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.stream import RolloutStream
+from megasync.rollouts.turns import EpisodeSettings
 from tests.megasync.rollouts.stream_model import ModelPool
 
 SETTINGS = StreamSettings(max_staleness=0, batch_size=1, num_steps=1, slots=1, expected_tokens=1.0, answer_seconds=300.0)
@@ -26,7 +32,7 @@ SETTINGS = StreamSettings(max_staleness=0, batch_size=1, num_steps=1, slots=1, e
 class AskedPool:
     """Of one replica, which owes an answer."""
 
-    members = (0,)
+    members = wanted = (0,)
 
     def __init__(self) -> None:
         self.asked: list[Future[Collected]] = []
@@ -118,6 +124,34 @@ def test_a_refusal_that_comes_after_the_next_sync_closes_no_lane() -> None:
     try:
         groups = stream.run(train())
         assert groups is not None and [group.key for group in groups] == [0]
+    finally:
+        stream.close()
+
+
+class SilentPlayer:
+    """Its episodes are over before the model has said anything."""
+
+    async def run(self, task: Task, ask: object, history: History | None = None) -> tuple[Ended, list[tuple[Any, Turn]]]:
+        await asyncio.sleep(0.01)
+        return Ended(0, reward=1.0), []
+
+
+def test_episodes_without_a_turn_began_when_they_were_played() -> None:
+    """And not in 1970: a batch's seconds, and its bar in the timeline, are from the first begin to the last end."""
+    request, task = GenerationRequest((1,), num_samples=2), Task("?", (1,), "")
+    players = SilentPlayer(), EpisodeSettings(max_turns=2, max_tokens=8)
+
+    async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
+        return [Scored(1.0, {}) for _ in samples]
+
+    before, settings = time.time(), replace(SETTINGS, slots=None)
+    made = [Group(0, request, task=task)]
+    stream = RolloutStream(cast(Any, AskedPool()), settings, made.__getitem__, score, print, episodes=players)
+    try:
+        stream.serve(0)
+        stream.admit(0)
+        assert stream.take(0) == made
+        assert before <= made[0].begun_seconds <= made[0].ended_seconds <= time.time()
     finally:
         stream.close()
 
