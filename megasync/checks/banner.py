@@ -7,10 +7,7 @@ Leaves out keys without effect (unused.py).
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-
-from safetensors import safe_open
 
 from megasync.checks.resume import first_step, resumed_checkpoint
 from megasync.config.errors import explain
@@ -19,6 +16,7 @@ from megasync.config.schema import Config
 from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
 from megasync.hf.folder import model_shape
+from megasync.hf.tensors import num_parameters
 from megasync.rewards.resolve import weights
 
 SHOWN = 240  # characters of the first prompt
@@ -41,15 +39,6 @@ def banner(config: Config, num_ranks: int, data: RunData | None) -> str:
 def _goes_on(checkpoint: Path, first: int) -> str:
     is_newer = checkpoint != checkpoint.with_name(f"step_{first:08d}")
     return f"from {checkpoint}" + (f", with the weights of step {first}" if is_newer else "")
-
-
-def num_parameters(folder: Path) -> int:
-    """By the headers of its weights."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 # no dict
-    return total
 
 
 def _model(config: Config) -> str:

@@ -25,7 +25,8 @@ from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.schema import Config
 from megasync.diagnosis import collectives, environment, gpus, inputs, leftovers, limits, network, packages, storage
 from megasync.diagnosis.finding import Finding
-from megasync.diagnosis.needs import Needs, count_parameters, needs_of
+from megasync.diagnosis.needs import Needs, needs_of
+from megasync.hf.tensors import num_parameters
 from megasync.launch.num_ranks import default_num_ranks
 
 DEVICE_FILE, INFINIBAND = Path("/dev/nvidia0"), Path("/sys/class/infiniband")
@@ -113,7 +114,7 @@ def _needs(config: Config | None, num_ranks: int | None, machine: Machine) -> Ne
         num_ranks = parallel.tensor * parallel.pipeline * max(parallel.context, parallel.expert)
     parameters = 0
     try:
-        parameters = count_parameters(Path(config.model.path)) if config.model.path else 0
+        parameters = num_parameters(Path(config.model.path)) if config.model.path else 0
     except Exception:  # noqa: BLE001 # safetensors' own; `weights` says so
         parameters = 0
     needs = needs_of(config, parameters, num_ranks, has_gpus=bool(machine.visible))

@@ -5,11 +5,7 @@ Leaves out the memory of GPUs, which depends on the lengths of sequences. No tor
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from pathlib import Path
-
-from safetensors import safe_open
 
 from bridge.config import Transport
 from engine.config import DTYPE_BYTES
@@ -38,15 +34,6 @@ class Needs:
     host_memory: int = 0
     disk: int = 0
     parameters: int = 0
-
-
-def count_parameters(folder: Path) -> int:
-    """Of all safetensors files, by their headers."""
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
 
 
 def needs_of(config: Config, parameters: int, num_ranks: int, *, has_gpus: bool) -> Needs:

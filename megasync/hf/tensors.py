@@ -5,6 +5,7 @@ Leaves out what config.json may say (folder.py, features.py) and whether the fil
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,11 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     if unknown := [name for name in own if name not in expected]:
         message = f"{folder}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
         raise ConfigError(message, tensors=some(unknown), remedy=OTHER_CONFIG)
+
+
+def num_parameters(folder: Path) -> int:
+    """By the headers of its weights. ValueError as `read_folder_manifest`."""
+    return sum(math.prod(spec.shape) for spec in read_folder_manifest(folder).tensors)
 
 
 def _held(folder: Path) -> Shapes:

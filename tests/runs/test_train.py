@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from bridge.versions.reader import VersionReader
 from megasync import evaluate, export, generate
 from megasync.config.load import load_config
-from megasync.diagnosis.needs import count_parameters, needs_of
+from megasync.diagnosis.needs import needs_of
+from megasync.hf.tensors import num_parameters
 from megasync.diagnosis.storage import bytes_below
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.planning import version_log
@@ -205,7 +206,7 @@ def test_rewards_are_shown_as_given_and_beside_them_what_the_penalty_for_length_
 
 def test_checkpoints_take_what_doctor_expects(first_run: Path) -> None:
     config = load_config(first_run / "config.yaml")
-    parameters = count_parameters(Path(config.model.path))
+    parameters = num_parameters(Path(config.model.path))
     expected = needs_of(config, parameters, 2, has_gpus=False).disk - version_log.disk_bytes(config, parameters)
     assert bytes_below(first_run / "checkpoints") == pytest.approx(expected, rel=0.05)
 

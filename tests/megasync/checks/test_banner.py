@@ -7,12 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from engine.resume import model_of
-from megasync.checks.banner import banner, num_parameters
+from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
 from tests.support.config_files import cannot_run, write, write_runnable
@@ -93,9 +91,3 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
         assert words in cannot_run(runnable)
     (newest / "index.json").unlink()
     assert "has no index.json" in cannot_run(runnable)
-
-
-def test_parameters_are_counted_by_the_headers(tmp_path: Path) -> None:
-    for number, shape in enumerate([(3, 5), (7,), (2, 2, 2)]):
-        save_file({"a": np.zeros(shape, np.float32), "b": np.zeros(shape, np.int8)}, tmp_path / f"model-{number}.safetensors")
-    assert num_parameters(tmp_path) == 2 * (15 + 7 + 8)

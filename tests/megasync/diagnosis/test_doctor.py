@@ -14,7 +14,8 @@ from megasync.diagnosis import gpus, inputs, limits, packages, storage
 from megasync.diagnosis.environment import check_environment
 from megasync.diagnosis.finding import exit_code
 from megasync.diagnosis.gpus import parse_gpus, parse_links
-from megasync.diagnosis.needs import Needs, count_parameters, needs_of
+from megasync.diagnosis.needs import Needs, needs_of
+from megasync.hf.tensors import num_parameters
 from megasync.doctor import main
 from tests.megasync.diagnosis import broken
 from tests.support.config_files import ROOT, write_runnable
@@ -96,7 +97,7 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_needs_follow_the_config(tmp_path: Path) -> None:
     config = broken.config(tmp_path, "sync.bucket_bytes=64MiB", "checkpoint.every_steps=50", "model.dtype=float32")
-    assert count_parameters(tmp_path / "model") == 2 * 128 * 128 + 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 256 + 2) + 2 * 32)
+    assert num_parameters(tmp_path / "model") == 2 * 128 * 128 + 128 + 4 * (128 * (2 * 128 + 2 * 64 + 3 * 256 + 2) + 2 * 32)
     on_cpu, on_gpus = (needs_of(config, 10**9, 4, has_gpus=has_gpus) for has_gpus in (False, True))
     assert on_cpu.shared_memory == 128 * MIB and on_gpus.shared_memory == 0 and on_gpus.replica_gpus == 1
     assert on_cpu.disk == 2 * 16 * 10**9, "of 100 steps two checkpoints: weights, main weights and two moments"

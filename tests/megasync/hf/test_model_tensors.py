@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import FAMILIES
 from megasync.config.errors import ConfigError
 from megasync.hf.folder import check_model_folder, model_shape
-from megasync.hf.tensors import expected_tensors
+from megasync.hf.tensors import expected_tensors, num_parameters
 from tests.support.tiny_models import SERVED, write_tiny_model
 
 MORE = {  # other forms of a family
@@ -89,3 +89,15 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     path = folder / "model.safetensors"
     save_file(load_file(path) | {"model.layers.3.shared_head.norm.weight": torch.ones(128)}, path, {"format": "pt"})
     check_model_folder(folder)
+
+
+def test_parameters_are_counted_by_the_headers_of_the_weights(tmp_path: Path) -> None:
+    """Mistral's folders hold all of them once more, under other names."""
+    weight_map = {}
+    for number, shape in enumerate([(3, 5), (7,), (2, 2, 2)]):
+        file = f"model-{number}.safetensors"
+        save_file({f"a{number}": torch.zeros(shape), f"b{number}": torch.zeros(shape)}, tmp_path / file)
+        weight_map |= {f"a{number}": file, f"b{number}": file}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
+    assert num_parameters(tmp_path) == 2 * (15 + 7 + 8)
