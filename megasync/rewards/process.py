@@ -25,7 +25,8 @@ PROGRAM = (
     "from {module} import main; main(fields)"
 )
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-STACK_SECONDS = 0.2  # for a process to write down where it stands before it is killed
+STACK_SECONDS = 2.0  # for a process to write down where it stands before it is killed; it takes milliseconds on a quiet machine
+LOOK_SECONDS = 0.05
 HUNG_UP_SECONDS = 1.0  # for a process that closed its socket to end, as it should
 STACK_BYTES = 20_000
 STACK_FRAMES = 12
@@ -123,7 +124,16 @@ class RewardProcess:
         """Kill it a moment later, once it has written down where it stands."""
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGUSR1)
-        self.loop.call_later(STACK_SECONDS, self.kill)
+        self.loop.call_later(LOOK_SECONDS, self._kill_once_written, BEGUN.size, self.loop.time() + STACK_SECONDS)
+
+    def _kill_once_written(self, former_size: int, deadline: float) -> None:
+        if self._notes.closed:  # it has ended
+            return
+        size = os.fstat(self._notes.fileno()).st_size
+        if BEGUN.size < size == former_size or self.loop.time() > deadline:
+            self.kill()
+        else:
+            self.loop.call_later(LOOK_SECONDS, self._kill_once_written, size, deadline)
 
     def kill(self) -> None:
         """It and what it has started itself. From any thread; `on_end` follows."""
