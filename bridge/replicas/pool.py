@@ -129,7 +129,7 @@ class ReplicaPool(ReplicaActors):
 
         Members that are lost have given theirs up once they have ended; one that fails at it is lost, too, and is started anew.
         """
-        calls, ask = self._after_sent("sleep", self._there(), keep_weights=keep_weights)
+        calls, ask = self._after_sent("sleep", self._present_members(), keep_weights=keep_weights)
         for replica, call in calls.items():
             with self._replacing(replica):
                 wait_while_alive({replica: call}, ask, self.config.answer_timeout_seconds, "sleep")
@@ -137,21 +137,21 @@ class ReplicaPool(ReplicaActors):
 
     def wake(self) -> None:
         """Generate again with the weights that were kept; who fails at it is lost, and is started anew."""
-        calls = {replica: actor.handle.resume.remote() for replica, actor in self._there().items()}
+        calls = {replica: actor.handle.resume.remote() for replica, actor in self._present_members().items()}
         for replica, call in calls.items():
             with self._replacing(replica):
                 self.gather([call], CONTROL_SECONDS, [replica], "resume")
 
     @contextmanager
     def _replacing(self, replica: int) -> Iterator[None]:
-        """Instead of raising RuntimeError; said by who asks for problems."""
+        """Start the replica anew in the place of raising RuntimeError; `take_start_problems` tells why."""
         try:
             yield
         except RuntimeError as error:
             self._unreported_errors.append(f"replica {replica} is lost, and is started anew: {error}")
             self.replace(replica)
 
-    def _there(self) -> dict[int, ReplicaActor]:
+    def _present_members(self) -> dict[int, ReplicaActor]:
         """The members that were not lost."""
         return {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
 
@@ -217,7 +217,7 @@ class ReplicaPool(ReplicaActors):
 
         Who gives no answer within `timeout` seconds is out of service, too.
         """
-        refs = {replica: actor.handle.abort.remote(self._num_pauses) for replica, actor in self._there().items()}
+        refs = {replica: actor.handle.abort.remote(self._num_pauses) for replica, actor in self._present_members().items()}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
         states = dict.fromkeys(self.members, ReplicaState.FAILED)

@@ -38,7 +38,7 @@ class Replica:
         self._state = ReplicaState.SERVING
         self._failure = ""
         self._in_sync = False  # the lock is held for a sync, or asleep
-        self._last_left = 0  # number of the last pause that an abort followed
+        self._last_aborted = 0  # number of the last pause whose sync was aborted
         self._is_torn = False  # weights of several versions, after a sync that broke off
         self._given_up: list[str] = []  # kinds of memory that vLLM does without, asleep
         self._spans = Spans()
@@ -126,12 +126,12 @@ class Replica:
     async def pause(self, num_calls: int, number: int) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 
-        `num_calls`: how many calls of `generate` come before; they may still be on their way. `number`: of pauses and sleeps.
+        `num_calls`: how many calls of `generate` come before; they may still be on their way. `number`: of this pause, or sleep.
         """
         if self._state is ReplicaState.ASLEEP:
-            self._require_not_left(number)
+            self._require_not_aborted(number)
             await self._wake([api.WEIGHTS])
-            self._require_not_left(number)  # the sync may have ended meanwhile
+            self._require_not_aborted(number)  # the sync may have ended meanwhile
             self._advance(Event.PAUSE)
             return
         await self._stop(Event.PAUSE, num_calls, number)
@@ -153,7 +153,7 @@ class Replica:
         before = self._state
         try:
             self._require_service()
-            self._require_not_left(number)
+            self._require_not_aborted(number)
             self._advance(event)
             if before is not ReplicaState.STALE:
                 await self._generator.pause(drain=event is Event.SLEEP)
@@ -217,7 +217,7 @@ class Replica:
         Raises:
             RuntimeError: what it received in part cannot be replaced by another sync.
         """
-        self._last_left = number
+        self._last_aborted = number
         self._notice_death()
         before, self._state = self._state, next_state(self._state, Event.ABORT)
         if self._state is ReplicaState.STALE and before is not ReplicaState.STALE:
@@ -285,9 +285,9 @@ class Replica:
             restart = "restart it (ReplicaPool.restart) and publish again"
             raise RuntimeError(f"replica {self.index} is out of service ({self._failure}); {restart}")
 
-    def _require_not_left(self, number: int) -> None:
-        if number <= self._last_left:
-            raise RuntimeError(f"replica {self.index} has left the sync, before the pause for it had its turn")
+    def _require_not_aborted(self, number: int) -> None:
+        if number <= self._last_aborted:
+            raise RuntimeError(f"replica {self.index}: the sync was aborted before its pause had its turn")
 
     def _serving(self) -> tuple[int, bool]:
         """The version that is served, and whether with an adapter.

@@ -177,15 +177,15 @@ class Publisher:
     def _stream(self, connection: Connection, message: BeginSync, deadline: float, verify: str) -> list[int]:
         """Send and let the replicas load; digests of all tensors when they are to be read back."""
         message = dataclasses.replace(message, timeout_seconds=max(MIN_SECONDS, deadline - time.monotonic()))
-        refs, lost = self._let_receive(message)
+        refs, problem_before = self._let_receive(message)
         result = PassResult()
 
         def stream() -> None:
             nonlocal result
-            result = connection.sender.run(deadline, self._watch(refs, lost), verify)
+            result = connection.sender.run(deadline, self._watch(refs, problem_before), verify)
             self._spans.taken += result.spans
             with self._spans.measure("load"):
-                problem = lost or result.problem or self._wait_for_replicas(refs, deadline)
+                problem = problem_before or result.problem or self._wait_for_replicas(refs, deadline)
             if problem is not None:
                 connection.abort(problem)  # other senders and the replicas may be waiting
                 raise RuntimeError(problem)
@@ -237,14 +237,14 @@ class Publisher:
 
     # Waiting and agreeing.
 
-    def _watch(self, refs: list[Any], lost: str | None) -> Callable[[], None]:
-        """A check for the stream: raises where a replica was `lost` before, or failed since. Looks every POLL_SECONDS."""
+    def _watch(self, refs: list[Any], problem: str | None) -> Callable[[], None]:
+        """A check for the stream: raises `problem`, of before it, or what a replica failed with. Looks every POLL_SECONDS."""
         last = 0.0
 
         def check() -> None:
             nonlocal last
-            if lost:
-                raise RuntimeError(lost)
+            if problem:
+                raise RuntimeError(problem)
             if self._pool is not None and time.monotonic() - last > POLL_SECONDS:
                 self._pool.raise_if_failed(refs)
                 last = time.monotonic()

@@ -171,7 +171,7 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
     paused = actor.handle.pause.remote(actor.num_sent, pool._num_pauses)
     assert ray.get(actor.handle.abort.remote(pool._num_pauses)) is ReplicaState.SERVING
     ray.get(held)
-    with pytest.raises(ray.exceptions.RayTaskError, match="has left the sync"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="the sync was aborted"):
         ray.get(paused, timeout=20)
     version = max(pool.versions) + 1
     publisher.publish(version)
@@ -214,7 +214,7 @@ def test_a_replica_that_is_asleep_stays_so_where_its_sync_ends_before_its_pause(
     ask = [lambda: actor.handle.abort.remote(pool._num_pauses), lambda: actor.handle.pause.remote(0, pool._num_pauses)]
     ended, paused = [call() for call in ask] if is_late else [call() for call in ask[::-1]][::-1]
     assert ray.get(ended) is ReplicaState.ASLEEP
-    with pytest.raises(ray.exceptions.RayTaskError, match="has left the sync"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="the sync was aborted"):
         ray.get(paused, timeout=20)
     version = max(pool.versions) + 1
     publisher.publish(version)
