@@ -10,7 +10,7 @@
 #   exact-eager    exact without CUDA graphs, where `ladder` fails with them: 200 s
 #   deterministic  two runs of 30 steps, one after the other, and what of them is equal: 260 s, 25 GB, bears others beside it
 #   bisect         both sides of SmolLM2, bfloat16 and exact, from the runs of `ladder`: 150 s, 15 GB
-#   bisect-3b      of the 3 B model, from the run of `ladder-3b-bfloat16`, or of two steps where there is none: 115 s, 35 GB
+#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 115 s each, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
 #   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=24 of them, each made again: 400 s, 75 GB
@@ -129,8 +129,8 @@ for part in "$@"; do
     deterministic) deterministic ;;
     bisect) for rung in bfloat16 exact; do bisect "bisect-$rung" "$out/runs/ladder/$rung"; done ;;
     bisect-3b)
-      [ -f "$out/runs/ladder-3b/bfloat16/config.yaml" ] || STEPS=2 LADDER=ladder-3b large ladder-3b-two-steps 200 bfloat16 "$uncompiled"
-      bisect bisect-3b "$out/runs/ladder-3b/bfloat16" ;;
+      large_data && mkdir -p "$out/runs/bisect-3b" && cp "$here/configs/grpo_gpu.yaml" "$out/runs/bisect-3b/config.yaml"
+      for time in $(seq "${TIMES:-2}"); do bisect "bisect-3b-$time" "$out/runs/bisect-3b" "${large_sizes[@]}"; done ;;
     delta) delta delta 1 "${beside[@]}" ;;
     delta-link)
       export MEGASYNC_EXACT_SH=$out/runs/delta-link
