@@ -115,6 +115,12 @@ class Reference:
         value = rms_norm(side.double(source), self.parameters[f"{site}.weight"], self.shape.eps)
         return value, SUM_ROUNDINGS * UNIT_FLOAT32 * value.abs()
 
+    def rounded_norms(self, site: str, side: Side) -> list[torch.Tensor]:
+        """What a norm that is right gives in the side's dtype: rounded at its end, or before its weights, too."""
+        dtype, weight = side[site].dtype, self.parameters[f"{site}.weight"]
+        normed = rms_norm(side.double(norm_source(site)), torch.ones_like(weight), self.shape.eps)
+        return [each.to(dtype).double() for each in (normed * weight, normed.to(dtype).double() * weight)]
+
     def _linear(self, site: str, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         x, unit = linear_input(site, side), torch.finfo(side[site].dtype).eps / 2
         weight = self.weight(site)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -143,8 +144,30 @@ def test_rows_of_one_token_are_rounded_alike(num_tokens: int, seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.arange(256) % num_tokens
     value = torch.randn(num_tokens, 64, generator=generator, dtype=torch.double)[token_ids]
-    assert systematic(value.bfloat16().double(), value, torch.bfloat16, token_ids) <= 1
-    assert systematic(value * 1.01, value, torch.bfloat16, token_ids) > 1
+    assert systematic(value.bfloat16().double(), [value], torch.bfloat16, token_ids) <= 1
+    assert systematic(value * 1.01, [value], torch.bfloat16, token_ids) > 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.99, 1.01), st.sampled_from(["at its end", "before its weights", "sum in float32"]), st.integers(0, 2**32 - 1))
+def test_a_norm_that_nearly_multiplies_by_a_power_of_two_is_no_fault(rms: float, way: str, seed: int) -> None:
+    """All roundings then go the same way: in a random model of 3 B parameters at the layer where the rms reaches 1."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(32, 1024, generator=generator, dtype=torch.double)
+    whole *= rms / whole.square().mean(-1, keepdim=True).sqrt()
+    weight = 1 + 0.1 * torch.randn(1024, generator=generator, dtype=torch.double).bfloat16().double()
+    shape = Shape(1, 1, 1, 64, 1e-6, torch.ones(32), 1.0, 1e4, windows=(0,), has_head_norms=False, is_tied=True)
+    tokens, parameters = torch.arange(32), cast(Parameters, {"model.norm.weight": weight})
+    reference = ref.Reference(shape, parameters, 1.0)
+
+    def ratio(eps: float) -> float:
+        normed = ref.rms_norm(whole if way == "sum in float32" else whole.bfloat16().double(), torch.ones(1024).double(), eps)
+        out = normed.bfloat16().double() * weight if way == "before its weights" else normed * weight
+        tensors = {"model.norm:in": whole.bfloat16(), "model.norm": out.bfloat16()}
+        side = ref.Side("replica", tensors, torch.arange(32), tokens, 31, {})
+        return local_error("model.norm", reference, side).ratio
+
+    assert ratio(1e-6) <= 1 < ratio(0.03)
 
 
 @pytest.mark.parametrize(
