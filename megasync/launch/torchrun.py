@@ -12,16 +12,21 @@ python -m megasync.launch.torchrun --nnodes 2 --rdzv-endpoint HOST:PORT --rdzv-c
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch import distributed
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -48,6 +53,7 @@ BACKEND = "one-store"
 ENDPOINT, NODE = "--rdzv-endpoint", "node"
 TOLD = "MEGASYNC_TOLD"  # environment variable: where the cause of a failure is written, on one of several nodes
 STORE_SECONDS = 60
+RANKS_SECONDS = 2.0  # between two looks at which ranks are there
 TRAINER = "megasync.train"
 OF_MACHINE = (signal.SIGKILL, signal.SIGBUS)  # of Linux, where memory, or /dev/shm, is used up
 ENDED_WITH_OTHERS = (-signal.SIGTERM, 128 + signal.SIGTERM)  # before a rank has come to its handler, and by that
@@ -84,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         if config is not None and is_alone:
             forget_former_stop(config.run.folder)
     of_machine = [ENDPOINT, f"{LOOPBACK}:0", "--local-addr", LOOPBACK] if is_alone else []
-    with run_scope():
+    with run_scope(), late_ranks_ended(config.run.hung_rank_timeout_seconds if config is not None else math.inf):
         try:
             run.main(["--rdzv-backend", BACKEND, *of_machine, *for_ranks(arguments, config)])
         except ChildFailedError as error:
@@ -101,6 +107,43 @@ def main(arguments: Sequence[str]) -> int:
             command = shlex.join([sys.executable, "-m", "megasync.launch.torchrun", *arguments])
             print(last_words(config, command), file=sys.stderr)
     return code
+
+
+@contextmanager
+def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
+    """Kills ranks that are still there so long after another one's end. Before the first one ends all have said that they leave
+    (run/heartbeat.py), so that nobody else would miss one that is stopped then.
+    """
+    over = threading.Event()
+
+    def ranks() -> set[psutil.Process]:
+        found = set()
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                found |= {child} if TRAINER in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE else set()
+        return found
+
+    def watch() -> None:
+        seen: set[psutil.Process] = set()
+        since = math.inf  # when one was found to have ended
+        while not over.wait(RANKS_SECONDS):
+            alive = ranks()
+            seen |= alive
+            if seen != alive:
+                since = min(since, time.monotonic())
+            for rank in alive if time.monotonic() - since > limit_seconds else ():
+                told = f"{limit_seconds:g} s (run.hung_rank_timeout_seconds) after another rank's end"
+                print(f"process {rank.pid}, a rank, is still there {told}: it is killed", file=sys.stderr, flush=True)
+                with suppress(psutil.Error):
+                    rank.kill()
+
+    thread = threading.Thread(target=watch, name="late-ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def trainer_config(arguments: Sequence[str]) -> Config | None:

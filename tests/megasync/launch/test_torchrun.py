@@ -18,7 +18,7 @@ from bridge.processes import MALLOC, MALLOC_ON_CPU
 from megasync.config.errors import ConfigError
 from megasync.config.files import STOP_FILE
 from megasync.launch.processes import REFUSED, STOPPED
-from megasync.launch.torchrun import TRAINER, likely_cause, trainer_config
+from megasync.launch.torchrun import TRAINER, late_ranks_ended, likely_cause, trainer_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 TERMINATED, BY_HANDLER, KILLED = -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL
@@ -121,3 +121,20 @@ def test_ranks_on_cpus_get_malloc_settings_unless_there_are_the_user_s(own: str 
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "told"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.stdout.strip() == (own or MALLOC_ON_CPU), done.stderr
+
+
+def test_a_rank_that_is_stopped_at_its_very_end_is_missed_once_another_has_ended(tmp_path: Path) -> None:
+    """Rank 1 of a run that was done stayed for ever, and its launcher with it: it had said that it was leaving."""
+    program = "import sys, time; time.sleep(float(sys.argv[2]))"
+
+    def rank(seconds: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", program, TRAINER, str(seconds)])
+
+    with late_ranks_ended(3.0):
+        both = [rank(60), rank(60)]
+        with pytest.raises(subprocess.TimeoutExpired):
+            both[1].wait(8)
+        both[1].send_signal(signal.SIGSTOP)
+        both[0].kill()
+        both[0].wait()
+        assert both[1].wait(30) == -signal.SIGKILL
