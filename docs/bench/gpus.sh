@@ -19,6 +19,17 @@ sync() { # CASE GPUS [key=value ...]
   end "$case" $? "│|aimed at"
 }
 
+shared() { # COMMAND...: processes of one GPU side by side, by CUDA's MPS where it is; without it they take turns of milliseconds
+  if ! command -v nvidia-cuda-mps-control > /dev/null; then "$@"; return; fi
+  (
+    CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
+    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+    nvidia-cuda-mps-control -d
+    "$@"
+    echo quit | nvidia-cuda-mps-control
+  )
+}
+
 lanes() { # CASE GPUS [key=value ...]: without vLLM
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-150}" "$python" -m megasync.bench lanes --config "$here/configs/bench_gpu.yaml" \
@@ -111,10 +122,10 @@ for case in "$@"; do
     3b-tp1-tp2) sync 3b-tp1-tp2 0,1,2 rollout.tensor_parallel=2 bench.lora_rank=0 ;;
     3b-fsdp-2) sync 3b-fsdp-2 0,1,2,3 engine.wrap=megatron_fsdp bench.num_ranks=2 rollout.replicas=2 bench.update=step bench.lora_rank=0 ;;
     3b-lanes) lanes 3b-lanes 0,1 rollout.replicas=1 ;;                           # a GPU for each side
-    3b-lanes-dp2) lanes 3b-lanes-dp2 0,1 bench.num_ranks=2 rollout.replicas=2 ;;     # both sides on both GPUs
-    3b-lanes-fsdp) lanes 3b-lanes-fsdp 0,1 bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step ;;
+    3b-lanes-dp2) shared lanes 3b-lanes-dp2 0,1 bench.num_ranks=2 rollout.replicas=2 ;;     # both sides on both GPUs
+    3b-lanes-fsdp) shared lanes 3b-lanes-fsdp 0,1 bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step ;;
     3b-lanes-tp2) # the same with vLLM, whose two workers pass on to each other
-      sync 3b-lanes-tp2 0,1 bench.apart=true 'bench.methods=[stream]' bench.num_ranks=2 engine.wrap=megatron_fsdp bench.update=step \
+      shared sync 3b-lanes-tp2 0,1 bench.apart=true 'bench.methods=[stream]' bench.num_ranks=2 engine.wrap=megatron_fsdp bench.update=step \
         rollout.tensor_parallel=2 rollout.gpu_memory_utilization=0.2 bench.lora_rank=0 ;;
     3b-rollout)
       rollout 3b-rollout 0 bench.num_prompts=256 bench.prompt_tokens=64 bench.median_tokens=430 bench.rounds=5 \
