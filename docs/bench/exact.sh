@@ -101,7 +101,7 @@ bisect() { # NAME RUN [key=value ...]
 
 delta() { # NAME RANKS [key=value ...]
   local name=$1 ranks=$2; shift 2
-  train "$name" 420 "$ranks" "${unseen[@]}" data.eval= sync.log=deltas run.steps="${STEPS:-100}" "$uncompiled" "$@"
+  train "$name" 520 "$ranks" "${unseen[@]}" data.eval= sync.log=deltas run.steps="${STEPS:-100}" "$uncompiled" "$@"
   limit "$name-figures" 400 "$python" "$here/docs/bench/version_figures.py" "$out/runs/$name" --json "$out/$name.json"
   cat "$out/$name-figures.log"
 }
@@ -138,7 +138,7 @@ for part in "$@"; do
       delta delta-link 1 sync.transport=delta rollout.min_replicas=1 rollout.gpu_memory_utilization=0.12 rollout.kv_cache_bytes=8GiB
       kill "$watcher" 2>/dev/null ;;
     delta-3b)
-      large_data && limit delta-3b 400 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
+      large_data && limit delta-3b 560 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
         run.name=delta-3b run.dir="$out/runs" run.steps="${DELTA_STEPS:-24}" run.log_samples=0 sync.log=deltas "${colocated[@]}" \
         "${large_sizes[@]}" rollout.max_new_tokens=64 "$uncompiled" "${extra[@]}"
       limit delta-3b-figures 400 "$python" "$here/docs/bench/version_figures.py" "$out/runs/delta-3b" --json "$out/delta-3b.json"
