@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -139,6 +139,22 @@ def rank_environments(places: Sequence[Place], address: str, port: int, num_host
     return environments
 
 
+def answers_at_start(references: list[Any]) -> list[Any]:
+    """What ranks answer before they run the program, in order.
+
+    Raises:
+        RuntimeError: one gives no answer; why, with its name, is Ray's.
+    """
+    pending, deadline = references, time.monotonic() + PLACEMENT_SECONDS
+    try:
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            ray.get(ready or pending, timeout=0)
+        return ray.get(references)
+    except RayError as error:
+        raise RuntimeError(f"a trainer rank did not start: {type(error).__name__}: {error}") from error
+
+
 def wait_for_ranks(running: dict[Any, int]) -> int:
     """0 once all ranks ended well, else the first failure's exit code; `running` maps references to ranks."""
     pending = list(running)
@@ -183,10 +199,10 @@ def drive(
     """Run the program on all ranks, with `told` in their environment; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank, trainer_nodes)
     try:
-        places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks], timeout=PLACEMENT_SECONDS)]
+        places = [Place(*place) for place in answers_at_start([rank.place.remote() for rank in ranks])]
         places, ranks = in_order_of_nodes(places, ranks)
         num_hosts = sum(node["Alive"] for node in ray.nodes())
-        address, port = ray.get(ranks[0].open_store.remote(), timeout=PLACEMENT_SECONDS)
+        ((address, port),) = answers_at_start([ranks[0].open_store.remote()])
         environments = rank_environments(places, address, port, num_hosts)
         running = {
             rank.run.remote(program, list(arguments), {**environment, **told}): index
@@ -238,7 +254,7 @@ def main(argv: Sequence[str]) -> int:
         told = launched(folder) if folder is not None else {}
         code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes, told)
         return STOPPED if code == 0 and folder is not None and is_asked_to_stop(folder) else code
-    except (RuntimeError, GetTimeoutError) as error:
+    except (RuntimeError, RayError) as error:
         print(error, file=sys.stderr)
         return 1
     finally:

@@ -190,6 +190,24 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
                 assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name
 
 
+@pytest.mark.parametrize("what", ["a field of episodes", "a reason to end", "an array less"])
+def test_a_file_of_another_version_is_refused_by_its_name(what: str, tmp_path: Path) -> None:
+    played = Played((Branch(np.arange(4), 2, np.arange(4) > 1, np.zeros(4), np.zeros(4)),), 0.5)
+    save_progress(tmp_path, Progress(7, 9, None, (SavedGroup(3, (SavedSample(0, played, 0.5),)),)))
+    with np.load(tmp_path / FILE) as file:
+        fields = dict(file)
+    if what == "a field of episodes":
+        text = fields["texts"].tobytes().replace(b"{", b'{"num_windows": 3, ', 1)
+        fields |= {"texts": np.frombuffer(text, np.uint8), "text_bytes": np.array([len(text)])}
+    elif what == "a reason to end":
+        fields["finish_reasons"] += 7
+    else:
+        del fields["lengths"]
+    np.savez(tmp_path / FILE, **fields)
+    with pytest.raises(ValueError, match="rollouts.npz: cannot be read: .* another version wrote it"):
+        load_progress(tmp_path)
+
+
 def test_an_episode_that_goes_on_is_kept_with_its_turns(tmp_path: Path) -> None:
     """Beside a member that has ended and one that has not begun."""
     request = replace(REQUEST, num_samples=3)
