@@ -204,7 +204,7 @@ def test_a_file_of_another_version_is_refused_by_its_name(what: str, tmp_path: P
     else:
         del fields["lengths"]
     np.savez(tmp_path / FILE, **fields)
-    with pytest.raises(ValueError, match="rollouts.npz: cannot be read: .* another version wrote it"):
+    with pytest.raises(ValueError, match=r"rollouts\.npz: cannot be read: .* another version wrote it"):
         load_progress(tmp_path)
 
 
