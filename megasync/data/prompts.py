@@ -23,7 +23,7 @@ from engine.sample import Sample
 from megasync.config.data_section import DataConfig, EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.config.schema import Config
-from megasync.data.data import Example, load_examples
+from megasync.data.data import Example, PromptOrder, load_examples
 from megasync.hf.folder import DOWNLOAD_REMEDY, model_shape, read_json_object
 
 CHUNK = 4096  # texts that the tokenizer's threads share
@@ -180,6 +180,10 @@ class RunData:
     notes: list[str]
     eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: examples that fit, and all that there are
+
+    def order(self, config: Config) -> PromptOrder:
+        """In which `train` is trained."""
+        return PromptOrder(len(self.train), config.run.seed, config.data.shuffle)
 
 
 def load_data(config: Config, *, trains: bool = True) -> RunData:

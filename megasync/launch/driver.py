@@ -150,9 +150,10 @@ def answers_at_start(references: list[Any]) -> list[Any]:
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             ray.get(ready or pending, timeout=0)
-        return ray.get(references)
+        answers: list[Any] = ray.get(references)
     except RayError as error:
         raise RuntimeError(f"a trainer rank did not start: {type(error).__name__}: {error}") from error
+    return answers
 
 
 def wait_for_ranks(running: dict[Any, int]) -> int:

@@ -13,14 +13,14 @@ import pytest
 
 from bridge.generation import Completion, GenerationRequest
 from megasync.config.schema import RolloutConfig
-from megasync.data.data import Example
+from megasync.data.data import Example, PromptOrder
 from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
 from megasync.episodes.segments import Branch, Turn
 from megasync.episodes.task import Played, Task
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
-from megasync.rollouts.restore import Restored, restore_groups
+from megasync.rollouts.restore import Restored, order_notes, restore_groups
 from megasync.rollouts.attempt import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
@@ -188,6 +188,18 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
             for name in ("token_ids", "is_sampled", "log_probs", "weight_versions", "routed_experts"):
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
                 assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name
+
+
+def test_an_order_that_has_changed_is_told(tmp_path: Path) -> None:
+    """Where other examples fit, or are shuffled otherwise: the places that are trained are those of the former order."""
+    then = PromptOrder(10, seed=3)
+    save_progress(tmp_path, Progress(12, 14, order=then))
+    progress = load_progress(tmp_path)
+    assert progress is not None and progress.order == then
+    assert order_notes(progress, then) == order_notes(replace(progress, order=None), PromptOrder(8)) == []
+    (note,) = order_notes(progress, PromptOrder(8, seed=3, shuffle=False))
+    assert "data.train has 8 examples that fit, then 10; data.shuffle is false, then true" in note and "run.seed" not in note
+    assert order_notes(Progress(0, order=then), PromptOrder(8)) == [], "nothing was trained"
 
 
 @pytest.mark.parametrize("what", ["a field of episodes", "a reason to end", "an array less"])

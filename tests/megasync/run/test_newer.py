@@ -21,6 +21,7 @@ from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.load import load_config
+from megasync.data.data import PromptOrder
 from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.run.newer import NewerWeights, find_newer, forget, mark, marked, unmark
 from tests.support.config_files import write_runnable
@@ -28,9 +29,14 @@ from tests.support.config_files import write_runnable
 COUNTS = st.integers(0, 2**40)
 
 
-@given(COUNTS, COUNTS, COUNTS, st.none() | st.floats(0, 1e9), st.lists(COUNTS, unique=True))
-def test_a_marker_tells_where_prompts_were(step: int, trained: int, begun: int, tokens: float | None, keys: list[int]) -> None:
-    progress = Progress(trained, begun, tokens, tuple(map(SavedGroup, keys)))
+ORDERS = st.none() | st.builds(PromptOrder, COUNTS, COUNTS, st.booleans())
+
+
+@given(COUNTS, COUNTS, COUNTS, st.none() | st.floats(0, 1e9), st.lists(COUNTS, unique=True), ORDERS)
+def test_a_marker_tells_where_prompts_were(
+    step: int, trained: int, begun: int, tokens: float | None, keys: list[int], order: PromptOrder | None
+) -> None:
+    progress = Progress(trained, begun, tokens, tuple(map(SavedGroup, keys)), order)
     with tempfile.TemporaryDirectory() as folder:
         assert marked(Path(folder)) is None
         mark(Path(folder), step, progress)
