@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 import time
@@ -216,8 +217,10 @@ def drive(
         remove_placement_group(group)
 
 
-def begin_run(program: str, arguments: Sequence[str]) -> Path | None:
+def begin_run(program: str, arguments: Sequence[str], submitted: float = math.inf) -> Path | None:
     """The run's folder, from now on with no `stop` but this run's; None: the ranks run another program than the trainer.
+
+    `submitted`: when the job was, in seconds since the epoch; a `stop` that is newer is this run's.
 
     Raises:
         ConfigError: the config cannot be read, or a run is going on in its folder.
@@ -226,7 +229,7 @@ def begin_run(program: str, arguments: Sequence[str]) -> Path | None:
         return None
     config, *overrides = arguments
     folder = load_config(config, overrides).run.folder
-    forget_former_stop(folder)
+    forget_former_stop(folder, submitted)
     return folder
 
 
@@ -237,11 +240,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trainer-nodes", type=int, default=0, help="run.trainer_nodes")
     parser.add_argument("--replicas", type=int, default=0, help="vLLM replicas that need GPUs of their own")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each of them, on one node")
+    parser.add_argument("--submitted", type=float, default=math.inf, help="when, in seconds since the epoch (default: now)")
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
     options = parser.parse_args(argv)
     with main_errors():
-        folder = begin_run(options.program, options.arguments)
+        folder = begin_run(options.program, options.arguments, options.submitted)
     ray.init(log_to_driver=True)
     gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
     try:

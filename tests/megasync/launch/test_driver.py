@@ -41,6 +41,18 @@ def test_the_folder_is_that_of_the_start_and_a_former_stop_is_forgotten(config: 
         begin_run(PROGRAM, [str(config)])
 
 
+def test_a_stop_since_the_job_was_submitted_is_its_own(config: Path) -> None:
+    """A job may wait for a cluster's node for a long time."""
+    folder = config.parent / "first"
+    folder.mkdir()
+    (folder / STOP_FILE).touch()
+    made = (folder / STOP_FILE).stat().st_mtime
+    assert begin_run(PROGRAM, [str(config)], made - 60) == folder and is_asked_to_stop(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LAUNCHED, "")
+        assert begin_run(PROGRAM, [str(config)], made + 60) == folder and not is_asked_to_stop(folder)
+
+
 def test_a_config_that_cannot_be_read_is_refused_before_ray_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--num-ranks", "1", "--", str(config), "run.steps=-1"])
