@@ -1,7 +1,7 @@
 """Which `stop` in a run's folder is asked of this run: a launcher forgets, once, before its first round, what a former run left.
 
 From then on each one counts, also while nodes are waited for and while ranks start, or start again. Times are compared only where
-none of our launchers was there, as under plain torchrun, or while a job waited for a cluster's node. Leaves out what a run does when
+none of our launchers was there, as under plain torchrun, or while a job waited for a cluster. Leaves out what a run does when
 it is asked (run/ending.py).
 
     forget_former_stop(run_folder)         # a launcher
