@@ -48,6 +48,8 @@ def check_resume(config: Config) -> None:
     folder = resumed_checkpoint(config)
     if folder is None:
         return
+    if config.checkpoint.resume == "newest_weights":
+        read_marker(config.run.folder)
     try:
         read_index(folder, model_of(config.model.dtype, config.engine.lora))
         load_progress(folder)

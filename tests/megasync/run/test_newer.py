@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from bridge.versions.file import path_of
 from bridge.versions.writer import VersionWriter
 from megasync.checks.check import check_config
+from megasync.checks.resume import check_resume
 from megasync.config.errors import ConfigError
 from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.load import load_config
@@ -114,3 +115,16 @@ def test_a_run_without_such_weights_is_refused(tmp_path: Path, overrides: list[s
         check_config(load_config(path, ["checkpoint.resume=newest_weights", *overrides]), 1)
     assert "checkpoint.resume=auto" in str(caught.value)
     check_config(load_config(path, ["checkpoint.resume=newest_weights", "sync.log=deltas", "checkpoint.every_steps=5"]), 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"step": "12", "num_trained": 48, "num_begun": 48, "begun": []}'])
+def test_a_damaged_marker_is_refused_by_its_name(text: str, run_folder: Path) -> None:
+    """Before anything starts: a machine that loses its power may leave an empty file."""
+    path = run_folder / VERSIONS / "trained.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"trained\.json: cannot be read: [\s\S]*delete it, or write checkpoint\.resume=auto"):
+        marked(run_folder)
+    config = load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl", "checkpoint.resume=newest_weights"])
+    (config.run.folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"trained\.json: cannot be read"):
+        check_resume(config)
