@@ -131,19 +131,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mean-response-tokens", default=0, type=int, metavar="N", help="with --shapes: one id in N ends it")
     parser.add_argument("--task", default="", metavar="NAME", help="a generator of reasoning-gym, fetched by pip; without: sums")
     parser.add_argument("--task-options", default=[], nargs="+", metavar="key=value", help="of the generator")
-    parser.add_argument("--num-train", default=4000, type=int, metavar="N", help="with --task")
-    parser.add_argument("--num-held-out", default=256, type=int, metavar="N", help="with --task")
+    parser.add_argument("--num-train", type=int, metavar="N", help="with --task (default: 4000)")
+    parser.add_argument("--num-held-out", type=int, metavar="N", help="with --task (default: 256)")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--seed", default=0, type=int)
     given = parser.parse_args(arguments)
     if given.mean_response_tokens < 0 or (given.mean_response_tokens and not given.shapes):
         parser.error(f"--mean-response-tokens {given.mean_response_tokens}: at least 0, and with --shapes only")
-    if given.task and min(given.num_train, given.num_held_out) < 1:
-        parser.error(f"--num-train {given.num_train} --num-held-out {given.num_held_out}: at least 1 each")
+    counts = given.num_train, given.num_held_out
+    if not given.task and (given.task_options or counts != (None, None)):
+        parser.error("--num-train, --num-held-out and --task-options are for a --task: without, there are 9500 and 500 sums")
+    num_train, num_held_out = (default if count is None else count for count, default in zip(counts, (4000, 256), strict=True))
+    if min(num_train, num_held_out) < 1:
+        parser.error(f"--num-train {num_train} --num-held-out {num_held_out}: at least 1 each")
     with main_errors():
         if given.task:
             options = dict(map(_option, given.task_options))
-            lines = generate_task(given.task, options, given.num_train, given.num_held_out, given.seed)
+            lines = generate_task(given.task, options, num_train, num_held_out, given.seed)
             message = f"--task {given.task}: all of its questions are held out"
             refuse_if(not lines[0], message, remedy="write a larger --num-train, or options for more questions")
         if given.model:

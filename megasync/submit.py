@@ -119,6 +119,7 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
     if options.program == TRAINER:
         own = num_replica_gpus(config)
+        driver += ["--submitted", f"{time.time():.3f}"]
         driver += ["--trainer-nodes", str(config.run.trainer_nodes)]
         driver += ["--replicas", str(config.rollout.replicas if own else 0)]
         driver += ["--tensor-parallel", str(config.rollout.tensor_parallel)]
@@ -133,12 +134,20 @@ def num_cpus(config: Config, num_ranks: int) -> int:
 
 
 def submit(address: str, job_arguments: dict[str, Any]) -> tuple[Any, str]:
-    """A client of the job server, and the id of the job that it has now."""
+    """A client of the job server, and the id of the job that it has now.
+
+    Interrupted, it leaves no job there, also where the server has one that it has not told of.
+    """
     from ray.job_submission import JobSubmissionClient
 
     logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # says when its socket closes
     client = JobSubmissionClient(address)
-    job_id = submit_when_ready(client, job_arguments)
+    job_id = f"raysubmit_{secrets.token_hex(8)}"
+    try:
+        submit_when_ready(client, job_id, job_arguments)
+    except KeyboardInterrupt:
+        stop_if_there(client, job_id)
+        raise
     print(f"submitted {job_id} to {address}", flush=True)
     return client, job_id
 
@@ -181,21 +190,20 @@ def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
     return code
 
 
-def submit_when_ready(client: Any, job_arguments: dict[str, Any]) -> str:
+def submit_when_ready(client: Any, job_id: str, job_arguments: dict[str, Any]) -> None:
     """Submit the job, once; on a cluster that has just started, wait until a node's agent takes jobs."""
     deadline = time.monotonic() + AGENT_SECONDS
-    job_id = f"raysubmit_{secrets.token_hex(8)}"
     while True:
         try:
             patiently(partial(client.submit_job, submission_id=job_id, **job_arguments))
         except RuntimeError as error:
             if "already exists" in str(error):  # the server took it, and its answer was lost
-                return job_id
+                return
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
         else:
-            return job_id
+            return
 
 
 def patiently(ask: Callable[[], Any]) -> Any:
@@ -268,6 +276,18 @@ def stop(client: Any, job_id: str) -> None:
     deadline = time.monotonic() + STOP_SECONDS
     while not has_ended(client, job_id) and time.monotonic() < deadline:
         time.sleep(0.2)
+
+
+def stop_if_there(client: Any, job_id: str) -> None:
+    """As `stop`. The server may never have had the job; or has it in a moment, since it was on the way."""
+    print(f"stopping {job_id}", file=sys.stderr)
+    for _ in range(2):
+        try:
+            stop(client, job_id)
+        except (RuntimeError, OSError):
+            time.sleep(1.0)
+        else:
+            return
 
 
 def main(argv: Sequence[str]) -> int:

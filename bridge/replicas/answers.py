@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from bridge.messages import name_replicas
 
@@ -28,7 +28,7 @@ def gather(refs: list[Any], timeout: float | None = None, replicas: Sequence[int
     `replicas`, as many as `refs`, and `what` they were asked for are named in errors.
 
     Raises:
-        RuntimeError: an actor raised, died, or did not answer in time.
+        RuntimeError: an actor raised, died, or did not answer in time, or Ray has lost its answer.
     """
     finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=timeout) if refs else ([], [])
     try:
@@ -37,6 +37,8 @@ def gather(refs: list[Any], timeout: float | None = None, replicas: Sequence[int
         raise RuntimeError(str(error.cause)) from None
     except RayActorError as error:
         raise RuntimeError(f"a replica's actor died: {error}") from None
+    except RayError as error:  # of a node that is lost with the answer, of memory, of an actor's environment ...
+        raise RuntimeError(f"Ray has no answer of a replica: {type(error).__name__}: {error}") from None
     if waiting:
         late = [replica for replica, ref in zip(replicas, refs, strict=False) if ref in waiting]
         raise RuntimeError(no_answer(late, what, timeout or 0.0))

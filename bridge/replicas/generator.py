@@ -66,7 +66,6 @@ class Generator:
     ) -> None:
         """`serving` gives the version that is served and whether an adapter is, or raises; `explain` an error's better form."""
         self.lock = asyncio.Lock()
-        self.num_calls = 0  # of generate and score, all
         self.is_busy = False  # with weights
         self._engine, self._index, self.on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
@@ -105,7 +104,6 @@ class Generator:
         return [vllm_requests.prompt_log_probs(output) for _, _, output in ended]
 
     async def _answers(self, lives: Sequence[RunningSample], *, keeps_cache: bool = False) -> list[Ended]:
-        self.num_calls += 1
         answers = []
         for live in lives:
             live.answer = asyncio.get_running_loop().create_future()

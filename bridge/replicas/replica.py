@@ -37,6 +37,7 @@ class Replica:
         self.version: int | None = FOLDER_VERSION if serves_folder else None
         self._state = ReplicaState.SERVING
         self._failure = ""
+        self._num_calls = 0  # of generate, score and trace, all, also of those that failed
         self._in_sync = False  # the lock is held for a sync, or asleep
         self._last_aborted = 0  # number of the last pause whose sync was aborted
         self._is_torn = False  # weights of several versions, after a sync that broke off
@@ -87,6 +88,7 @@ class Replica:
 
     async def generate(self, requests: list[GenerationRequest]) -> list[list[Completion]]:
         """See Generator."""
+        self._num_calls += 1
         return await self._generator.generate(requests)
 
     async def hand_in(self, groups: list[GroupRequest]) -> None:
@@ -100,10 +102,12 @@ class Replica:
 
     async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
+        self._num_calls += 1
         return await self._generator.score(sequences)
 
     async def trace(self, token_ids: list[int], num_prompt: int, temperature: float, path: str) -> None:
         """Go through a prompt and a given response as if it were sampled, and write every tensor on the way to `path`."""
+        self._num_calls += 1
         request = GenerationRequest(
             prompt_ids=tuple(token_ids[:num_prompt]), max_new_tokens=len(token_ids) - num_prompt, temperature=temperature
         )
@@ -126,7 +130,8 @@ class Replica:
     async def pause(self, num_calls: int, number: int) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 
-        `num_calls`: how many calls of `generate` come before; they may still be on their way. `number`: of this pause, or sleep.
+        `num_calls`: how many calls of `generate`, `score` and `trace` come before; they may still be on their way. `number`: of
+        this pause, or sleep.
         """
         if self._state is ReplicaState.ASLEEP:
             self._require_not_aborted(number)
@@ -146,7 +151,7 @@ class Replica:
         self._given_up = [api.WEIGHTS, api.CACHES]
 
     async def _stop(self, event: Event, num_calls: int, number: int) -> None:
-        while self._generator.num_calls < num_calls:  # they are on their way here
+        while self._num_calls < num_calls:  # they are on their way here
             await asyncio.sleep(1e-3)
         await self._generator.acquire_for_sync()
         self._in_sync = True

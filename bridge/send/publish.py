@@ -200,8 +200,8 @@ class Publisher:
         """
         try:
             return (self._pool.receive(message) if self._pool is not None else []), None
-        except RuntimeError as error:
-            return [], str(error)
+        except Exception as error:  # noqa: BLE001 # whatever it is, the other ranks have to hear of it
+            return [], str(error) or type(error).__name__
 
     def _commit(self, connection: Connection, version: int, deadline: float, digests: list[int]) -> None:
         if self._pool is None:
@@ -259,8 +259,8 @@ class Publisher:
             while waiting := self._pool.raise_if_failed(refs, POLL_SECONDS):
                 if time.monotonic() > deadline:
                     return f"deadline passed (sync.timeout_seconds): the last buckets are not loaded by {name_replicas(waiting)}"
-        except RuntimeError as error:
-            return str(error)
+        except Exception as error:  # noqa: BLE001 # whatever it is, other senders may be waiting
+            return str(error) or type(error).__name__
         return None
 
     def _phase(self, version: int, action: Callable[[], None]) -> None:

@@ -61,17 +61,17 @@ class StageSender:
         self._result, self._clock = PassResult(), _Clock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         first_tensor, num_tensors = 0, len(self.stage.manifest.tensors)
-        with self._catching(RuntimeError):
+        with self._catching():
             if self.writer is not None:
                 self.writer.start(deadline, check)
         self._clock.account("wait")
-        with self._catching(Exception, f"stage {self.stage.index}: the weight source failed: "):
+        with self._catching(f"stage {self.stage.index}: the weight source failed: "):
             for part in self.source.parts():
                 self._clock.account("gather")
                 self._send(part, first_tensor)
                 first_tensor += len(part.copies)
         self._clock.account("gather")
-        with self._catching(RuntimeError):
+        with self._catching():
             if self.source.has_tensors and first_tensor != num_tensors:
                 raise RuntimeError(f"the weight source gave {first_tensor} of {num_tensors} tensors")
             if self.writer is not None and self._result.problem is None:
@@ -85,7 +85,7 @@ class StageSender:
         """Pack a part, whose first tensor is this one of the stage, and hand over the buckets that are full."""
         if self._result.problem is not None:
             return
-        with self._catching(RuntimeError):
+        with self._catching():
             self._check()
             if self._verify == "readback" and self.source.is_sender:
                 specs = self.stage.manifest.tensors[first_tensor : first_tensor + len(part.copies)]
@@ -133,13 +133,14 @@ class StageSender:
             yield Step(bucket, bucket_copies, begins, ends, gaps(bucket) if begins else [])
 
     @contextmanager
-    def _catching(self, kind: type[Exception], where: str = "") -> Iterator[None]:
+    def _catching(self, where: str = "") -> Iterator[None]:
         """Keep the first problem and wake the readers up; the pass goes on."""
         try:
             yield
-        except kind as error:  # whatever the source raises has to reach all ranks
+        except Exception as error:  # noqa: BLE001 # whatever it is has to reach all ranks
             if self._result.problem is None:
-                self._result.problem = f"{where}{type(error).__name__}: {error}" if where else str(error)
+                is_told = isinstance(error, RuntimeError) and not where
+                self._result.problem = str(error) if is_told else f"{where}{type(error).__name__}: {error}"
                 if self.writer is not None:
                     self.writer.abort(self._result.problem)
 

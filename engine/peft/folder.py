@@ -108,9 +108,13 @@ def _read_names(path: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def fingerprint(model_path: Path) -> str:
-    """Tells one set of base weights from another without reading all of it: sizes, headers, and three parts of each file."""
-    digest = hashlib.sha256()
-    for path in sorted(model_path.glob("*.safetensors")):
+    """Tells one set of base weights from another without reading all of it: sizes, headers, and three parts of each file.
+
+    Of the files that its index names, or of model.safetensors: others may come and go beside them.
+    """
+    digest, index = hashlib.sha256(), model_path / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for path in [model_path / name for name in sorted(names)]:
         size = path.stat().st_size
         with path.open("rb") as file:
             for offset in (0, size // 2, max(0, size - SAMPLE_BYTES)):

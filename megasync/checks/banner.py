@@ -13,7 +13,6 @@ from megasync.checks.resume import first_step, resumed_checkpoint
 from megasync.config.errors import explain
 from megasync.config.files import has_results
 from megasync.config.schema import Config
-from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
 from megasync.hf.folder import model_shape
 from megasync.hf.tensors import num_parameters
@@ -82,8 +81,7 @@ def _reward(config: Config) -> str:
 
 def _data(data: RunData, num_trained: int, config: Config) -> dict[str, str]:
     lines = {"data": "; ".join(_examples(key, kept, read) for key, (kept, read) in data.counts.items())}
-    order = PromptOrder(len(data.train), config.run.seed, config.data.shuffle)
-    example = data.train[order.index(num_trained)]
+    example = data.train[data.order(config).index(num_trained)]
     text = data.prompts.prompt_text(example)
     shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
     num_tokens = len(data.prompts.prompt_ids(example))

@@ -70,6 +70,9 @@ def _check_run_folder(config: Config, *, makes_folder: bool) -> None:
     name, folder = config.run.name, config.run.folder
     message = f"run.name = {name!r}: the name of one folder is expected"
     refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")
+    unprintable = next((part for part in (name, str(config.run.dir)) if not part.isprintable()), "")
+    message = f"run.dir, run.name = {unprintable!r}: holds a control character, or another that cannot be printed"
+    refuse_if(unprintable, message, remedy="write it with letters, digits, - and _")
     _check_former_run(config)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

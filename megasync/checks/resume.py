@@ -1,4 +1,5 @@
-"""Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index. No torch in here.
+"""Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its prompts. No torch
+in here.
 
 Leaves out tensors and layout, which resuming looks at (engine/checkpoint/resuming.py).
 """
@@ -11,6 +12,7 @@ from engine.resume import model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import newest_checkpoint, read_marker
 from megasync.config.schema import Config
+from megasync.rollouts.progress import load_progress
 
 
 def resumed_checkpoint(config: Config) -> Path | None:
@@ -46,7 +48,10 @@ def check_resume(config: Config) -> None:
     folder = resumed_checkpoint(config)
     if folder is None:
         return
+    if config.checkpoint.resume == "newest_weights":
+        read_marker(config.run.folder)
     try:
         read_index(folder, model_of(config.model.dtype, config.engine.lora))
+        load_progress(folder)
     except ValueError as error:
         raise ConfigError(str(error), remedy="or write checkpoint.resume=never, which moves the former results aside") from error

@@ -60,9 +60,24 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def read_marker(run_folder: Path) -> dict[str, Any] | None:
-    """With which step, its `step`, the weights of the newest version were made, and which prompts were trained by then."""
+    """With which step, its `step`, the weights of the newest version were made, and which prompts were trained by then.
+
+    Raises:
+        ConfigError: it is damaged, as a machine that loses its power may leave it, or another version wrote it.
+    """
     path = run_folder / MARKER
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        numbers = [told["step"], told["num_trained"], told["num_begun"], *told["begun"]]
+        if all(type(number) is int for number in numbers):
+            return dict(told)
+        problem = "holds something else than numbers"
+    except (ValueError, LookupError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    remedy = "delete it, or write checkpoint.resume=auto: the run goes on from its newest checkpoint"
+    raise ConfigError(f"{path}: cannot be read: {problem}", remedy=remedy)
 
 
 def has_results(run_folder: Path) -> bool:

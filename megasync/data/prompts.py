@@ -9,39 +9,38 @@ Leaves out sampling and rewards.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sample import Sample
 from megasync.config.data_section import DataConfig, EvalSet
-from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
-from megasync.data.data import Example, load_examples
-from megasync.hf.folder import DOWNLOAD_REMEDY, model_shape, read_json_object
+from megasync.data.data import Example, PromptOrder, load_examples
+from megasync.data.tokenizer import check_template, load_tokenizer, stop_token_ids
+from megasync.hf.folder import model_shape
 
 CHUNK = 4096  # texts that the tokenizer's threads share
-OF_TEMPLATES = ("namespace", "range", "dict", "raise_exception", "strftime_now", "lipsum", "cycler", "joiner")  # functions
 
 
 class Prompts:
     """Encodes prompts (with data.chat_template as turns), decodes responses, knows where a response ends."""
 
     def __init__(self, model_path: str, data: DataConfig) -> None:
-        self.tokenizer = _load_tokenizer(Path(model_path))
+        self.tokenizer, self.vocab_size = load_tokenizer(Path(model_path)), model_shape(model_path).vocab_size
         self.data = data
         if data.chat_template and not self.tokenizer.chat_template:
             message = f"data.chat_template = true: the tokenizer in {model_path} has no chat template"
             raise ConfigError(message, remedy="write data.chat_template=false, or take a model with one")
         if data.chat_template:
-            _check_template_arguments(self.tokenizer, data.chat_template_arguments)
-        self.stop_token_ids = _stop_token_ids(model_path, self.tokenizer.eos_token_id)
+            check_template(self.tokenizer, data.chat_template_arguments)
+        self.stop_token_ids = stop_token_ids(Path(model_path), self.tokenizer.eos_token_id, self.vocab_size)
         self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
         self._token_texts: dict[int, str] = {}
 
@@ -76,12 +75,24 @@ class Prompts:
         return Sample(np.array(self.prompt_ids(example), np.int32), np.array(response, np.int32))
 
     def lengths(self, examples: Iterable[Example], *, with_answers: bool) -> Iterator[int]:
-        """Tokens of each prompt; `with_answers`: of the whole supervised sample."""
+        """Tokens of each prompt; `with_answers`: of the whole supervised sample.
+
+        Raises:
+            ConfigError: names the line of a prompt of no tokens, or of tokens that the model has no embeddings for.
+        """
         rest = iter(examples)
         while chunk := list(islice(rest, CHUNK)):
             answers = self._encode([example.answer for example in chunk], special=False) if with_answers else [()] * len(chunk)
-            for prompt, answer in zip(self._prompts(chunk), answers, strict=True):
+            for example, prompt, answer in zip(chunk, self._prompts(chunk), answers, strict=True):
+                self._check_ids(example, prompt, answer)
                 yield len(prompt) + len(answer) + with_answers
+
+    def _check_ids(self, example: Example, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        refuse_if(not prompt, f"line {example.line}: the tokenizer makes no token of the prompt", remedy="take the line out")
+        if (highest := max((*prompt, *answer))) >= self.vocab_size:
+            message = f"line {example.line}: holds the token {highest}, {self.tokenizer.decode([highest])!r}, and the model has "
+            message += f"embeddings for 0 to {self.vocab_size - 1}"
+            raise ConfigError(message, remedy="take tokenizer and model of one folder, or take the line out")
 
     def _prompt_ids(self, example: Example) -> tuple[int, ...]:
         return tuple(self._prompts([example])[0])
@@ -93,7 +104,6 @@ class Prompts:
 
     def _templated(self, examples: Sequence[Example]) -> list[str]:
         """ConfigError names the line of messages that the template refuses."""
-        from jinja2 import TemplateError
 
         def apply(chosen: Sequence[Example]) -> list[str]:
             turns = [self.turns(example) for example in chosen]
@@ -104,7 +114,7 @@ class Prompts:
 
         try:
             return apply(examples)
-        except TemplateError as error:
+        except Exception as error:  # a template runs code, with errors of any kind
             if len(examples) == 1:
                 message = f"line {examples[0].line}: the model's chat template refuses the prompt: {error}"
                 roles = ", ".join(turn["role"] for turn in self.turns(examples[0]))
@@ -124,52 +134,6 @@ class Prompts:
         return encoded["input_ids"]  # type: ignore[no-any-return]
 
 
-def _load_tokenizer(folder: Path) -> Any:
-    """From tokenizer.json alone: AutoTokenizer imports torch, and makes up an empty tokenizer where there is none."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        remedy = "put it there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it"
-        raise ConfigError(f"model.path = {folder}: the folder holds no tokenizer.json", remedy=remedy)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def _check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Each is a variable that the template reads: it would pass over any other without a word."""
-    from jinja2 import TemplateError, meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    template = tokenizer.get_chat_template()
-    try:
-        variables = meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
-    except TemplateError as error:
-        remedy = "download the tokenizer again, or write data.chat_template=false"
-        raise ConfigError(f"data.chat_template = true: the model's template is broken: {error}", remedy=remedy) from error
-    usable = sorted(variables - {"messages", "add_generation_prompt", *tokenizer.special_tokens_map, *OF_TEMPLATES})
-    for name in arguments:
-        if name not in usable:
-            near, key = nearest_name(name, usable), f"data.chat_template_arguments.{name}"
-            problem = f"{key} = {arguments[name]!r}: the model's chat template reads no such variable"
-            remedy = f"write data.chat_template_arguments.{near}" if near else f"take {key} out"
-            raise ConfigError(problem, choices=", ".join(usable) or "none", nearest=near, remedy=remedy)
-
-
-def _stop_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """The tokenizer's end of sequence first, then those of generation_config.json."""
-    found = [] if tokenizer_eos is None else [tokenizer_eos]
-    path = Path(model_path) / "generation_config.json"
-    if path.is_file():
-        eos = read_json_object(path).get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        message = f"{path}: eos_token_id = {eos!r}: a token's number, or a list of them, is expected"
-        refuse_if(any(type(one) is not int for one in ids), message, remedy=DOWNLOAD_REMEDY)
-        found += ids
-    if not found:
-        message = f"model.path = {model_path}: names no end-of-sequence token, in its tokenizer or generation_config.json"
-        raise ConfigError(message, remedy="give tokenizer_config.json an eos_token")
-    return tuple(dict.fromkeys(found))
-
-
 @dataclass(frozen=True)
 class RunData:
     """What a run trains on and is evaluated on: examples that fit, the tokenizer, and what there is to say of the others."""
@@ -180,6 +144,10 @@ class RunData:
     notes: list[str]
     eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: examples that fit, and all that there are
+
+    def order(self, config: Config) -> PromptOrder:
+        """In which `train` is trained."""
+        return PromptOrder(len(self.train), config.run.seed, config.data.shuffle)
 
 
 def load_data(config: Config, *, trains: bool = True) -> RunData:

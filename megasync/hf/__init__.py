@@ -2,6 +2,7 @@
 
 folder.py       which models there are, and what is wrong with a folder
 model_shape.py  the sizes of a model
+types.py        the types of what a config.json says
 features.py     what a config.json says that training or vLLM would get wrong
 windows.py      sliding windows that are refused
 tensors.py      the tensors that a config.json asks for, against those of a folder

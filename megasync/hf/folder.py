@@ -26,6 +26,7 @@ from megasync.hf.features import (
 )
 from megasync.hf.model_shape import ModelShape
 from megasync.hf.tensors import check_tensors
+from megasync.hf.types import check_types
 from megasync.hf.windows import refused_gemma, refused_windows
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
@@ -56,6 +57,7 @@ def check_model_config(folder: Path) -> ModelShape:
         remedy = download if is_hub_name else "write model.path=FOLDER, a Hugging Face folder on this machine"
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
+    check_types(folder / "config.json", fields)
     _refuse_unsupported(folder / "config.json", shape.model_type, fields)
     return shape
 

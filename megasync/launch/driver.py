@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -139,6 +140,23 @@ def rank_environments(places: Sequence[Place], address: str, port: int, num_host
     return environments
 
 
+def answers_at_start(references: list[Any]) -> list[Any]:
+    """What ranks answer before they run the program, in order.
+
+    Raises:
+        RuntimeError: one gives no answer; why, with its name, is Ray's.
+    """
+    pending, deadline = references, time.monotonic() + PLACEMENT_SECONDS
+    try:
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            ray.get(ready or pending, timeout=0)
+        answers: list[Any] = ray.get(references)
+    except RayError as error:
+        raise RuntimeError(f"a trainer rank did not start: {type(error).__name__}: {error}") from error
+    return answers
+
+
 def wait_for_ranks(running: dict[Any, int]) -> int:
     """0 once all ranks ended well, else the first failure's exit code; `running` maps references to ranks."""
     pending = list(running)
@@ -183,10 +201,10 @@ def drive(
     """Run the program on all ranks, with `told` in their environment; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank, trainer_nodes)
     try:
-        places = [Place(*place) for place in ray.get([rank.place.remote() for rank in ranks], timeout=PLACEMENT_SECONDS)]
+        places = [Place(*place) for place in answers_at_start([rank.place.remote() for rank in ranks])]
         places, ranks = in_order_of_nodes(places, ranks)
         num_hosts = sum(node["Alive"] for node in ray.nodes())
-        address, port = ray.get(ranks[0].open_store.remote(), timeout=PLACEMENT_SECONDS)
+        ((address, port),) = answers_at_start([ranks[0].open_store.remote()])
         environments = rank_environments(places, address, port, num_hosts)
         running = {
             rank.run.remote(program, list(arguments), {**environment, **told}): index
@@ -199,8 +217,10 @@ def drive(
         remove_placement_group(group)
 
 
-def begin_run(program: str, arguments: Sequence[str]) -> Path | None:
+def begin_run(program: str, arguments: Sequence[str], submitted: float = math.inf) -> Path | None:
     """The run's folder, from now on with no `stop` but this run's; None: the ranks run another program than the trainer.
+
+    `submitted`: when the job was, in seconds since the epoch; a `stop` that is newer is this run's.
 
     Raises:
         ConfigError: the config cannot be read, or a run is going on in its folder.
@@ -209,7 +229,7 @@ def begin_run(program: str, arguments: Sequence[str]) -> Path | None:
         return None
     config, *overrides = arguments
     folder = load_config(config, overrides).run.folder
-    forget_former_stop(folder)
+    forget_former_stop(folder, submitted)
     return folder
 
 
@@ -220,11 +240,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trainer-nodes", type=int, default=0, help="run.trainer_nodes")
     parser.add_argument("--replicas", type=int, default=0, help="vLLM replicas that need GPUs of their own")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each of them, on one node")
+    parser.add_argument("--submitted", type=float, default=math.inf, help="when, in seconds since the epoch (default: now)")
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
     options = parser.parse_args(argv)
     with main_errors():
-        folder = begin_run(options.program, options.arguments)
+        folder = begin_run(options.program, options.arguments, options.submitted)
     ray.init(log_to_driver=True)
     gpus_per_rank = 1 if ray.cluster_resources().get("GPU") else 0
     try:
@@ -238,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
         told = launched(folder) if folder is not None else {}
         code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes, told)
         return STOPPED if code == 0 and folder is not None and is_asked_to_stop(folder) else code
-    except (RuntimeError, GetTimeoutError) as error:
+    except (RuntimeError, RayError) as error:
         print(error, file=sys.stderr)
         return 1
     finally:

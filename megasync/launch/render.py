@@ -9,6 +9,7 @@ The templates are in launch/templates/. Refuses what cannot fit, as the launcher
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import shlex
 import string
@@ -26,6 +27,7 @@ from megasync.launch.processes import REFUSED
 from megasync.launch.scope import LAST_PORT
 
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
+MOST_CHARACTERS = 47  # of a RayJob's name: KubeRay v1.4.2, ray-operator/controllers/ray/utils/constant.go:MaxRayJobNameLength
 CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
 
 
@@ -125,6 +127,19 @@ def job_name(run_name: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", run_name).strip("-") or "run"
 
 
+def kubernetes_name(run_name: str) -> str:
+    """An RFC 1035 label, of as many characters as KubeRay takes: the run's name, or its letters and digits with a digest of it.
+
+    Two runs never have the same one, which `kubectl apply` would take for a change of the first.
+    """
+    if len(run_name) <= MOST_CHARACTERS and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run_name):
+        return run_name
+    digest = hashlib.sha256(run_name.encode()).hexdigest()[:8]
+    words = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
+    words = words if words[:1].isalpha() else f"run-{words}"
+    return f"{words[: MOST_CHARACTERS - len(digest) - 1].strip('-')}-{digest}"
+
+
 def of_slurm(given: argparse.Namespace) -> dict[str, object]:
     gpus = [f"--gpus-per-node={given.gpus}"] if given.gpus else []
     return {
@@ -145,7 +160,7 @@ def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int,
         ray_version = re.findall(r"^ray==(.*)$", pins, flags=re.MULTILINE)[0]
     resources = {"cpu": f'"{cpus}"', "memory": given.memory} | ({"nvidia.com/gpu": f'"{given.gpus}"'} if given.gpus else {})
     return {
-        "kubernetes_name": re.sub(r"[^a-z0-9-]+", "-", config.run.name.lower()).strip("-") or "run",
+        "kubernetes_name": kubernetes_name(config.run.name),
         "entrypoint": shlex.join(driver).replace("\\", "\\\\").replace('"', '\\"'),
         "ray_version": ray_version,
         "image": given.image,

@@ -1,7 +1,8 @@
 """Which `stop` in a run's folder is asked of this run: a launcher forgets, once, before its first round, what a former run left.
 
 From then on each one counts, also while nodes are waited for and while ranks start, or start again. Times are compared only where
-none of our launchers was there, as under plain torchrun. Leaves out what a run does when it is asked (run/ending.py).
+none of our launchers was there, as under plain torchrun, or while a job waited for a cluster. Leaves out what a run does when
+it is asked (run/ending.py).
 
     forget_former_stop(run_folder)         # a launcher
     forget_stop_before_launch(run_folder)  # rank 0, under any launcher
@@ -9,6 +10,7 @@ none of our launchers was there, as under plain torchrun. Leaves out what a run 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import suppress
@@ -29,8 +31,10 @@ def is_launched(run_folder: Path) -> bool:
     return os.environ.get(LAUNCHED) == launched(run_folder)[LAUNCHED]
 
 
-def forget_former_stop(run_folder: Path) -> None:
+def forget_former_stop(run_folder: Path, begin: float = math.inf) -> None:
     """For a launcher. What it starts in its own environment inherits that this was done; it is done once.
+
+    `begin`: seconds since the epoch; a `stop` that is newer stays, where the run was asked for before its launcher began.
 
     Raises:
         ConfigError: a run is going on in the folder, of which the `stop` there may be asked.
@@ -38,7 +42,7 @@ def forget_former_stop(run_folder: Path) -> None:
     if is_launched(run_folder):
         return
     held = lock(run_folder)
-    forget_stop(run_folder)
+    _forget_older(run_folder, begin)
     os.environ |= launched(run_folder)
     if held is not None:
         os.close(held)
@@ -47,9 +51,13 @@ def forget_former_stop(run_folder: Path) -> None:
 def forget_stop_before_launch(run_folder: Path) -> None:
     """For rank 0, which has locked the folder. Without a launcher of ours a `stop` older than `launch_time` is a former run's."""
     if not is_launched(run_folder):
-        with suppress(FileNotFoundError):
-            if (run_folder / STOP_FILE).stat().st_mtime < launch_time():
-                forget_stop(run_folder)
+        _forget_older(run_folder, launch_time())
+
+
+def _forget_older(run_folder: Path, begin: float) -> None:
+    with suppress(FileNotFoundError):
+        if (run_folder / STOP_FILE).stat().st_mtime < begin:
+            forget_stop(run_folder)
 
 
 def launch_time() -> float:

@@ -30,7 +30,7 @@ class RewardInput:
     prompt: str
     response: str  # without the end-of-sequence token
     answer: str
-    num_tokens: int  # of the response, the end-of-sequence token included
+    num_tokens: int  # of the response, of an episode its last turn, the end-of-sequence token included
     max_tokens: int  # rollout.max_new_tokens
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the data file's line
     line: int = 0  # of the data file, from 1; 0: unknown

@@ -7,8 +7,10 @@ what its environment answered; of one that goes on there are the turns that have
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from typing import Any
 import numpy as np
 
 from bridge.generation import Completion
+from engine.resume import from_weights
+from megasync.config.errors import ConfigError
+from megasync.data.data import PromptOrder
 from megasync.episodes.record import EnvironmentAnswer, TurnRecord
 from megasync.episodes.segments import Branch
 from megasync.episodes.task import Played
@@ -28,6 +33,9 @@ RECORDED = ("turns", "answers", "num_resumed", "is_anew")
 FILE = "rollouts.npz"
 ARRAYS = ("token_ids", "log_probs", "weight_versions")
 FINISH_REASONS = ("stop", "length")
+UNREADABLE = (  # what NumPy and `unpacked` raise of a file that another version wrote, or that is cut off
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error),
+)
 EXPERT_DTYPES = {1: np.uint8, 2: np.int16}  # by their size
 
 
@@ -59,6 +67,7 @@ class Progress:
     num_begun: int = 0
     expected_tokens: float | None = None
     groups: tuple[SavedGroup, ...] = ()
+    order: PromptOrder | None = None  # whose ordinals these are; None: of an older version's file
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
@@ -67,7 +76,7 @@ def save_progress(folder: Path, progress: Progress) -> None:
         folder / FILE,
         counts=np.array([progress.num_trained, progress.num_begun], np.int64),
         expected_tokens=np.array([np.nan if progress.expected_tokens is None else progress.expected_tokens]),
-        **packed(progress.groups),
+        **packed(progress.groups) | ({} if progress.order is None else {"order": np.array(astuple(progress.order), np.int64)}),
     )
 
 
@@ -135,14 +144,31 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Played
 
 
 def load_progress(folder: Path) -> Progress | None:
-    """What `save_progress` wrote; no code is read from the file. Groups of older files have no digests, and will begin anew."""
-    if not (folder / FILE).is_file():
+    """What `save_progress` wrote; no code is read from the file. Groups of older files have no digests, and will begin anew.
+
+    Raises:
+        ConfigError: it is cut off, or a newer version wrote it.
+    """
+    path = folder / FILE
+    if not path.is_file():
         return None
-    with np.load(folder / FILE, allow_pickle=False) as file:
-        data = {name: file[name] for name in file.files}
-    trained, begun, *_ = data["counts"].tolist()
-    (expected,) = data["expected_tokens"].tolist()
-    return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data))
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            data = {name: file[name] for name in file.files}
+        trained, begun, *_ = data["counts"].tolist()
+        (expected,) = data["expected_tokens"].tolist()
+        order = order_of(data["order"].tolist()) if "order" in data else None
+        return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data), order)
+    except UNREADABLE as error:
+        remedy = f"go on with the version that wrote it, or begin another run from its weights: {from_weights(folder)}"
+        message = f"{path}: cannot be read: {type(error).__name__}: {error}; it is damaged, or another version wrote it"
+        raise ConfigError(message, remedy=remedy) from error
+
+
+def order_of(fields: Sequence[int]) -> PromptOrder:
+    """Of dataclasses.astuple."""
+    num_examples, seed, shuffle = fields
+    return PromptOrder(num_examples, seed, bool(shuffle))
 
 
 def unpacked(data: dict[str, Any]) -> tuple[SavedGroup, ...]:

@@ -15,8 +15,6 @@ import io
 import json
 import math
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +28,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.files import EPISODES, write_atomically
 from megasync.episodes.task import Played
 from megasync.rollouts.group import Group
-from megasync.rollouts.progress import SavedGroup, SavedSample, packed, unpacked
+from megasync.rollouts.progress import UNREADABLE, SavedGroup, SavedSample, packed, unpacked
 
 NAME = re.compile(r"step_(\d{8})\.npz")
 HEAD = "head"
@@ -105,7 +103,7 @@ def load_record(path: Path) -> StepRecord:
         head = json.loads(data[HEAD].tobytes())
         groups = [_group(*pair) for pair in zip(unpacked(data), head.pop("requests"), strict=True)]
         return StepRecord(head.pop("step"), tuple(groups), head)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
         remedy = "take a step whose record is whole"
         raise ConfigError(f"{path}: cannot be read as a record: {type(error).__name__}: {error}", remedy=remedy) from error
 

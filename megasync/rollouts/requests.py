@@ -91,7 +91,7 @@ def reward_inputs(
             prompt=example.prompt,
             response=text,
             answer=example.answer,
-            num_tokens=completion.num_sampled if isinstance(completion, Played) else len(completion.token_ids),
+            num_tokens=len(completion.final_ids if isinstance(completion, Played) else completion.token_ids),
             max_tokens=max_tokens,
             extra=example.extra,
             line=example.line,

@@ -8,8 +8,9 @@ anew. Where only its answer or its reward has changed it is scored anew. Leaves 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+from megasync.data.data import PromptOrder
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.scheduler import Candidate, trainable
@@ -44,6 +45,18 @@ def restore_groups(progress: Progress, step: int, settings: StreamSettings, make
     counts = other, len(groups) - len(kept), len(rescored & kept)
     anew = sorted([*anew, *(groups.keys() - kept)])
     return Restored([groups[key] for key in sorted(kept)], anew, _notes(len(progress.groups), own, *counts))
+
+
+def order_notes(progress: Progress, order: PromptOrder) -> list[str]:
+    """What there is to say where the prompts that are left come in another order than those that were trained. Pure."""
+    then = progress.order
+    if then is None or then == order or not progress.num_trained:
+        return []
+    keys = ("data.train has {} examples that fit, then {}", "run.seed is {}, then {}", "data.shuffle is {}, then {}")
+    values = zip(keys, astuple(order), astuple(then), strict=True)
+    changes = "; ".join(text.format(str(now).lower(), str(before).lower()) for text, now, before in values if now != before)
+    told = "some of them are trained twice in this epoch, and others not at all"
+    return [f"the prompts come in another order than before the checkpoint ({changes}): {told}"]
 
 
 def _notes(num_groups: int, own: StreamSettings, num_other: int, num_late: int, num_rescored: int) -> list[str]:

@@ -10,7 +10,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from engine.batch.batch import SampleTable
 from engine.objective.advantages import overlong_penalty
 from engine.sample import Sample
-from megasync.data.data import Example, PromptOrder
+from megasync.data.data import Example
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import Played
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
@@ -72,7 +72,7 @@ class Rollouts:
         self.config, self.prompts, self.examples = config, data.prompts, data.train
         self.rewards, self.timeline, self.note = rewards, log.timeline, log.note
         self.ties = TieWatch()
-        self.order = PromptOrder(len(data.train), config.run.seed, config.data.shuffle)
+        self.order = data.order(config)
         settings = stream_settings(config, scores_groups=rewards.takes_groups)
         self.episodes = EpisodePool(config) if config.rollout.episode else None
         self.identity = episode_identity(config)
@@ -126,12 +126,12 @@ class Rollouts:
     def progress(self) -> Progress:
         """What a run that is resumed here needs to know; the records are on the disk. Raises as `record` does."""
         self.records.wait()
-        return self.stream.progress()
+        return replace(self.stream.progress(), order=self.order)
 
     def begun(self) -> Progress:
         """As `progress`, without the samples that have ended: their groups begin anew."""
         self.records.wait()
-        return self.stream.begun()
+        return replace(self.stream.begun(), order=self.order)
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""

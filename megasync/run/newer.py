@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from bridge.layout.digest import digest_tensor
@@ -19,7 +19,7 @@ from bridge.versions.file import VersionLogError
 from bridge.versions.reader import VersionReader
 from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
 from megasync.config.files import CHECKPOINTS, MARKER, VERSIONS, read_marker, write_atomically
-from megasync.rollouts.progress import Progress, SavedGroup
+from megasync.rollouts.progress import Progress, SavedGroup, order_of
 
 REBUILT = ".newer"  # among the checkpoints: on the file system that all nodes share
 
@@ -41,6 +41,7 @@ def mark(run_folder: Path, step: int, progress: Progress) -> None:
         "num_begun": progress.num_begun,
         "expected_tokens": progress.expected_tokens,
         "begun": [group.key for group in progress.groups],
+        "order": None if progress.order is None else astuple(progress.order),
     }
     write_atomically(run_folder / MARKER, json.dumps(told))
 
@@ -50,7 +51,8 @@ def marked(run_folder: Path) -> tuple[int, Progress] | None:
     if (told := read_marker(run_folder)) is None:
         return None
     groups = tuple(SavedGroup(key) for key in told["begun"])
-    return told["step"], Progress(told["num_trained"], told["num_begun"], told["expected_tokens"], groups)
+    order = order_of(told["order"]) if told.get("order") else None
+    return told["step"], Progress(told["num_trained"], told["num_begun"], told["expected_tokens"], groups, order)
 
 
 def find_newer(run_folder: Path, model: Path, than: int) -> tuple[NewerWeights | None, str]:

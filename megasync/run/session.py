@@ -24,7 +24,6 @@ from engine.sample import Sample
 from megasync.checks.unused import unused_keys
 from megasync.config.files import is_asked_to_stop
 from megasync.config.schema import Config
-from megasync.data.data import PromptOrder
 from megasync.data.prompts import RunData
 from megasync.planning.record import write_plan
 from megasync.reporting.log import RunLog
@@ -32,6 +31,7 @@ from megasync.reporting.page import write_unfinished_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, save_progress
+from megasync.rollouts.restore import order_notes
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.rollouts.token_lines import rows_of_first_members, with_trainer_log_probs
 from megasync.run.canary import build_canary
@@ -79,7 +79,8 @@ class Session:
         self._data_of_rank = data
         if former:
             self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
-        for note in (*resumed, *unused_keys(config), *(data.notes if data is not None else ())):
+        of_data = [*data.notes, *order_notes(self.progress, data.order(config))] if data is not None else []
+        for note in (*resumed, *unused_keys(config), *of_data):
             self.log.note(note)
         self.weights = Weights(config, self.engine, self.log, replica_start)
         parts = (self.engine, self.weights, self.log, self.clock, self.heartbeat)
@@ -157,10 +158,9 @@ class Session:
 
     def supervised_batch(self, step: int) -> list[Sample]:
         """The supervised examples of a step, the same on every rank. Not collective."""
-        data = self.config.data
-        order = PromptOrder(len(self._data.train), self.config.run.seed, data.shuffle)
-        first = self.progress.num_trained + (step - self.first_step) * data.batch_size
-        indices = [order.index(ordinal) for ordinal in range(first, first + data.batch_size)]
+        size, order = self.config.data.batch_size, self._data.order(self.config)
+        first = self.progress.num_trained + (step - self.first_step) * size
+        indices = [order.index(ordinal) for ordinal in range(first, first + size)]
         return [self._data.prompts.supervised(self._data.train[index]) for index in indices]
 
     def start_replicas(self) -> None:
@@ -261,7 +261,7 @@ class Session:
     def _progress(self) -> Progress:
         """On rank 0."""
         done = self.progress.num_trained + (self.step + 1 - self.first_step) * self.config.data.batch_size
-        return self.rollouts.progress() if self.rollouts is not None else Progress(done)
+        return self.rollouts.progress() if self.rollouts is not None else Progress(done, order=self._data.order(self.config))
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

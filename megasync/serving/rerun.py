@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megasync.config.errors import refuse_if
-from megasync.data.data import PromptOrder
 from megasync.data.prompts import load_data
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import EnvironmentAnswer, History, turns_of
@@ -60,8 +59,7 @@ def rerun(config: Config, steps: Mapping[int, Mapping[tuple[int, int], RecordedG
 
 
 def _again(config: Config, data: RunData, members: Mapping[tuple[int, int], RecordedGroup]) -> list[_Again]:
-    order = PromptOrder(len(data.train), config.run.seed, config.data.shuffle)
-    again = list[_Again]()
+    order, again = data.order(config), list[_Again]()
     for (key, member), group in members.items():
         played: Any = group.members[member]
         example = data.train[order.index(key)]

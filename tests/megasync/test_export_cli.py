@@ -225,5 +225,9 @@ def test_what_cannot_be_merged_is_said(run: Path, tmp_path: Path, capsys: pytest
     write_tiny_model(tmp_path / "base", "qwen3", seed=5)
     weights = own / "checkpoints" / "step_00000003" / "adapter" / "adapter_model.safetensors"
     save_file(load_file(weights), weights, {"format": "pt", "base_fingerprint": fingerprint(tmp_path / "moved")})
+    stray = tmp_path / "moved" / "consolidated.safetensors"
+    before = fingerprint(tmp_path / "moved")
+    save_file({"tok_embeddings.weight": torch.ones(3)}, stray)
+    assert fingerprint(tmp_path / "moved") == before, "of the files that are the model's weights"
     assert "was trained on other weights" in complaint(capsys, own, "--to", tmp_path / "out", "--merge")
     assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,9 @@ def test_a_job_of_this_machine_knows_that_a_former_stop_is_forgotten(tmp_path: P
     told = launched(tmp_path / "run")
     cluster = ["--address", "http://127.0.0.1:1", "--num-ranks", "2"]
     for flags, is_told in (([], True), (cluster, False), (PROGRAM, False)):
-        environment = job(parse([path, *flags]), config, 2)["runtime_env"]["env_vars"]
+        made = job(parse([path, *flags]), config, 2)
+        environment = made["runtime_env"]["env_vars"]
+        assert (" --submitted 1" in made["entrypoint"]) == (flags != PROGRAM)
         assert (told.items() <= environment.items()) == is_told
 
 
@@ -221,15 +224,19 @@ def test_cluster_that_refuses_the_token(cluster: Cluster) -> None:
 
 
 @contextmanager
-def cut(address: str) -> Iterator[tuple[str, Any]]:
-    """Another address of a server, and what cuts all connections through it."""
+def cut(address: str, *, unanswered: bytes = b"POST /nothing") -> Iterator[tuple[str, Any]]:
+    """Another address of a server, and what cuts all connections through it. `unanswered`: a request that comes no answer to."""
     target = ("127.0.0.1", int(address.rpartition(":")[2]))
     ends: list[socket.socket] = []
+    silent: set[socket.socket] = set()
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                sink.sendall(data)
+                if data.startswith(unanswered):
+                    silent.add(sink)
+                if source not in silent or not data.startswith(b"HTTP/1.1 200"):  # an agent may not be there yet
+                    sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
     def serve(listener: socket.socket) -> None:
@@ -282,3 +289,26 @@ def test_a_lost_connection_is_no_end_of_the_job_and_a_killed_driver_is_one_of_it
     driver.kill()
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert alive == []
+
+
+def test_a_job_that_is_interrupted_before_it_is_known_to_run_is_stopped(cluster: Cluster) -> None:
+    """The cluster has it, and its answer is on the way."""
+    path, name = ROOT / "tests" / "data" / "submit.yaml", f"run.name=hang_{secrets.token_hex(4)}"
+    me = psutil.Process()
+
+    def drivers() -> list[psutil.Process]:
+        return [each for each in me.children(recursive=True) if is_driver(each, "raysubmit_") and name in each.cmdline()]
+
+    with cut(cluster.address, unanswered=b"POST /api/jobs/ HTTP") as (address, _):
+        command = [sys.executable, "-m", "megasync.submit", str(path), name, "--num-ranks", "1", "--address", address, *PROGRAM]
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+        with subprocess.Popen(command, env=ENVIRONMENT | cluster.token, **options) as process:
+            deadline = time.monotonic() + 60
+            while not (found := drivers()) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=120)
+            (driver,) = found
+    assert process.returncode == 130 and "stopping raysubmit_" in output, output
+    psutil.wait_procs([driver], timeout=30)
+    assert not drivers()

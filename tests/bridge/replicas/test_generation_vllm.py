@@ -139,6 +139,17 @@ def test_every_token_s_experts_are_those_of_transformers_over_an_update_too(pool
     assert {int(version) for _, completion in done for version in completion.weight_versions} <= {-1, 0}
 
 
+def test_a_pause_waits_for_no_call_that_failed_before_it_generated(pool: OpenPool, tmp_path: Path) -> None:
+    """A trace knows no modules of experts."""
+    with pytest.raises(RuntimeError, match="gate_up_proj"):
+        pool.trace(0, [*PROMPT, 5, 6], len(PROMPT), 1.0, tmp_path / "trace.safetensors")
+    pausing = threading.Thread(target=pool.pause, daemon=True)
+    pausing.start()
+    pausing.join(30)
+    assert not pausing.is_alive()
+    assert pool.abort() == ([], []) and generate(pool)
+
+
 def test_replicas_that_have_only_begun_to_start_end_with_their_pool(pool, folders: list[Path]) -> None:
     beginning = OpenPool.begin_start(ReplicaConfig(str(folders[1]), "float32", max_model_len=64, kv_cache_bytes=2**26), 1)
     (actor,) = beginning._starting.values()

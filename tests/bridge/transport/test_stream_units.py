@@ -67,7 +67,10 @@ def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
 
 
 class LateLostPool(LostPool):
-    """A replica whose actor is gone once it has paused: who looks after it has taken it out."""
+    """A replica whose actor is gone once it has paused: who looks after it has taken it out, or Ray is gone."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def pause(self) -> None:
         """It has nothing to do."""
@@ -76,7 +79,7 @@ class LateLostPool(LostPool):
         return []
 
     def receive(self, _message: BeginSync) -> list[object]:
-        raise RuntimeError("replica 0 is not there")
+        raise self.error
 
     def raise_if_failed(self, refs: list[object], _seconds: float = 0.0) -> list[int]:
         assert refs, "nobody is asked to receive"
@@ -86,10 +89,11 @@ class LateLostPool(LostPool):
         return [0], []
 
 
-def test_a_replica_that_is_lost_after_its_pause_ends_the_sync_on_all_ranks() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ConnectionError])
+def test_a_replica_that_is_lost_after_its_pause_ends_the_sync_on_all_ranks(kind: type[Exception]) -> None:
     """They walk the source to the end, in whose collectives all ranks of a stage take part, and hear of it then."""
     source = DictSource({f"tensor {number}": torch.ones(8) for number in range(5)})
-    publisher = Publisher(source, LateLostPool(), SyncConfig(transport="shm"))
+    publisher = Publisher(source, LateLostPool(kind("replica 0 is not there")), SyncConfig(transport="shm"))
     with pytest.raises(SyncError, match="replica 0 is not there") as caught:
         publisher.publish(1)
     assert caught.value.failed_replicas == (0,) and source.num_given == 5
@@ -170,6 +174,21 @@ def test_a_source_is_drained_after_an_error() -> None:
     abort_endpoints([writer.endpoint], "replica 1 worker 0: no memory")
     result = StageSender(source, stage, writer).run(soon(), lambda: None, "digest")
     assert "no memory" in result.problem
+    assert source.num_given == 20
+    writer.close()
+
+
+def test_a_source_is_drained_whatever_the_check_raises() -> None:
+    """Other ranks of its stage are in the source's collectives."""
+    source = DictSource({f"t{i}": torch.full((64,), float(i)) for i in range(20)})
+    stage = stage_of(source.manifest(), 256)
+    writer = open_writer("shm", stage, ["a", "b"], [0, 1])
+
+    def check() -> None:
+        raise ConnectionError("Ray is gone")
+
+    result = StageSender(source, stage, writer).run(soon(), check, "digest")
+    assert result.problem == "ConnectionError: Ray is gone"
     assert source.num_given == 20
     writer.close()
 

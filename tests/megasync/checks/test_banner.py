@@ -86,6 +86,9 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
     assert "lora_rank is 0, the checkpoint has 8" in message
     assert f"model.path={newest}/hf" in message and "checkpoint.resume=never" in message
     check_config(load_config(runnable, ["checkpoint.resume=never"]), 2)
+    newest = write_checkpoint(run, 3, model)
+    (newest / "rollouts.npz").write_bytes(b"PK of another version")
+    assert f"{newest / 'rollouts.npz'}: cannot be read: " in cannot_run(runnable)
     for text, words in (("{", "is damaged"), (json.dumps({"format": 1}), "this version reads 2")):
         (newest / "index.json").write_text(text)
         assert words in cannot_run(runnable)

@@ -271,6 +271,8 @@ def test_run_folder_that_cannot_be_written(runnable: Path) -> None:
     assert "cannot be written" in cannot_run(runnable, "run.dir=/proc/none")
     for name in ("''", "..", "a/b"):
         assert "run.name = " in cannot_run(runnable, f"run.name={name}")
+    for key, text in (("run.name", "a\\0b"), ("run.name", "a\\nb"), ("run.dir", "/tmp/a\\0b")):
+        assert "run.dir, run.name = " in cannot_run(runnable, f'{key}="{text}"')
 
 
 def test_check_command(runnable: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megasync.checks.check import check_config
 from megasync.config.load import load_config
 from megasync.data.prompts import RunData, load_data
 from tests.support.config_files import cannot_run, write, write_runnable
@@ -35,7 +36,7 @@ def runnable(tmp_path: Path) -> Path:
     return path
 
 
-def set_template(runnable: Path, template: str) -> None:
+def set_template(runnable: Path, template: object) -> None:
     tokenizer = runnable.parent / "model" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": template}))
 
@@ -134,6 +135,48 @@ def test_a_broken_generation_config_is_named(runnable: Path, content: bytes, wor
     assert message.startswith(f"{path}: ") and words in message and "download the model again" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
+        ("tokenizer_config.json", '{"model_max_length": "long"}', "model_max_length = 'long': a number of tokens"),
+        ("tokenizer.json", "{}", "model: its tokenizer cannot be read: KeyError"),
+        ("tokenizer.json", '{"added_tokens": [', "model: its tokenizer cannot be read: JSONDecodeError"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(runnable: Path, name: str, content: str, words: str) -> None:
+    (runnable.parent / "model" / name).write_text(content)
+    message = cannot_run(runnable)
+    assert words in message and "download the model again" in message
+
+
+def test_the_end_of_a_sequence_is_a_token_that_the_model_has(runnable: Path) -> None:
+    """Supervised answers end with the tokenizer's; others may stop a response, and may be of no use."""
+    folder = runnable.parent / "model"
+    (folder / "generation_config.json").write_text('{"eos_token_id": [128, 1]}')
+    check_config(load_config(runnable), 2)
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": None}))
+    message = cannot_run(runnable)
+    assert "eos_token_id is the token 128, and the model has embeddings for 0 to 127" in message
+    assert "take tokenizer and model of one folder" in message
+
+
+def test_prompts_are_of_tokens_that_the_model_has(runnable: Path, tmp_path: Path) -> None:
+    """A tokenizer with more tokens than the model; and one that has no token for what it does not know."""
+    path, train = runnable.parent / "model" / "tokenizer.json", tmp_path / "train.jsonl"
+    fields = json.loads(path.read_text())
+    fields["model"]["vocab"]["3"] = 500
+    path.write_text(json.dumps(fields))
+    train.write_text('{"question": "1", "answer": "2"}\n{"question": "1+3=", "answer": "4"}\n')
+    message = cannot_run(runnable, f"data.train={train}")
+    assert "data.train: line 2: holds the token 500, '3', and the model has embeddings for 0 to 127" in message
+    fields["model"]["vocab"]["3"] = 7
+    path.write_text(json.dumps(fields | {"model": {"type": "BPE", "vocab": fields["model"]["vocab"], "merges": []}}))
+    train.write_text('{"question": "1", "answer": "2"}\n{"question": "\u00e4", "answer": "2"}\n')
+    assert "data.train: line 2: the tokenizer makes no token of the prompt" in cannot_run(runnable, f"data.train={train}")
+
+
 def test_messages_need_the_template(runnable: Path, tmp_path: Path) -> None:
     train = write_turns(tmp_path / "turns.jsonl", [("user", "4")])
     message = cannot_run(runnable, f"data.train={train}")
@@ -146,6 +189,11 @@ def test_what_the_template_refuses_is_named_by_its_line(runnable: Path, tmp_path
     message = cannot_run(runnable, *TEMPLATED, f"data.train={train}")
     assert message.startswith("data.train: line 2: the model's chat template refuses the prompt: no nines here")
     assert "roles:  user, assistant, user" in message
+    for error, words in (("{{ messages + 3 }}", "can only concatenate list"), ("{{ 1 / 0 }}", "division by zero")):
+        set_template(runnable, error)
+        assert f"line 1: the model's chat template refuses the prompt: {words}" in cannot_run(runnable, *TEMPLATED)
+    set_template(runnable, [{"name": "rag", "template": "x"}])
+    assert "the model's template is broken: This model has multiple" in cannot_run(runnable, *TEMPLATED)
     set_template(runnable, "{% for message in messages %}")
     assert "data.chat_template = true: the model's template is broken" in cannot_run(runnable, *TEMPLATED)
 

@@ -67,7 +67,7 @@ def model_without_tokenizer(folder: Path) -> list[Finding]:
     return inputs.check_tokenizer(config)[0]
 
 
-@case("error", "tokenizer.json cannot be loaded", "download the tokenizer again")
+@case("error", "its tokenizer cannot be read", "hf download")
 def tokenizer_cut_off(folder: Path) -> list[Finding]:
     config = broken.config(folder)
     broken.cut_off(folder / "model/tokenizer.json")

@@ -1,18 +1,22 @@
-"""What the driver of a Ray job does before it asks Ray for anything. What it does then is in tests/megasync/test_submit.py.
+"""What the driver of a Ray job does until its ranks run. What it does then is in tests/megasync/test_submit.py.
 
 python -m pytest tests/megasync/launch/test_driver.py
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from megasync.config.errors import ConfigError
 from megasync.config.files import STOP_FILE, is_asked_to_stop
-from megasync.launch.driver import PROGRAM, begin_run, main
+from megasync.launch import driver
+from megasync.launch.driver import PROGRAM, TrainerRank, begin_run, drive, main
 from megasync.launch.processes import REFUSED
+from megasync.launch.ray_cluster import start_ray
 from megasync.launch.stop_request import LAUNCHED
 
 
@@ -37,7 +41,34 @@ def test_the_folder_is_that_of_the_start_and_a_former_stop_is_forgotten(config: 
         begin_run(PROGRAM, [str(config)])
 
 
+def test_a_stop_since_the_job_was_submitted_is_its_own(config: Path) -> None:
+    """A job may wait for a cluster's node for a long time."""
+    folder = config.parent / "first"
+    folder.mkdir()
+    (folder / STOP_FILE).touch()
+    made = (folder / STOP_FILE).stat().st_mtime
+    assert begin_run(PROGRAM, [str(config)], made - 60) == folder and is_asked_to_stop(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LAUNCHED, "")
+        assert begin_run(PROGRAM, [str(config)], made + 60) == folder and not is_asked_to_stop(folder)
+
+
 def test_a_config_that_cannot_be_read_is_refused_before_ray_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--num-ranks", "1", "--", str(config), "run.steps=-1"])
     assert refused.value.code == REFUSED and "run.steps = -1: out of range" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["place", "open_store"])
+def test_a_rank_that_dies_before_it_runs_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(_: TrainerRank) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(driver, "TrainerRank", type("DyingRank", (TrainerRank,), {method: die}))
+    stop = start_ray("local")
+    try:
+        with pytest.raises(RuntimeError, match=r"(?s)^a trainer rank did not start: ActorDiedError: .*name: trainer-rank-\d"):
+            drive(2, "tests.megasync.rank_program:main", [], 0, 0, {})
+    finally:
+        assert stop is not None
+        stop()

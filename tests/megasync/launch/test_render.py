@@ -62,7 +62,7 @@ SCHEMA = {
     "properties": {
         "apiVersion": {"const": "ray.io/v1"},
         "kind": {"const": "RayJob"},
-        "metadata": {"type": "object", "properties": {"name": {"pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"}}},
+        "metadata": {"type": "object", "properties": {"name": {"pattern": "^[a-z]([a-z0-9-]*[a-z0-9])?$", "maxLength": 47}}},
         "spec": {"type": "object", "additionalProperties": False, "required": list(SPEC), "properties": SPEC},
     },
 }
@@ -113,6 +113,19 @@ def test_rayjob_file_is_by_the_schema(config: str, capsys: pytest.CaptureFixture
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (worker,) = group["template"]["spec"]["containers"]
     assert group["replicas"] == 2 and worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+@pytest.mark.parametrize("name", ["2026-11-26", "GRPO_3B.v2", "-a" * 40, "a" * 46 + "_b", "\u00fcbung", "\u6a21\u578b"])
+def test_a_rayjob_may_have_the_name_of_any_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """KubeRay v1.4.2 takes an RFC 1035 label of 47 characters at most. Runs of different names are different jobs."""
+    names = []
+    for run_name in (name, f"{name}2", name.swapcase()):
+        command = ["--nodes", "1", "--gpus", "8", "--image", "image", "--claim", "shared", f"run.name={run_name}"]
+        assert main(["kuberay", CONFIGS[0], *command]) == 0
+        job = yaml.safe_load(capsys.readouterr().out)
+        jsonschema.validate(job, SCHEMA)
+        names.append(job["metadata"]["name"])
+    assert len(set(names)) == len({name, f"{name}2", name.swapcase()})
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:

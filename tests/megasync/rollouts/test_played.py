@@ -7,12 +7,15 @@ import pytest
 
 from bridge.generation import Completion, GenerationRequest
 from engine.batch.batch import SampleTable
+from megasync.data.data import Example
 from megasync.episodes.record import Asked, recorded
 from megasync.episodes.segments import Branch, Recorder, Turn
 from megasync.episodes.task import Played
+from megasync.rewards.functions import token_count
 from megasync.rewards.pool import Scored, reward_metrics
 from megasync.rollouts.group import Group
 from megasync.rollouts.played import episode_metrics, members_of
+from megasync.rollouts.requests import reward_inputs
 from megasync.rollouts.rollout import batch_metrics, samples_of
 
 PROMPT = (1, 2, 3)
@@ -73,6 +76,14 @@ def test_rewards_that_have_a_name_are_means_over_what_they_scored() -> None:
     found = reward_metrics([Scored(0.25, {}), *by_rewards, Scored(1.0, {})])
     assert found == {"reward/a": 0.5, "reward/b": 0.25, "reward/failures": 1.0}
     assert reward_metrics([Scored(0.25, {})]) == {"reward/failures": 0.0}
+
+
+def test_a_reward_is_told_the_length_of_the_turn_that_it_scores() -> None:
+    """Of at most `rollout.max_new_tokens`: it gets the text of the last turn."""
+    turns = [(Asked(number, 0, 3, ()), PROMPT, turn(length, 0)) for number, length in enumerate((3, 3, 2))]
+    made, records = recorded(turns)
+    (asked,) = reward_inputs(Example("1+1=", "2", 1), [Played(made, turns=records)], ["2"], 3)
+    assert (asked.num_tokens, asked.max_tokens, token_count(asked)) == (2, 3, pytest.approx(2 / 3))
 
 
 def test_a_dropped_member_has_no_part_in_its_group() -> None:

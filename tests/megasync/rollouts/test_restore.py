@@ -13,14 +13,14 @@ import pytest
 
 from bridge.generation import Completion, GenerationRequest
 from megasync.config.schema import RolloutConfig
-from megasync.data.data import Example
+from megasync.data.data import Example, PromptOrder
 from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
 from megasync.episodes.segments import Branch, Turn
 from megasync.episodes.task import Played, Task
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
-from megasync.rollouts.restore import Restored, restore_groups
+from megasync.rollouts.restore import Restored, order_notes, restore_groups
 from megasync.rollouts.attempt import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
@@ -188,6 +188,36 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
             for name in ("token_ids", "is_sampled", "log_probs", "weight_versions", "routed_experts"):
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
                 assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name
+
+
+def test_an_order_that_has_changed_is_told(tmp_path: Path) -> None:
+    """Where other examples fit, or are shuffled otherwise: the places that are trained are those of the former order."""
+    then = PromptOrder(10, seed=3)
+    save_progress(tmp_path, Progress(12, 14, order=then))
+    progress = load_progress(tmp_path)
+    assert progress is not None and progress.order == then
+    assert order_notes(progress, then) == order_notes(replace(progress, order=None), PromptOrder(8)) == []
+    (note,) = order_notes(progress, PromptOrder(8, seed=3, shuffle=False))
+    assert "data.train has 8 examples that fit, then 10; data.shuffle is false, then true" in note and "run.seed" not in note
+    assert order_notes(Progress(0, order=then), PromptOrder(8)) == [], "nothing was trained"
+
+
+@pytest.mark.parametrize("what", ["a field of episodes", "a reason to end", "an array less"])
+def test_a_file_of_another_version_is_refused_by_its_name(what: str, tmp_path: Path) -> None:
+    played = Played((Branch(np.arange(4), 2, np.arange(4) > 1, np.zeros(4), np.zeros(4)),), 0.5)
+    save_progress(tmp_path, Progress(7, 9, None, (SavedGroup(3, (SavedSample(0, played, 0.5),)),)))
+    with np.load(tmp_path / FILE) as file:
+        fields = dict(file)
+    if what == "a field of episodes":
+        text = fields["texts"].tobytes().replace(b"{", b'{"num_windows": 3, ', 1)
+        fields |= {"texts": np.frombuffer(text, np.uint8), "text_bytes": np.array([len(text)])}
+    elif what == "a reason to end":
+        fields["finish_reasons"] += 7
+    else:
+        del fields["lengths"]
+    np.savez(tmp_path / FILE, **fields)
+    with pytest.raises(ValueError, match=r"rollouts\.npz: cannot be read: .* another version wrote it"):
+        load_progress(tmp_path)
 
 
 def test_an_episode_that_goes_on_is_kept_with_its_turns(tmp_path: Path) -> None:

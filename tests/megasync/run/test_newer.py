@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from bridge.versions.file import path_of
 from bridge.versions.writer import VersionWriter
 from megasync.checks.check import check_config
+from megasync.checks.resume import check_resume
 from megasync.config.errors import ConfigError
 from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.load import load_config
+from megasync.data.data import PromptOrder
 from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.run.newer import NewerWeights, find_newer, forget, mark, marked, unmark
 from tests.support.config_files import write_runnable
@@ -28,9 +30,14 @@ from tests.support.config_files import write_runnable
 COUNTS = st.integers(0, 2**40)
 
 
-@given(COUNTS, COUNTS, COUNTS, st.none() | st.floats(0, 1e9), st.lists(COUNTS, unique=True))
-def test_a_marker_tells_where_prompts_were(step: int, trained: int, begun: int, tokens: float | None, keys: list[int]) -> None:
-    progress = Progress(trained, begun, tokens, tuple(map(SavedGroup, keys)))
+ORDERS = st.none() | st.builds(PromptOrder, COUNTS, COUNTS, st.booleans())
+
+
+@given(COUNTS, COUNTS, COUNTS, st.none() | st.floats(0, 1e9), st.lists(COUNTS, unique=True), ORDERS)
+def test_a_marker_tells_where_prompts_were(
+    step: int, trained: int, begun: int, tokens: float | None, keys: list[int], order: PromptOrder | None
+) -> None:
+    progress = Progress(trained, begun, tokens, tuple(map(SavedGroup, keys)), order)
     with tempfile.TemporaryDirectory() as folder:
         assert marked(Path(folder)) is None
         mark(Path(folder), step, progress)
@@ -108,3 +115,16 @@ def test_a_run_without_such_weights_is_refused(tmp_path: Path, overrides: list[s
         check_config(load_config(path, ["checkpoint.resume=newest_weights", *overrides]), 1)
     assert "checkpoint.resume=auto" in str(caught.value)
     check_config(load_config(path, ["checkpoint.resume=newest_weights", "sync.log=deltas", "checkpoint.every_steps=5"]), 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"step": "12", "num_trained": 48, "num_begun": 48, "begun": []}'])
+def test_a_damaged_marker_is_refused_by_its_name(text: str, run_folder: Path) -> None:
+    """Before anything starts: a machine that loses its power may leave an empty file."""
+    path = run_folder / VERSIONS / "trained.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"trained\.json: cannot be read: [\s\S]*delete it, or write checkpoint\.resume=auto"):
+        marked(run_folder)
+    config = load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl", "checkpoint.resume=newest_weights"])
+    (config.run.folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"trained\.json: cannot be read"):
+        check_resume(config)

@@ -1,0 +1,39 @@
+"""The types of what config.json says, where transformers 5 raises on any other, on each rank and in vLLM. No torch in here.
+
+Leaves out sizes (folder.py) and what the engine has no layers for (features.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge.layout.manifest import ITEM_BYTES
+from megasync.config.errors import ConfigError
+
+NULL = type(None)
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the config classes of all families
+    **dict.fromkeys(("tie_word_embeddings", "use_cache", "attention_bias", "use_sliding_window"), ((bool,), "true or false")),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), ((float,), "a number with a point, such as 1e-06,")),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), ((int, NULL), "a token's number")),
+    "attention_dropout": ((int, float, NULL), "a number"),
+    "max_position_embeddings": ((int,), "a whole number"),
+    "eos_token_id": ((int, list, NULL), "a token's number, or a list of them,"),
+    "rope_parameters": ((dict, NULL), "an object"),
+    "rope_scaling": ((dict, NULL), "an object"),
+    "rope_theta": ((int, float, NULL), "a number"),
+}
+REMEDY = "correct it, or download the model again: hf download NAME --local-dir FOLDER"
+
+
+def check_types(path: Path, fields: Mapping[str, Any]) -> None:
+    """ConfigError names the field of config.json, at `path`, its value and what is expected."""
+    rope = fields.get("rope_parameters")
+    given = {**(rope if isinstance(rope, dict) else {}), **fields}
+    for name, (types, expected) in TYPES.items():
+        if name in given and type(given[name]) not in types:
+            raise ConfigError(f"{path}: {name} = {given[name]!r}: {expected} is expected", remedy=REMEDY)
+    for name in ("dtype", "torch_dtype"):
+        if fields.get(name) is not None and fields[name] not in ITEM_BYTES:
+            raise ConfigError(f"{path}: {name} = {fields[name]!r}: is no dtype", choices=", ".join(ITEM_BYTES), remedy=REMEDY)

@@ -1,0 +1,37 @@
+"""What is told of actors that give no answer. Actors of a real Ray, without vLLM.
+
+python -m pytest tests/bridge/replicas/test_answers.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bridge.replicas.answers import gather
+from megasync.launch.ray_cluster import start_ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    stop = start_ray("local")
+    yield
+    stop()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_error_of_rays_own_is_one_as_any_other() -> None:
+    """Ray has many besides that of an actor that died; here that of an actor for a node which is gone."""
+
+    class Answering:
+        def answer(self) -> int:
+            return 7
+
+    gone = NodeAffinitySchedulingStrategy(ray.NodeID.from_random().hex(), soft=False)
+    here, there = ray.remote(Answering), ray.remote(Answering).options(scheduling_strategy=gone)
+    assert gather([here.remote().answer.remote()]) == [7]
+    with pytest.raises(RuntimeError, match=r"^Ray has no answer of a replica: ActorUnschedulableError: "):
+        gather([there.remote().answer.remote()], 30.0, [0])
