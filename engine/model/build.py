@@ -12,8 +12,10 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import transformers.utils
 
 from engine.attention import context, fused, latent, rope, windows
 from engine.batch import costs
@@ -93,6 +95,20 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
 
 
+def read_config(folder: str | Path) -> Any:
+    """transformers' config of a model folder.
+
+    transformers 5.19 writes the docstring of a class of configs as it imports the class, and for that it imports all that it has
+    models of (utils/auto_docstring.py:4439): a sixth of a rank's start. Here there are no docstrings.
+    """
+
+    def as_it_is(decorated: Any = None, **_: Any) -> Any:
+        return as_it_is if decorated is None else decorated
+
+    with mock.patch.object(transformers.utils, "auto_docstring", as_it_is, create=True):
+        return AutoConfig.from_pretrained(folder)
+
+
 def build_mbridge(
     model: ModelConfig,
     engine: EngineConfig,
@@ -106,7 +122,7 @@ def build_mbridge(
     `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig. `adds_gradients`: linears add those of their weights to the
     main gradients themselves (kernels.py).
     """
-    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
+    hf_config = copy.deepcopy(read_config(model.path))
     families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
     context.check(hf_config, engine.parallel)

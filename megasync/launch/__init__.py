@@ -7,6 +7,7 @@ torchrun.py     torchrun for the ranks of this node
 included.py     packages and modules of the user's that travel with a job
 last_words.py   what a run that failed says last
 ray_cluster.py  a Ray of a run's own
+ray_agent.py    stands for the agent of its dashboard
 stop_request.py which `stop` in a run's folder is asked of this run
 scope.py        a run's processes, temporary files and sockets, and their end
 processes.py    processes that end with the one that started them

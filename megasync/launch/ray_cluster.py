@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bridge.processes import RAY_PATH, socket_folder
 from megasync.launch.processes import end_group, end_with_parent
@@ -40,6 +41,7 @@ NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
 # What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs, a dashboard and, by
 # `ray start`, a server for clients elsewhere.
+AGENT = Path(__file__).with_name("ray_agent.py")
 UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
 
 
@@ -147,20 +149,31 @@ def _use_own_token() -> Callable[[], None]:
 
 @contextmanager
 def without_unused_daemons() -> Iterator[None]:
-    """A Ray that this process starts has no UNUSED_DAEMONS, for which there are no keys (ray 2.60.0 _private/node.py:1642)."""
+    """A Ray that this process starts has no UNUSED_DAEMONS, for which there are no keys (ray 2.60.0 _private/node.py:1642).
+
+    In the place of its dashboard's agent is what stands for it (ray_agent.py).
+    """
+    from ray._private import ray_constants, services, utils
     from ray._private.node import Node
 
     def leave_out(node: Any, **_: Any) -> None:
         node._webui_url = None  # start_api_server sets it
 
-    before = {name: vars(Node)[name] for name in UNUSED_DAEMONS if name in vars(Node)}
-    try:
-        for name in before:
-            setattr(Node, name, leave_out)
+    python = services._build_python_executable_command_memory_profileable
+
+    def build_command(component: str, *given: Any, **named: Any) -> list[str]:
+        """What comes before the path of a daemon's program, and its options (_private/services.py:1862)."""
+        is_agent = component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
+        return [sys.executable, "-S", str(AGENT)] if is_agent else list(python(component, *given, **named))
+
+    absent = ImportError("Ray has no dashboard here")  # which Ray finds out by imports that take half a second
+    with ExitStack() as changes:
+        for name in UNUSED_DAEMONS:
+            if name in vars(Node):
+                changes.enter_context(mock.patch.object(Node, name, leave_out))
+        changes.enter_context(mock.patch.object(services, python.__name__, build_command))
+        changes.enter_context(mock.patch.object(utils, "get_dashboard_dependency_error", return_value=absent))
         yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
 
 
 def _connect(options: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def write_plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tup
 def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
     import torch
 
+    from megasync.planning.cpu.kept import kept
     from megasync.planning.hardware import hardware, kind_of, with_memory
     from megasync.planning.make import plan_of_rank
     from megasync.planning.shapes import Request
@@ -56,7 +58,8 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
     mean = config.rollout.max_new_tokens / 2 if is_grpo else statistics.fmean(responses)
     supervised = () if is_grpo else tuple(responses)  # those of rollouts are not known yet
     request = Request(num_ranks, known, max(1.0, mean), round(statistics.fmean(prompts)), supervised)
-    return plan_of_rank(config, request, stage).as_dict()
+    with nullcontext() if has_cuda else kept():
+        return plan_of_rank(config, request, stage).as_dict()
 
 
 def outcome(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:

@@ -70,8 +70,9 @@ def own_ray() -> Iterator[None]:
     stop_ray = start_ray("local")
     assert stop_ray is not None
     yield
-    idle = [p.pid for p in psutil.Process().children(recursive=True) if name_of(p) == "ray::IDLE"]
-    assert idle == [], "Ray started workers of its own in spite of megasync.launch.ray_cluster.WORKER_ENVIRONMENT"
+    names = [name_of(process) for process in psutil.Process().children(recursive=True)]
+    assert "ray::IDLE" not in names, "Ray started workers of its own in spite of megasync.launch.ray_cluster.WORKER_ENVIRONMENT"
+    assert "ray::DashboardAgent" not in names, "Ray started its own in the place of megasync/launch/ray_agent.py"
     commands = [command_of(process) for process in psutil.Process().children(recursive=True)]
     unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
     assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"

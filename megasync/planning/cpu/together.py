@@ -32,6 +32,7 @@ FEW_BYTES = 2**14  # of a call whose time is that of any call
 MALLOC = ((-3, 2**25), (-1, 2**30))
 
 _KNOWN: dict[tuple[Operation, int], float] = {}
+LATELY: dict[str, float] = {}  # what others have timed on this machine, by `_text` (kept.py)
 
 
 def usable_cores() -> int:
@@ -48,6 +49,9 @@ def seconds_of(operations: Iterable[Operation], num_processes: int) -> dict[Oper
     """
     at_once = max(1, min(num_processes, usable_cores(), MOST_PROCESSES))
     wanted = [*dict.fromkeys(operations), fresh()]
+    if LATELY:
+        lately = {each: LATELY.get(_text(each, at_once)) for each in wanted if (each, at_once) not in _KNOWN}
+        _KNOWN.update({(each, at_once): seconds for each, seconds in lately.items() if seconds is not None})
     missing = [each for each in wanted if (each, at_once) not in _KNOWN and not _is_small(each)]
     if missing:
         slowest = max(_run(missing, at_once), key=sum)  # which the others wait for
@@ -56,6 +60,15 @@ def seconds_of(operations: Iterable[Operation], num_processes: int) -> dict[Oper
     new = _KNOWN[fresh(), at_once]
     own = {each: 0.0 if _is_small(each) else _KNOWN[each, at_once] for each in wanted}
     return {each: (seconds + each.kernel_bytes * new) * turns for each, seconds in own.items()}
+
+
+def known() -> dict[str, float]:
+    """Of all calls whose seconds this process knows, by their text."""
+    return {_text(*call): seconds for call, seconds in _KNOWN.items()}
+
+
+def _text(each: Operation, at_once: int) -> str:
+    return f"{at_once} x {tuple(each)}"
 
 
 def _is_small(each: Operation) -> bool:

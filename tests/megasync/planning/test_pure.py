@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from megasync.config.schema import Config
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.shapes import Busy, Grid, Request, Work
-from megasync.planning.cpu import calls, passes, together
+from megasync.planning.cpu import calls, kept, passes, together
 from megasync.planning.hardware import hardware, units
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
 from megasync.planning.meta.tracker import ROUNDED_TO, Tracker
@@ -181,3 +184,32 @@ def test_what_ranks_exchange_grows_with_their_number() -> None:
     grids = [Grid(ranks, 1, 1, 1, 1, 1) for ranks in (1, 2, 8)]
     assert [passes.gather_units(2**18, grid) / units("host_gathered_mib") for grid in grids] == [0.0, 0.5, 0.875]
     assert [passes.reduce_units(2**18, grid) / units("host_reduced_mib") for grid in grids] == [0.0, 0.5, 0.875]
+
+
+def test_what_one_run_has_timed_the_next_does_not_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many processes; what is no file of ours is as good as none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    timed, now = list[tuple[int, int]](), time.time()
+
+    def run(operations: Sequence[Operation], at_once: int) -> list[list[float]]:
+        timed.append((len(operations), at_once))
+        return [[float(len(timed))] * len(operations)] * at_once
+
+    def plan(*operations: Operation) -> list[float]:
+        monkeypatch.setattr(together, "_KNOWN", {})  # as in another process
+        with kept.kept():
+            found = together.seconds_of(operations, 1)
+        return [found[each] for each in operations]
+
+    monkeypatch.setattr(together, "_run", run)
+    one, other = calls.moved(2**20), calls.moved(2**21)
+    assert plan(one) == plan(one) == [1.0] and timed == [(2, 1)], "it, and a byte of new memory"
+    assert plan(one, other) == [1.0, 2.0] and timed == [(2, 1), (1, 1)]
+    monkeypatch.setattr(together, "_KNOWN", {})
+    assert together.seconds_of([one], 1)[one] == 3.0, "not by a run"
+    monkeypatch.setattr(time, "time", lambda: now + kept.KEPT_SECONDS + 60)
+    assert plan(one) == [4.0]
+    (file,) = (tmp_path / "megasync").iterdir()
+    for content in ("", "[]", '{"a": 1}'):
+        file.write_text(content)
+        assert plan(one) == [float(len(timed))]
