@@ -25,7 +25,9 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",  # stays after a run
+    "MEGASYNC_TIMED_CALLS": f"{tempfile.gettempdir()}/megasync_timed_{os.getuid()}/calls.json",  # so does this
 }
+Path(ENVIRONMENT["MEGASYNC_TIMED_CALLS"]).parent.mkdir(exist_ok=True)
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 STARTUP = str(ROOT / "tests" / "startup")

@@ -7,6 +7,5 @@ outputs.py       tokens that wait in its engine core until their request ends
 plain_tokens.py  how they pass most of its scheduler by
 trace.py         one sequence, every tensor on the way kept
 routing.py       which experts a response's tokens had
-late.py          modules of its HTTP servers, imported at their first use
 patches.py       what has no door in vLLM: changed in place, with reason, version and test
 """

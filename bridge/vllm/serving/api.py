@@ -20,7 +20,7 @@ from typing import Any
 from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.vllm.exact import register as exact
-from bridge.vllm.serving import late, patches, routing
+from bridge.vllm.serving import patches, routing
 from bridge.vllm.weights import adapter as vllm_adapter
 from bridge.vllm.weights import latent
 
@@ -100,7 +100,6 @@ def forget_launcher() -> None:
 
 def import_engine() -> tuple[Any, Any]:
     """AsyncEngineArgs and AsyncLLM, most of the seconds before an engine is built."""
-    late.import_late()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

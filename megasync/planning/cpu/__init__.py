@@ -2,6 +2,6 @@
 
 calls.py     one call of each kind, in its shapes or in part
 together.py  their seconds in as many processes at once as will share the cores
-kept.py      what runs have timed within an hour
+kept.py      what other runs have timed, where that is asked for
 passes.py    what they come to: passes, optimizer steps, products of a replica
 """
