@@ -6,14 +6,15 @@
 #   ladder-head    the same with a float32 head: 200 s
 #   ladder-float16 the same in float16: 190 s
 #   ladder-default bfloat16 as vLLM starts by itself, with torch.compile: 220 s
-#   ladder-3b-bfloat16, ladder-3b-exact: on random weights of a 3 B model, 20 steps; alone on its GPU: 300 s, 75 GB; `assets-3b` makes them
+#   ladder-3b-bfloat16, ladder-3b-head, ladder-3b-float16, ladder-3b-exact: on random weights of a 3 B model, 20 steps; alone on its GPU:
+#                  300 s, 75 GB each; `assets-3b` makes them
 #   exact-eager    exact without CUDA graphs, where `ladder` fails with them: 200 s
 #   deterministic  two runs of 30 steps, one after the other, and what of them is equal: 260 s, 25 GB, bears others beside it
 #   bisect         both sides of SmolLM2, bfloat16 and exact, from the runs of `ladder`: 150 s, 15 GB
-#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 115 s each, 35 GB
+#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 91 s and 55 s, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
-#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=24 of them, each made again: 400 s, 75 GB
+#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=24 of them, each made again: 24 s each, 75 GB
 #   tests          tests that need a GPU: 120 s, 10 GB
 #   seeds          three seeds on sums, with and without exact, in turns: 300 s each; SEEDS="0 1 2", EXACT="false true"
 # KILL_AT=80 is another step for delta-link. MODEL_DATA=FOLDER is where `megasync assets --model smollm2-135m-instruct` wrote; STEPS=20, EXTRA="key=value ..." goes to all runs.
@@ -124,6 +125,8 @@ for part in "$@"; do
     ladder-default) LADDER=ladder-default stories ladder-default 260 bfloat16 ;;
     assets-3b) large_data ;;
     ladder-3b-bfloat16) LADDER=ladder-3b large ladder-3b-bfloat16 330 bfloat16 "$uncompiled" ;;
+    ladder-3b-head) LADDER=ladder-3b large ladder-3b-head 330 "bfloat16 head" "$uncompiled" ;;
+    ladder-3b-float16) LADDER=ladder-3b large ladder-3b-float16 330 float16 "$uncompiled" ;;
     ladder-3b-exact) LADDER=ladder-3b large ladder-3b-exact 450 exact ;;
     exact-eager) LADDER=ladder-eager stories exact-eager 300 exact rollout.enforce_eager=true ;;
     deterministic) deterministic ;;
@@ -136,7 +139,7 @@ for part in "$@"; do
       export MEGASYNC_EXACT_SH=$out/runs/delta-link
       kill_replica_at delta-link "${KILL_AT:-80}" & watcher=$!
       delta delta-link 1 sync.transport=delta rollout.min_replicas=1 rollout.gpu_memory_utilization=0.12 rollout.kv_cache_bytes=8GiB
-      kill "$watcher" 2>/dev/null ;;
+      kill "$watcher" 2>/dev/null || true ;;
     delta-3b)
       large_data && limit delta-3b 560 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
         run.name=delta-3b run.dir="$out/runs" run.steps="${DELTA_STEPS:-24}" run.log_samples=0 sync.log=deltas "${colocated[@]}" \
