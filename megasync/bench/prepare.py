@@ -30,10 +30,13 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     """
     if verb == "gap":
         refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
+        check_model_folder(config.model.path)
     elif verb == "equivalence":
         _check_equivalence(config)
     elif verb == "train":
-        return config if config.model.path else _with_shapes(config)
+        if not config.model.path:
+            return _with_shapes(config)
+        check_model_folder(config.model.path)
     else:
         return _prepare(config, verb)
     return config

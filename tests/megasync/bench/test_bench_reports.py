@@ -239,6 +239,14 @@ def test_episodes_that_cannot_be_measured_are_refused(overrides: list[str], word
         prepare(config, "episodes")
 
 
+@pytest.mark.parametrize("verb", ["gap", "train"])
+def test_a_model_folder_that_is_not_there_is_refused(verb: str) -> None:
+    """gap started vLLM, which took it for the name of a repository."""
+    config = load_config(ROOT / "configs" / f"bench_{verb}.yaml", ["model.path=/not/there"], BenchRoot)
+    with pytest.raises(ValueError, match=r"model\.path = /not/there: there is no such folder"):
+        prepare(config, verb)
+
+
 def test_tables_are_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
     """In a file or a pipe each row is a line, however wide."""
     words = [f"{number}-{'wide' * 30}" for number in range(5)]
