@@ -33,7 +33,7 @@ class Prompts:
     """Encodes prompts (with data.chat_template as turns), decodes responses, knows where a response ends."""
 
     def __init__(self, model_path: str, data: DataConfig) -> None:
-        self.tokenizer, self.vocab_size = load_tokenizer(Path(model_path)), model_shape(model_path).vocab_size
+        self.tokenizer, self.vocab_size = load_tokenizer(Path(model_path)), _vocab_size(Path(model_path))
         self.data = data
         if data.chat_template and not self.tokenizer.chat_template:
             message = f"data.chat_template = true: the tokenizer in {model_path} has no chat template"
@@ -132,6 +132,11 @@ class Prompts:
     def _encode(self, texts: list[str], *, special: bool) -> Sequence[Sequence[int]]:
         encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
         return encoded["input_ids"]  # type: ignore[no-any-return]
+
+
+def _vocab_size(folder: Path) -> int:
+    """How many tokens the model has embeddings for; of a tokenizer without a model nothing is known."""
+    return model_shape(folder).vocab_size if (folder / "config.json").is_file() else sys.maxsize
 
 
 @dataclass(frozen=True)

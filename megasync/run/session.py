@@ -260,8 +260,10 @@ class Session:
 
     def _progress(self) -> Progress:
         """On rank 0."""
+        if self.rollouts is not None:
+            return self.rollouts.progress()
         done = self.progress.num_trained + (self.step + 1 - self.first_step) * self.config.data.batch_size
-        return self.rollouts.progress() if self.rollouts is not None else Progress(done, order=self._data.order(self.config))
+        return Progress(done, order=self._data_of_rank.order(self.config) if self._data_of_rank is not None else None)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
