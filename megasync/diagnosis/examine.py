@@ -28,6 +28,7 @@ from megasync.diagnosis.finding import Finding
 from megasync.diagnosis.needs import Needs, needs_of
 from megasync.hf.tensors import num_parameters
 from megasync.launch.num_ranks import default_num_ranks
+from megasync.launch.processes import pidfd_problem
 
 DEVICE_FILE, INFINIBAND = Path("/dev/nvidia0"), Path("/sys/class/infiniband")
 SHARED_MEMORY, FALLBACK = Path("/dev/shm"), Path("/tmp")  # noqa: S108
@@ -66,6 +67,7 @@ def _of_installation(machine: Machine, given: Mapping[str, str]) -> Iterator[Fin
     there = packages.installed()
     pins = packages.read_lock(packages.LOCKS / f"{machine.lane}.txt")
     yield from packages.check_python(tuple(sys.version_info[:3]), machine.lane, sys.executable)
+    yield from packages.check_kernel(pidfd_problem())
     yield from packages.check_processor(platform.machine(), packages.processor_flags(), machine.lane)
     compiler = given.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     yield from packages.check_compiler(compiler, Path(sysconfig.get_paths()["include"]), machine.lane)

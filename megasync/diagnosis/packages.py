@@ -5,6 +5,7 @@ Names and versions are read from metadata; no package is imported.
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 
 from megasync.config.errors import some
 from megasync.diagnosis.finding import Finding, error, ok, warning
+from megasync.launch.processes import PIDFD_REMEDY
 
 LOCKS = Path(__file__).resolve().parents[2] / "locks"
 PYTHONS = {"cpu": ((3, 11), (3, 12), (3, 13)), "gpu": ((3, 12),)}  # as launch/setup.sh
@@ -69,6 +71,11 @@ def check_python(version: tuple[int, ...], lane: str, executable: str) -> list[F
     if version[:2] not in tried:
         return warning("Python", f"{told}: lane {lane} was tried with {names}", remedy)
     return ok("Python", told)
+
+
+def check_kernel(problem: str) -> list[Finding]:
+    """`problem`: as megasync.launch.processes.pidfd_problem has it."""
+    return error("kernel", problem, PIDFD_REMEDY) if problem else ok("kernel", platform.release())
 
 
 def check_processor(machine: str, flags: Collection[str], lane: str) -> list[Finding]:

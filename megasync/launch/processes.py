@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command goes on, with checkpoint.resume=auto
 REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
+PIDFD_REMEDY = "take Linux 5.3 or later, and a Python that was built on it, such as a distribution's own or uv's"
 ORPHAN_SECONDS = 15  # for a rank whose launcher is gone to take its replicas down
 
 
@@ -42,6 +44,17 @@ def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def pidfd_problem() -> str:
+    """Why a process cannot wait here for the end of one that is not its child, as ranks and replicas do; empty: it can."""
+    if not hasattr(os, "pidfd_open"):
+        return f"{sys.executable} has no os.pidfd_open: it was built for Linux before 5.3"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"Linux {platform.release()} has no pidfd_open ({error.strerror}), which 5.3 has"
+    return ""
 
 
 def end_after_launcher() -> None:

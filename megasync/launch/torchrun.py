@@ -43,7 +43,7 @@ from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
-from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
+from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, pidfd_problem, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
 from megasync.launch.stop_request import forget_former_stop
 
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     code, problem = 0, ""
     is_alone = ENDPOINT not in arguments
     with main_errors():
+        refuse_if(missing := pidfd_problem(), missing, remedy=PIDFD_REMEDY)
         config = trainer_config(arguments)
         if config is not None and is_alone:
             forget_former_stop(config.run.folder)

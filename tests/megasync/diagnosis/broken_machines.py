@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megasync.diagnosis.finding import Finding
 from megasync.diagnosis.gpus import parse_gpus, parse_links
 from megasync.diagnosis.leftovers import Process
 from megasync.diagnosis.limits import Limits
+from megasync.launch import processes
 from tests.megasync.diagnosis import broken
 from tests.support.config_files import ROOT
 
@@ -37,6 +39,23 @@ def another_python(_: Path) -> list[Finding]:
 @case("error", "whose path has a space", "another folder")
 def python_with_a_space(_: Path) -> list[Finding]:
     return packages.check_python((3, 11, 9), "cpu", "/home/me/my clone/.venv/bin/python")
+
+
+@case("error", "has no os.pidfd_open", "Linux 5.3")
+def python_of_an_old_linux(_: Path) -> list[Finding]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "pidfd_open")
+        return packages.check_kernel(processes.pidfd_problem())
+
+
+@case("error", "no pidfd_open (Function not implemented)", "Linux 5.3")
+def old_kernel(_: Path) -> list[Finding]:
+    def missing(_: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pidfd_open", missing)
+        return packages.check_kernel(processes.pidfd_problem())
 
 
 @case("error", "no AVX2", "a machine with AVX2")

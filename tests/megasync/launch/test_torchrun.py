@@ -138,3 +138,9 @@ def test_a_rank_that_is_stopped_at_its_very_end_is_missed_once_another_has_ended
         both[0].kill()
         both[0].wait()
         assert both[1].wait(30) == -signal.SIGKILL
+
+
+def test_a_python_of_an_old_linux_is_refused_by_name() -> None:
+    program = f"import os; del os.pidfd_open; from megasync.launch.torchrun import main; main(['-m', '{TRAINER}', 'config.yaml'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == REFUSED and "has no os.pidfd_open" in done.stderr and "Traceback" not in done.stderr
