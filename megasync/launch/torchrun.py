@@ -54,6 +54,7 @@ ENDPOINT, NODE = "--rdzv-endpoint", "node"
 TOLD = "MEGASYNC_TOLD"  # environment variable: where the cause of a failure is written, on one of several nodes
 STORE_SECONDS = 60
 RANKS_SECONDS = 2.0  # between two looks at which ranks are there
+LAST_SECONDS = 30.0  # for a report, where a rank has failed
 TRAINER = "megasync.train"
 OF_MACHINE = (signal.SIGKILL, signal.SIGBUS)  # of Linux, where memory, or /dev/shm, is used up
 ENDED_WITH_OTHERS = (-signal.SIGTERM, 128 + signal.SIGTERM)  # before a rank has come to its handler, and by that
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         if config is not None and is_alone:
             forget_former_stop(config.run.folder)
     of_machine = [ENDPOINT, f"{LOOPBACK}:0", "--local-addr", LOOPBACK] if is_alone else []
-    with run_scope(), late_ranks_ended(config.run.hung_rank_timeout_seconds if config is not None else math.inf):
+    with run_scope(), late_ranks_ended(LAST_SECONDS + config.run.hung_rank_timeout_seconds if config is not None else math.inf):
         try:
             run.main(["--rdzv-backend", BACKEND, *of_machine, *for_ranks(arguments, config)])
         except ChildFailedError as error:
@@ -129,11 +130,12 @@ def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
         since = math.inf  # when one was found to have ended
         while not over.wait(RANKS_SECONDS):
             alive = ranks()
-            seen |= alive
-            if seen != alive:
+            if alive - seen:  # they start, or once more
+                seen, since = alive, math.inf
+            elif alive != seen:
                 since = min(since, time.monotonic())
             for rank in alive if time.monotonic() - since > limit_seconds else ():
-                told = f"{limit_seconds:g} s (run.hung_rank_timeout_seconds) after another rank's end"
+                told = f"{limit_seconds:g} s after another rank's end ({LAST_SECONDS:g} and run.hung_rank_timeout_seconds)"
                 print(f"process {rank.pid}, a rank, is still there {told}: it is killed", file=sys.stderr, flush=True)
                 with suppress(psutil.Error):
                     rank.kill()

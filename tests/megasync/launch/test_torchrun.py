@@ -134,6 +134,12 @@ def test_a_rank_that_is_stopped_at_its_very_end_is_missed_once_another_has_ended
         both = [rank(60), rank(60)]
         with pytest.raises(subprocess.TimeoutExpired):
             both[1].wait(8)
+        for each in both:  # and others start in their place
+            each.kill()
+            each.wait()
+        both = [rank(60), rank(60)]
+        with pytest.raises(subprocess.TimeoutExpired):
+            both[1].wait(8)
         both[1].send_signal(signal.SIGSTOP)
         both[0].kill()
         both[0].wait()
