@@ -39,9 +39,9 @@ WORKER_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_nicen
 # `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
 NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range
+AGENT = Path(__file__).with_name("ray_agent.py")
 # What Ray starts beside its actors, a process each that takes a second: an autoscaler, a reader of logs, a dashboard and, by
 # `ray start`, a server for clients elsewhere.
-AGENT = Path(__file__).with_name("ray_agent.py")
 UNUSED_DAEMONS = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray_client_server")
 
 
