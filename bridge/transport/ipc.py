@@ -63,11 +63,10 @@ class IpcWriter(ShmWriter):
         with _scope(self._device):
             data = self.buffers[self.sequence % NUM_BUFFERS][:num_bytes]
             _synchronize(self._device)
-            self.segment.announce(self.sequence, num_bytes, 0)
+            self.announce(num_bytes)
             if verify:  # beside the readers' copies
                 self._digests.finish(data)
         self._verify = verify
-        self.sequence += 1
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
         """Tell the digests."""

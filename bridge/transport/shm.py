@@ -94,6 +94,10 @@ class ShmWriter:
     def publish(self, num_bytes: int, *, verify: bool) -> None:
         buffer = self.buffers[self.sequence % NUM_BUFFERS]
         digest = digest_bytes(buffer[:num_bytes]) if verify else 0
+        self.announce(num_bytes, digest)
+
+    def announce(self, num_bytes: int, digest: int = 0) -> None:
+        """Let readers read the acquired buffer, in which all bytes lie."""
         self.segment.announce(self.sequence, num_bytes, digest)
         self.sequence += 1
 
@@ -168,6 +172,10 @@ class ShmReader:
 
     def release(self, stage: int) -> None:
         """The view that `read` gave is no longer needed."""
+        self.count_read(stage)
+
+    def count_read(self, stage: int) -> None:
+        """All bytes of the view have been read."""
         self._segments[stage].count_consumed(self._reader)
 
     def finish(self, stage: StagePlan, num_buckets: int, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Two senders and three readers of lanes, processes on the loopback; hosts are made up. For test_lane_transport.py.
+"""Two senders and two or three readers of lanes, processes on the loopback; hosts are made up. For test_lane_transport.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ SECONDS = 30.0
 BUCKET_BYTES = 4096
 
 
-def plan() -> LanePlan:
-    """Lane 0 goes to reader 0 and from there to 2, lane 1 to reader 1 and from there to 2; readers 0 and 1 are on one host."""
-    made = plan_lanes([Holder(0, 0, "a"), Holder(1, 0, "b")], ["c", "c", "d"], NAMES, links=1)
-    assert [lane.route for lane in made.lanes] == [(0, 2), (1, 2)]
+def plan(num_readers: int) -> LanePlan:
+    """Lane 0 goes to reader 0, lane 1 to reader 1, both on one host, and from there to reader 2 on another, if there is one."""
+    made = plan_lanes([Holder(0, 0, "a"), Holder(1, 0, "b")], ["c", "c", "d"][:num_readers], NAMES[:num_readers], links=1)
+    assert [lane.route for lane in made.lanes] == [(0, 2)[: num_readers - 1], (1, 2)[: num_readers - 1]]
     return made
+
+
+def use(device: torch.device) -> torch.device:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 class SlowSource(DictSource):
@@ -70,31 +77,29 @@ class DamagingWriter(LaneWriter):
             self._digests._sums[self.damaged] ^= 1
 
 
-def send(pipe: Connection, rank: int) -> None:
+def send(pipe: Connection, rank: int, num_readers: int, device: torch.device) -> None:
     """For each (version, seconds between parts, bucket that is damaged) a pass; says what went wrong."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    lane, stage = plan().lanes[rank], sync_plan().stages[0]
+    lane, stage = plan(num_readers).lanes[rank], sync_plan().stages[0]
     stage = stage.lane(lane.buckets(stage.num_buckets))
-    writer = DamagingWriter(stage, lane, plan(), CPU)
+    writer = DamagingWriter(stage, lane, plan(num_readers), use(device))
     pipe.send(writer.endpoint)
     sender = StageSender(source(0), stage, writer)
     while (call := pipe.recv()) is not None:
         version, sender.source.seconds, writer.damaged = call
-        sender.source.tensors = source(version).tensors
+        sender.source.tensors = {name: tensor.to(device) for name, tensor in source(version).tensors.items()}
         pipe.send(sender.run(time.monotonic() + SECONDS, lambda: None, "digest").problem)
     writer.close()
 
 
-def read(pipe: Connection, index: int, endpoints: tuple[str, ...]) -> None:
+def read(pipe: Connection, index: int, num_readers: int, device: torch.device, endpoints: tuple[str, ...]) -> None:
     """For each number of a pass the digests of the tensors that came, or what went wrong; tells of its third bucket."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    reader, stage = LaneReader(endpoints, index, plan(), CPU), sync_plan().stages[0]
+    reader, stage = LaneReader(endpoints, index, plan(num_readers), use(device)), sync_plan().stages[0]
     while (sync_index := pipe.recv()) is not None:
         came = [bytearray(spec.num_bytes) for spec in stage.manifest.tensors]
         try:
             for bucket, data in reader.buckets(stage, sync_index, time.monotonic() + SECONDS, verify=True):
                 for piece in bucket.pieces:
-                    part = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].numpy().tobytes()
+                    part = data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].cpu().numpy().tobytes()
                     came[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.num_bytes] = part
                 if bucket.index == 2:
                     pipe.send("under way")
@@ -107,13 +112,17 @@ def read(pipe: Connection, index: int, endpoints: tuple[str, ...]) -> None:
 
 
 class Lanes:
-    """All processes, and a pipe to each."""
+    """All processes, and a pipe to each; on two GPUs each of the two lanes goes from one to the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_readers: int = 3, device: str = "cpu") -> None:
         self.processes: list[Any] = []
-        self.senders = [self._start(send, rank) for rank in range(2)]
+        self.num_readers = num_readers
+        devices = [torch.device(device, index) if device == "cuda" else CPU for index in range(2)]
+        self.senders = [self._start(send, rank, num_readers, devices[rank]) for rank in range(2)]
         endpoints = tuple(pipe.recv() for pipe in self.senders)
-        self.readers = [self._start(read, index, endpoints) for index in range(3)]
+        self.readers = [
+            self._start(read, index, num_readers, devices[(index + 1) % 2], endpoints) for index in range(num_readers)
+        ]
 
     def _start(self, target: Any, *arguments: Any) -> Connection:
         context = process_context()
@@ -133,7 +142,7 @@ class Lanes:
     def results(self, who: list[int] | None = None) -> list[Any]:
         """Of these readers, once they are through."""
         found = []
-        for index in range(3) if who is None else who:
+        for index in range(self.num_readers) if who is None else who:
             told = self.readers[index].recv() if self.readers[index].poll(SECONDS + 10) else "no answer"
             found.append(self.readers[index].recv() if told == "under way" else told)
         return found

@@ -30,6 +30,35 @@ def test_all_readers_get_all_of_it_time_after_time_and_find_damage_on_every_way(
     assert all("bucket 5 of" in text and "arrived damaged" in text for text in told), told
 
 
+@pytest.mark.gpu(2)
+def test_two_gpus_bring_each_other_the_buckets_that_each_gets_first() -> None:
+    """NCCL, and CUDA IPC between processes."""
+    lanes = Lanes(2, "cuda")
+    try:
+        for index in range(4):
+            lanes.sync(10 + index, index)
+            assert lanes.results() == [expected(10 + index)] * 2
+            assert [pipe.recv() for pipe in lanes.senders] == [None, None]
+        lanes.sync(20, 4, damaged=(-1, 2))
+        told = lanes.results()
+        assert all("bucket 5 of" in text and "arrived damaged" in text for text in told), told
+    finally:
+        lanes.close()
+
+
+@pytest.mark.gpu(2)
+def test_a_reader_on_a_gpu_that_is_killed_is_named_by_who_reads_what_it_got() -> None:
+    lanes = Lanes(2, "cuda")
+    try:
+        lanes.sync(10, 0, seconds=0.3)
+        lanes.kill(2)
+        (told,) = lanes.results([1])
+        assert "replica 0 worker 0" in told or "lane 0 of 2 of stage 0" in told, told
+        assert "replica 0 worker 0" in str(lanes.senders[0].recv())
+    finally:
+        lanes.close()
+
+
 def test_a_sender_that_is_killed_is_named(lanes: Lanes) -> None:
     lanes.sync(10, 0, seconds=0.3)
     lanes.kill(1)
