@@ -11,16 +11,12 @@ are wrong.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import logging
 import os
-import secrets
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +29,7 @@ from megasync.config.schema import Config
 from megasync.config.shipped import FOLDERS, PACKAGES, clone
 from megasync.launch.devices import visible_devices
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
+from megasync.launch.job_server import exit_code, follow_in_thread, stop, submit
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
 from megasync.launch.processes import INTERRUPTED, REFUSED
@@ -43,9 +40,6 @@ from megasync.train import why_done
 
 TRAINER = "megasync.train:main"
 UPLOADED = (*PACKAGES, *sorted({folder.partition("/")[0] for folder in FOLDERS}), "tests")  # they travel to a cluster
-STOP_SECONDS = 20.0
-AGENT_SECONDS = 60.0
-RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -133,25 +127,6 @@ def num_cpus(config: Config, num_ranks: int) -> int:
     return max(os.cpu_count() or 1, num_ranks + replicas + 1)
 
 
-def submit(address: str, job_arguments: dict[str, Any]) -> tuple[Any, str]:
-    """A client of the job server, and the id of the job that it has now.
-
-    Interrupted, it leaves no job there, also where the server has one that it has not told of.
-    """
-    from ray.job_submission import JobSubmissionClient
-
-    logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # says when its socket closes
-    client = JobSubmissionClient(address)
-    job_id = f"raysubmit_{secrets.token_hex(8)}"
-    try:
-        submit_when_ready(client, job_id, job_arguments)
-    except KeyboardInterrupt:
-        stop_if_there(client, job_id)
-        raise
-    print(f"submitted {job_id} to {address}", flush=True)
-    return client, job_id
-
-
 def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[], str], *, wait: bool) -> int:
     """Submit and, unless told otherwise, follow; with a word of advice where the cluster does not answer or let us in."""
     from ray.exceptions import AuthenticationError
@@ -188,106 +163,6 @@ def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
     if code not in (0, REFUSED):
         print(words(), file=sys.stderr)
     return code
-
-
-def submit_when_ready(client: Any, job_id: str, job_arguments: dict[str, Any]) -> None:
-    """Submit the job, once; on a cluster that has just started, wait until a node's agent takes jobs."""
-    deadline = time.monotonic() + AGENT_SECONDS
-    while True:
-        try:
-            patiently(partial(client.submit_job, submission_id=job_id, **job_arguments))
-        except RuntimeError as error:
-            if "already exists" in str(error):  # the server took it, and its answer was lost
-                return
-            if "No available agent" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
-        else:
-            return
-
-
-def patiently(ask: Callable[[], Any]) -> Any:
-    """The job server's answer; asked again where the connection breaks, for RETRY_SECONDS.
-
-    Raises:
-        OSError: the last failure.
-    """
-    deadline = time.monotonic() + RETRY_SECONDS
-    while True:
-        try:
-            return ask()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
-
-
-def follow_in_thread(client: Any, job_id: str) -> None:
-    """`follow`, in a thread that a Ctrl-C leaves behind: in the main one, Ray's log stream can swallow the cancellation.
-
-    Raises:
-        BaseException: what `follow` raised.
-    """
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            asyncio.run(follow(client, job_id))
-        except BaseException as error:  # noqa: BLE001 # raised below, in the thread that waits
-            failures.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if failures:
-        raise failures[0]
-
-
-async def follow(client: Any, job_id: str) -> None:
-    """Print the job's log as it comes, until the job ends."""
-    while not has_ended(client, job_id):
-        try:
-            async for lines in client.tail_job_logs(job_id):
-                print(lines, end="", flush=True)
-        except (RuntimeError, OSError) as error:
-            print(f"the log stream broke off ({error}); the job goes on", file=sys.stderr)
-        await asyncio.sleep(0.2)
-
-
-def has_ended(client: Any, job_id: str) -> bool:
-    ended: bool = patiently(partial(client.get_job_status, job_id)).is_terminal()
-    return ended
-
-
-def exit_code(client: Any, job_id: str) -> int:
-    """The driver's exit code of a job that has ended."""
-    info = patiently(partial(client.get_job_info, job_id))
-    if info.status == "SUCCEEDED":
-        return 0
-    if info.driver_exit_code is None:  # the driver never started, or was killed: only Ray knows why
-        print(f"{job_id} {info.status}: {info.message}", file=sys.stderr)
-    return info.driver_exit_code or 1
-
-
-def stop(client: Any, job_id: str) -> None:
-    """Ask Ray to stop the job and wait until it has."""
-    client.stop_job(job_id)
-    deadline = time.monotonic() + STOP_SECONDS
-    while not has_ended(client, job_id) and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
-def stop_if_there(client: Any, job_id: str) -> None:
-    """As `stop`. The server may never have had the job; or has it in a moment, since it was on the way."""
-    print(f"stopping {job_id}", file=sys.stderr)
-    for _ in range(2):
-        try:
-            stop(client, job_id)
-        except (RuntimeError, OSError):
-            time.sleep(1.0)
-        else:
-            return
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ cluster_room.py whether a run fits into a cluster's nodes
 render.py       job files for Slurm and KubeRay
 torchrun.py     torchrun for the ranks of this node
 included.py     packages and modules of the user's that travel with a job
+job_server.py   a job of Ray's job server: submitted, followed, stopped
 last_words.py   what a run that failed says last
 ray_cluster.py  a Ray of a run's own
 ray_agent.py    stands for the agent of its dashboard

@@ -11,6 +11,7 @@ store.py      JSON in the head's store, signs of life, and what it means when th
 wire.py       the program that tries ports, clocks, an all-reduce and the bandwidth between nodes
 judge.py      what the figures of wire.py mean: pure
 ray_node.py   the node's part of the run's Ray
+presence.py   who has come, who gives signs of life, who has left
 head.py       the head's decisions: rounds, the check, the outcome
 member.py     what each node does in a round
 part.py       this node's part, from its arrival to the last word

@@ -5,16 +5,15 @@ A state machine that looks at the store and writes to it; `tick` is called again
     GATHER -enough nodes are here-> CHECK -they are fit-> RUN -a node or rank is lost, and there are restarts left-> GATHER
     the end from anywhere: `over` in the store, which every node reads; from GATHER and CHECK also when the run is asked to stop
 
-Keys: arrival/K {arrival, facts}, beat/K, left/K; round {round, members, store}; wire results in the round's own store; fit/R;
-ended/R/SEAT {code, told}; outcome/R; over {code, told}; acknowledged/K; waiting TEXT; refused/K TEXT.
-Leaves out what a node does (member.py).
+Keys: those of presence.py; round {round, members, store}; wire results in the round's own store; fit/R;
+ended/R/SEAT {code, told}; outcome/R; over {code, told}; acknowledged/K; waiting TEXT. Leaves out what a node does (member.py).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from engine.config import ParallelConfig
 from engine.rules import ranks_problem
 from megasync.config.files import is_asked_to_stop
 from megasync.launch.processes import REFUSED, STOPPED
-from megasync.nodes.compare import differences
 from megasync.nodes.judge import judge
+from megasync.nodes.presence import Presence
 from megasync.nodes.roll_call import Arrival, fewer_seats, replica_room, roll_call, room_problem, seats
 from megasync.nodes.store import NodeStore
 from megasync.run.heartbeat import LastSeen
 
-FRESH_SECONDS = 10.0  # a node that gives no sign of life for so long is not here, while nodes are waited for
 CHECK_SECONDS = 180.0
 QUIET_SECONDS = 4.0  # after a failure elsewhere
 CAUSE_SECONDS = 5.0  # after the first failure, for others: that of a node which is gone is the likelier cause
@@ -80,51 +78,35 @@ class Head:
 
     def __init__(self, store: NodeStore, address: str, terms: Terms) -> None:
         self.store, self.address, self.terms = store, address, terms
-        self.arrivals: dict[int, Arrival] = {}
-        self.facts: dict[int, dict[str, Any]] = {}
-        self.gone: set[int] = set()
+        self.nodes = Presence(store)
         self._compared: set[int] = set()  # while a round was run
         self._to_read: set[int] = set()  # who was here when it was over
         self._work: Callable[[], None] = self._gather
         self._begin_round(0)
 
     def tick(self) -> None:
-        self._look()
+        self.nodes.look()
         self._work()
 
     def end(self, code: int, told: str) -> None:
         """For all nodes; the first word stays."""
         if self.store.get("over") is None:
             self.store.set("over", {"code": code, "told": told})
-        self._present()
-        now = time.monotonic()
-        self._to_read = {number for number, (_, at, _) in self._changes.items() if now - at < FRESH_SECONDS}
+        self.nodes.present()
+        self._to_read = self.nodes.recent()
         self._work = lambda: None
 
     def _begin_round(self, number: int) -> None:
         self.round = Round(number)
         self.store.set("waiting", None)
         self._begun = time.monotonic()
-        self._changes: dict[int, tuple[int, float, int]] = {}  # count, when it came, and how many looks found another one
+        self.nodes.forget(was_lost=number > 0)
         self._work = self._gather
 
     def has_acknowledged(self) -> bool:
         """Whether all nodes that were here then have read the last word, or are gone."""
-        self._look()
-        return all(self.store.get(f"acknowledged/{number}") is not None for number in self._to_read - self.gone)
-
-    def _look(self) -> None:
-        """New arrivals, and those that have left."""
-        for number in range(len(self.arrivals) + 1, self.store.add("arrivals", 0) + 1):
-            told = self.store.get(f"arrival/{number}")
-            if told is None:
-                break
-            self.arrivals[number], self.facts[number] = Arrival(**told["arrival"]), told["facts"]
-        there = [number for number in self.arrivals if number not in self.gone]
-        self.gone |= {number for number in there if self.store.get(f"left/{number}") is not None}
-
-    def _beats(self) -> dict[int, int]:
-        return {number: self.store.add(f"beat/{number}", 0) for number in self.arrivals if number not in self.gone}
+        self.nodes.look()
+        return all(self.store.get(f"acknowledged/{number}") is not None for number in self._to_read - self.nodes.gone)
 
     # ------------------------------------------------------------------------------------------------ gather
 
@@ -139,11 +121,11 @@ class Head:
     def _gather(self) -> None:
         if self._stop_if_asked():
             return
-        present = self._present()
+        present = self.nodes.present()
         if self._refuse(present):
             return
         members = seats(present, self.terms.num_nodes)
-        expected = self.terms.expected or tuple(dict.fromkeys(arrival.host for arrival in self.arrivals.values()))
+        expected = self.terms.expected or tuple(dict.fromkeys(arrival.host for arrival in self.nodes.arrivals.values()))
         told = roll_call(present, self.terms.num_nodes, expected)
         if members is not None:
             self._announce(members)
@@ -166,42 +148,15 @@ class Head:
         same = "the batch of a step is the same"
         self._announce(members, f"{told}: the run goes on with {len(members)} nodes, {hosts}, and {number} trainer ranks; {same}")
 
-    def _present(self, fresh_seconds: float = FRESH_SECONDS) -> list[Arrival]:
-        """Those whose signs of life have come since this round began, and come still.
-
-        After a loss more than once: the signs that a node had sent over a link that was cut come all together when it is
-        mended, also of a node that has ended since.
-        """
-        counts, now, least = self._beats(), time.monotonic(), 2 if self.round.number else 1
-        for number, count in counts.items():
-            before, _, changes = self._changes.get(number, (-1, 0.0, -1))
-            if count != before:
-                self._changes[number] = count, now, changes + 1
-        looks = {number: self._changes[number] for number in counts}
-        here = [self.arrivals[each] for each, (_, at, changes) in looks.items() if changes >= least and now - at < fresh_seconds]
-        return sorted(here, key=lambda arrival: (not arrival.is_head, arrival.number))
-
     def _refuse(self, present: Sequence[Arrival]) -> bool:
         """Nodes that are not fit for any round: before the first one the whole run ends, later they alone do."""
         is_early = len(present) < self.terms.num_nodes and self.round.number == 0  # nobody to compare with, yet
-        told = {} if is_early else self._differing(present)
+        told = {} if is_early else self.nodes.differing(present)
         if told and self.round.number == 0:
             self.end(REFUSED, "\n".join(told.values()))
         elif told:
-            self._send_away(told)
+            self.nodes.send_away(told)
         return bool(told)
-
-    def _differing(self, nodes: Sequence[Arrival]) -> dict[int, str]:
-        """What is wrong with which of them, by number."""
-        hosts = {arrival.number: arrival.host for arrival in nodes}
-        names = {number: host if list(hosts.values()).count(host) == 1 else f"{host} #{number}" for number, host in hosts.items()}
-        told = differences({name: self.facts[number] for number, name in names.items()})
-        return {number: told[name] for number, name in names.items() if name in told}
-
-    def _send_away(self, told: Mapping[int, str]) -> None:
-        for number, why in told.items():
-            self.gone.add(number)
-            self.store.set(f"refused/{number}", why)
 
     def _announce(self, members: list[Arrival], said: str = "") -> None:
         """`said`: why there are fewer than ever; then there may be fewer replicas, too."""
@@ -267,12 +222,12 @@ class Head:
 
     def _refuse_spares(self) -> None:
         """Those that have come while the run goes on and could not take part in it, such as of another run."""
-        for number in [number for number in self.arrivals if number not in self._compared]:
+        for number in [number for number in self.nodes.arrivals if number not in self._compared]:
             self._compared.add(number)
-            arrival = self.arrivals[number]
-            if arrival not in self.round.members and number not in self.gone:
-                told = self._differing([*self.round.members, arrival])
-                self._send_away({number: told[number]} if number in told else {})
+            arrival = self.nodes.arrivals[number]
+            if arrival not in self.round.members and number not in self.nodes.gone:
+                told = self.nodes.differing([*self.round.members, arrival])
+                self.nodes.send_away({number: told[number]} if number in told else {})
 
     def _run(self) -> None:
         self._refuse_spares()
@@ -282,7 +237,7 @@ class Head:
         if all(told and told["code"] in CLEAN for told in ended):
             self.end(max(told["code"] for told in ended), "")
             return
-        lost, present = self._lost(members), self._present(QUIET_SECONDS)
+        lost, present = self._lost(members), self.nodes.present(QUIET_SECONDS)
         failed = [(seat, told) for seat, told in enumerate(ended) if told and told["code"] not in CLEAN]
         if not lost and not failed:
             return
@@ -317,7 +272,7 @@ class Head:
             if helper.number not in self.round.missed and (lost := self._lost([helper])):
                 self.round.missed.append(helper.number)
                 print(f"{lost}; the run goes on without its replicas", flush=True)
-        for arrival in self._present() if self.round.missed else ():
+        for arrival in self.nodes.present() if self.round.missed else ():
             if not arrival.num_ranks and arrival not in self.round.members:
                 self.round.members.append(arrival)
                 self.round.missed.pop()
@@ -328,10 +283,11 @@ class Head:
     def _lost(self, members: Sequence[Arrival]) -> str:
         """Those that have left, or give no sign of life; empty where all are here."""
         assert self.round.seen is not None
-        counts = {number: count for number, count in self._beats().items() if number in self.round.seen.ranks}
+        counts = {number: count for number, count in self.nodes.beats().items() if number in self.round.seen.ranks}
         hosts = {member.number: member.host for member in members}
         silent = [number for number in self.round.seen.look(counts, time.monotonic()) if number in hosts]
-        left = [f"node {hosts[number]} is gone: its launcher ended" for number in hosts if number in self.gone]
+        gone = self.nodes.gone
+        left = [f"node {hosts[number]} is gone: its launcher ended" for number in hosts if number in gone]
         limit = f"{self.terms.limit_seconds:g} s (run.hung_rank_timeout_seconds)"
-        quiet = [f"node {hosts[number]} is gone: no sign of life for {limit}" for number in silent if number not in self.gone]
+        quiet = [f"node {hosts[number]} is gone: no sign of life for {limit}" for number in silent if number not in gone]
         return "; ".join([*left, *quiet])

@@ -16,7 +16,7 @@ from megasync.config.files import STOP_FILE
 from megasync.config.load import load_config
 from megasync.launch.processes import REFUSED, STOPPED
 from megasync.launch.ray_cluster import free_port
-from megasync.nodes import head as head_module
+from megasync.nodes import head as head_module, presence
 from megasync.nodes.facts import warning_here
 from megasync.nodes.head import Head, Terms
 from megasync.nodes.roll_call import Arrival
@@ -263,7 +263,7 @@ def test_the_last_word_waits_for_nobody_who_is_gone(stage: Stage, monkeypatch: p
     stage.tick(stage.get("outcome/0"), times=1)
     stage.arrive("b")
     stage.run(1, 1, 3)
-    monkeypatch.setattr(head_module, "FRESH_SECONDS", 0.1)
+    monkeypatch.setattr(presence, "FRESH_SECONDS", 0.1)
     time.sleep(0.2)
     for seat in (0, 1):
         end(stage, 1, seat, 0)
