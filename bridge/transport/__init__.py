@@ -6,8 +6,8 @@ shm.py       shared memory of one host: a
 segment.py   with words that tell what lies in it
 ipc.py       memory on a device that both sides share
 nccl.py      process groups: NCCL between GPUs, gloo between CPUs; over
-lanes.py     from several senders to several hosts, and on inside of each, over
-ports.py     where one reader gets a lane's buckets from: the network, or the first reader of its host
+lanes.py     from several senders to several hosts, and on inside of each, by
+ports.py     where one reader gets a lane's buckets from; over
 delta.py     what changed since the last sync, for slow links; over
 channel.py   one such group, its store, deadlines and aborts
 errors.py    what goes wrong in all of them
