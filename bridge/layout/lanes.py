@@ -142,8 +142,9 @@ def _route(sender_host: str, by_host: dict[str, list[int]], index: int) -> tuple
 def lane_bucket_bytes(plan: LanePlan, total_bytes: int, bucket_bytes: int, least: int) -> int:
     """The size of a lane's buckets.
 
-    A reader has buffers for each lane that it is first for, and where it has neighbours two more, into which a GPU brings what they
-    pass on; together they are as large as those of `bucket_bytes`, unless they would be smaller than `least`. Where the model is small they are smaller, so that a lane's buckets are under way on all hosts.
+    A reader has buffers for each lane that it is first for, and where it has neighbours two more, into which a GPU brings what
+    they pass on; together they are as large as those of `bucket_bytes`, unless they would be smaller than `least`. Where the
+    model is small they are smaller, so that a lane's buckets are under way on all hosts.
     """
     share = bucket_bytes // (plan.most_lanes + any(len(readers) > 1 for readers in plan.hosts))
     wanted = total_bytes // (len(plan.lanes) * BUCKETS_A_HOST * (1 + len(plan.hosts)))
