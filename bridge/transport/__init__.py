@@ -6,6 +6,7 @@ shm.py       shared memory of one host: a
 segment.py   with words that tell what lies in it
 ipc.py       memory on a device that both sides share
 nccl.py      process groups: NCCL between GPUs, gloo between CPUs; over
+ports.py     where a reader has a lane's buckets from: the network, or its host's first reader
 lanes.py     from several senders to several hosts, and on inside of each, over
 delta.py     what changed since the last sync, for slow links; over
 channel.py   one such group, its store, deadlines and aborts
