@@ -83,7 +83,9 @@ class Forward:
             (log_probs,) = self._runner.run([micro], self.chunks, read)
         tensors = {name: tensor[:length] for name, tensor in found.items()}
         tensors["lm_head"] = tensors["lm_head"][first:]
-        return {**tensors, "log_probs": log_probs[first:length]}
+        tensors["log_probs"] = log_probs[first:length]
+        other = replace("log_probs", tensors) if replace is not None else None
+        return tensors if other is None else {**tensors, "log_probs": other.to(log_probs.dtype)}
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], tokens_per_microbatch: int) -> list[npt.NDArray[np.float32]]:

@@ -62,6 +62,8 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             answers.check_servable(config)
             prompts = Prompts(config.model.path, config.data)
             response = recorded(given.run, prompts, chosen.step, given.prompt)
+            if given.swap:
+                refuse_unknown(given.swap, chosen)
         threading.Thread(target=import_engine, daemon=True).start()
         try:
             with serve(config) as pool:
@@ -74,6 +76,14 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         found.seconds["replica"] = replica_seconds
     tell(chosen, response, found, given)
     return WRONG if found.culprit is not None else 0
+
+
+def refuse_unknown(swap: str, chosen: Chosen) -> None:
+    """ConfigError where the model has no such module."""
+    from megasync.comparing.compare import check_swap
+    from megasync.comparing.shape import Shape
+
+    check_swap(swap, Shape.of(Path(chosen.served.model.path)).sites, is_exact=chosen.config.model.exact)
 
 
 def for_one_replica(config: Config) -> Config:

@@ -24,8 +24,9 @@ from pathlib import Path
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
 from megasync.config.files import VERSIONS, flush
 from megasync.config.load import load_config
-from megasync.hf.folder import check_weights
+from megasync.hf.folder import check_weights, model_shape, read_json_object
 from megasync.hf.merge import merge_adapter
+from megasync.hf.tensors import check_held
 from megasync.reporting.log import CONFIG_FILE
 
 CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint/folder.py names them
@@ -144,9 +145,12 @@ def export_version(run: Path, target: Path, version: int) -> Path:
     from bridge.versions.reader import VersionReader
     from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
 
+    reader, remedy = VersionReader(log), f"put the run's own files into {log}, or its own model into {base}"
     try:
+        place, fields = f"{log}, version {version}", read_json_object(base / "config.json")
+        check_held(place, reader.shapes(version), model_shape(base), fields, remedy)
         with _whole_or_not(target, base) as partial:
-            save_weights(partial, VersionReader(log).tensors(version), Share(0), digest_tensor)
+            save_weights(partial, reader.tensors(version), Share(0), digest_tensor)
             finish_folder(partial, base)
     except VersionLogError as error:
         raise ConfigError(str(error), remedy="take another version, or a checkpoint with --step") from error

@@ -28,6 +28,7 @@ from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
+from megasync.hf.folder import check_model_folder
 from megasync.reporting.log import CONFIG_FILE
 from megasync.rollouts.played import episode_identity
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             steps = {record.step: compare.chosen_members(record, given.episode) for record in records}
         if given.rerun_environments:
             return _rerun(given, config, records, steps)
+        with main_errors():
+            check_model_folder(config.model.path)
         if given.trainer:
             return _score(given, config, steps, scratch)
         with main_errors():
@@ -122,13 +125,13 @@ def chosen_paths(run: Path, steps: str) -> list[Path]:
     if steps == ALL:
         return list(there.values())
     first, _, last = steps.partition("-")
-    numbers = first.isdigit() and (last or first).isdigit()
+    numbers = first.isdecimal() and (last or first).isdecimal()
     refuse_if(not numbers, f"--step {steps}: is no step", remedy="write a number, two with a - between them, or all")
     wanted = range(int(first), int(last or first) + 1)
-    missing = [step for step in wanted if step not in there]
+    missing = next((step for step in wanted if step not in there), None)
     told = f"{min(there)} to {max(there)}" if len(there) > MOST_SHOWN else ", ".join(map(str, there))
-    message = f"--step {steps}: there is no record of step {missing[0] if missing else 0}"
-    refuse_if(missing, message, there=told, remedy="write one of them")
+    message = f"--step {steps}: there is no record of step {missing}"
+    refuse_if(missing is not None, message, there=told, remedy="write one of them")
     refuse_if(not wanted, f"--step {steps}: is no range", remedy="write the lower step first")
     return [there[step] for step in wanted]
 

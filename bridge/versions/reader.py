@@ -43,6 +43,10 @@ class VersionReader:
         """Of every tensor of a version, without reading weights."""
         return {entry.name: entry.digest for header in self._headers(version) for entry in header.entries}
 
+    def shapes(self, version: int) -> dict[str, tuple[int, ...]]:
+        """Of every tensor of a version, without reading weights. Raises VersionLogError as `tensors` does."""
+        return {entry.name: entry.shape for header in self._headers(version) for entry in header.entries}
+
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, stage after stage.
 

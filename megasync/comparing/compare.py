@@ -11,7 +11,7 @@ A replica is led twice: as it is, and once more for the last tokens, with what i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,8 @@ from megasync.comparing.judge import Judgement, Local, judge
 from megasync.comparing.kinds import explain, of_layer
 from megasync.comparing.reference import Reference, Side
 from megasync.comparing.response import Response
+from megasync.comparing.shape import LAYER
+from megasync.config.errors import nearest_name, refuse_if
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -183,6 +185,22 @@ def _swapped(
         return references.trainer.expected(site, side).value
 
     return forward.trace(response.prompt_ids, response.token_ids, other)["log_probs"], len(chosen)
+
+
+def check_swap(swap: str, sites: Sequence[str], *, is_exact: bool) -> None:
+    """
+    Raises:
+        ConfigError: nothing that is compared fits `swap`, or nothing of it can be computed otherwise.
+    """
+    chosen = [site for site in sites if fits(site, swap)]
+    names = list(dict.fromkeys(LAYER.sub(r"\2", site) for site in sites))
+    modules = {site: None for site in sites if LAYER.fullmatch(site)}
+    near = nearest_name(swap, [*names, *modules] if swap.startswith("model.") else names)
+    remedy = f"write --swap {near}" if near else "write one of them, or model.layers.N in front of it"
+    refuse_if(not chosen, f"--swap {swap}: the model has no such module", nearest=near, choices=", ".join(names), remedy=remedy)
+    message = f"--swap {swap}: with model.exact = true attention turns queries and keys itself"
+    is_rotary = is_exact and all("rotary_emb." in site for site in chosen)
+    refuse_if(is_rotary, message, remedy="write --swap self_attn.attn")
 
 
 def fits(site: str, swap: str) -> bool:

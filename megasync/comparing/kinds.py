@@ -41,7 +41,7 @@ def explain(site: str, reference: Reference, side: Side, known: Known) -> Kind:
         left = size(out, guess.value)
         if left < best:
             best, kind = left, Kind(guess.name, guess.detail)
-    return kind or pattern(case)
+    return kind or scaled(case) or pattern(case)
 
 
 def rms_apart(out: torch.Tensor, value: torch.Tensor) -> float:
@@ -52,21 +52,31 @@ def drift(out: torch.Tensor, value: torch.Tensor) -> float:
     return abs(float(slope(out, value)))
 
 
+def scaled(case: Case) -> Kind | None:
+    """Where it is a multiple of what is right, which more special guesses have not explained."""
+    factor = 1 + float(slope(case.out, case.expected))
+    left = rms_apart(case.out, factor * case.expected)
+    is_explained = bool(case.wrong.any()) and left < EXPLAINED * rms(case.error)
+    return Kind("wrong scale", f"times {factor:.6g}") if is_explained else None
+
+
 def pattern(case: Case) -> Kind:
     """By size and place alone."""
+    wrong = case.wrong.flatten(1) if case.wrong.ndim > 1 else case.wrong[:, None]
+    shares = [float(wrong.any(dim).double().mean()) for dim in (0, 1)]  # of columns and of rows
+    is_everywhere = min(shares) >= 0.5 or not wrong.any()  # as where all is rounded
     relative = rms(case.error) / max(rms(case.expected), 1e-300)
     own = str(case.side[case.site].dtype).removeprefix("torch.")
     for name, unit in UNITS.items():
-        if unit > UNITS.get(own, 0.0) * 1.01 and unit / 8 < relative < unit * 8:
+        if is_everywhere and unit > UNITS.get(own, 0.0) * 1.01 and unit / 8 < relative < unit * 8:
             return Kind("precision", f"off by {relative:.1e} of its size, as what is computed in {name} in a {own} model")
-    wrong = case.wrong.flatten(1) if case.wrong.ndim > 1 else case.wrong[:, None]
     if case.out.ndim == 3:
         heads = sorted({int(head) for head in case.wrong.any(-1).any(0).nonzero()})
         if len(heads) == 1 and case.out.shape[1] > 1:
             return Kind("one head", f"head {heads[0]} alone is off, by {relative:.1e} of the size")
     rows = wrong.any(1).nonzero().flatten()
     first = int(case.side.positions[rows[0]]) if len(rows) and len(wrong) == len(case.side.positions) else 0
-    if first > int(case.side.positions[0]) + 1:
+    if first > int(case.side.positions[0]) + 1 and 2 * len(rows) > len(wrong) - int(rows[0]):
         return Kind("from a position on", f"right before position {first}, off by {relative:.1e} of the size over all")
     if case.site.endswith(("_proj", "norm", "embed_tokens", "lm_head")):
         return Kind(WRONG_WEIGHTS, f"off by {relative:.1e} of its size in {int(wrong.any(0).sum())} of {wrong.shape[1]} columns")
@@ -211,8 +221,6 @@ def _residual(case: Case) -> Iterator[Guess]:
 
 def _embedding(case: Case) -> Iterator[Guess]:
     yield from former_guesses(case)
-    scale = float((case.out * case.expected).sum() / case.expected.square().sum())
-    yield Guess("wrong scale", f"times {scale:.6g}", scale * case.expected)
 
 
 GUESSES = {

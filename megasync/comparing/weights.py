@@ -64,6 +64,7 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
         formers = {} if adapter else {f"step {n}": path / "hf" for n, path in found.items() if n != step}
         formers = dict(sorted(formers.items(), key=lambda item: abs(int(item[0].split()[1]) - (step or 0)))[:MAX_FORMERS])
         base = Path(config.model.path) if adapter else folder / "hf"
+        config = by_folder(config, base)
         chosen = Chosen(config, source.config, f"{run}, step {step}", step, base, adapter, formers)
     else:
         refuse_if(
@@ -84,7 +85,12 @@ def _of_log(run: Path, config: Config, scratch: Path, step: int, overrides: list
     base = Path(served.model.path)
     check_family(base)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"lora": LoraConfig()})})
-    return Chosen(config, served, f"{run}, version {step}", step, base)
+    return Chosen(by_folder(config, base), served, f"{run}, version {step}", step, base)
+
+
+def by_folder(config: Config, folder: Path) -> Config:
+    """The trainer's model as the config.json beside its weights says: where the run had its model need not be there any more."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
 def check_family(folder: Path) -> None:

@@ -35,7 +35,16 @@ UNSUPPORTED_REMEDY = "take a model without it"
 OPTIONAL_SIZES = (
     *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
 )
-GEMMA_SIZES = {GEMMA: {"num_key_value_heads": 4, "head_dim": 256}}  # transformers 5.19, Gemma3TextConfig's defaults
+DEFAULT_SIZES = {  # where config.json says nothing: transformers 5.19, their config classes; of others it follows from the heads
+    GEMMA: {"num_key_value_heads": 4, "head_dim": 256},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+}
+WHOLE_HEADS = ("llama", GEMMA)  # of which transformers 5.19 wants them in hidden_size, also beside a head_dim
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
@@ -58,7 +67,7 @@ def check_model_config(folder: Path) -> ModelShape:
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
     check_types(folder / "config.json", fields)
-    _refuse_unsupported(folder / "config.json", shape.model_type, fields)
+    _refuse_unsupported(folder / "config.json", shape, fields)
     return shape
 
 
@@ -104,7 +113,7 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
         defaults["moe_intermediate_size"] = "intermediate_size"
     if family in BIASED_ROUTERS:
         defaults["num_experts"] = "n_routed_experts"
-    known = {**GEMMA_SIZES.get(family, {}), **ROUTER_DEFAULTS.get(family, {})}
+    known = {**DEFAULT_SIZES.get(family, {}), **ROUTER_DEFAULTS.get(family, {})}
     fields = {name: fields.get(other) for name, other in defaults.items()} | known | fields
     fields["first_k_dense_replace"] = fields["first_k_dense_replace"] or None if family in BIASED_ROUTERS else None
     fields["q_lora_rank"] = fields.get("q_lora_rank", QUERY_RANK) if family in LATENT_FAMILIES else None
@@ -123,9 +132,11 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     return ModelShape(model_type=family, **sizes)
 
 
-def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None:
+def _refuse_unsupported(path: Path, shape: ModelShape, fields: dict[str, Any]) -> None:
     """What the engine's layers would compute wrongly is refused."""
+    family = shape.model_type
     refused = {
+        **_refused_heads(shape),
         **refused_rope(family, fields),
         **refused_router(family, fields),
         **refused_windows(family, fields),
@@ -155,6 +166,18 @@ def _refuse_unsupported(path: Path, family: str, fields: dict[str, Any]) -> None
         if present:
             remedy = next((text for begin, text in REMEDIES.items() if feature.startswith(begin)), UNSUPPORTED_REMEDY)
             raise ConfigError(f"{path}: {feature} is not supported", remedy=remedy)
+
+
+def _refused_heads(shape: ModelShape) -> dict[str, bool]:
+    """Whether it is there, by the feature: heads that do not divide what they are to divide."""
+    hidden, heads, groups = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
+    size, has_plain = shape.head_dim or hidden // heads, not shape.kv_lora_rank
+    needs_whole = shape.model_type in WHOLE_HEADS or (has_plain and not shape.head_dim)
+    return {
+        f"num_attention_heads = {heads}, no multiple of num_key_value_heads = {groups},": has_plain and heads % groups > 0,
+        f"hidden_size = {hidden}, no multiple of num_attention_heads = {heads},": needs_whole and hidden % heads > 0,
+        f"head_dim = {size}, an odd number,": has_plain and size % 2 == 1,
+    }
 
 
 def _has_other_heads(family: str, fields: dict[str, Any]) -> bool:

@@ -28,20 +28,26 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
     predict further tokens.
     """
+    check_held(folder, _held(folder), shape, fields)
+
+
+def check_held(
+    place: Path | str, held: Shapes, shape: ModelShape, fields: Mapping[str, Any], remedy: str = OTHER_CONFIG
+) -> None:
+    """The same of tensors by their names and shapes, which come from `place`."""
     expected = expected_tensors(shape, fields)
-    held = _held(folder)
     is_tied = fields.get("tie_word_embeddings", shape.model_type == GEMMA)
     if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
-        message = f"{folder}: the weights lack {len(missing)} of the tensors that config.json asks for"
-        raise ConfigError(message, missing=some(missing), remedy=OTHER_CONFIG)
+        message = f"{place}: the weights lack {len(missing)} of the tensors that config.json asks for"
+        raise ConfigError(message, missing=some(missing), remedy=remedy)
     for name, size in expected.items():
         if held.get(name, size) != size:
-            message = f"{folder}: {name} has the shape {list(held[name])}, and by config.json {list(size)}"
-            raise ConfigError(message, remedy=OTHER_CONFIG)
+            message = f"{place}: {name} has the shape {list(held[name])}, and by config.json {list(size)}"
+            raise ConfigError(message, remedy=remedy)
     own = (name for name in held if not name.endswith(FREQUENCIES) and not _is_after(name, shape.num_hidden_layers, fields))
     if unknown := [name for name in own if name not in expected]:
-        message = f"{folder}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
-        raise ConfigError(message, tensors=some(unknown), remedy=OTHER_CONFIG)
+        message = f"{place}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
+        raise ConfigError(message, tensors=some(unknown), remedy=remedy)
 
 
 def num_parameters(folder: Path) -> int:

@@ -34,6 +34,10 @@ def check_types(path: Path, fields: Mapping[str, Any]) -> None:
     for name, (types, expected) in TYPES.items():
         if name in given and type(given[name]) not in types:
             raise ConfigError(f"{path}: {name} = {given[name]!r}: {expected} is expected", remedy=REMEDY)
+    for key in ("rope_parameters", "rope_scaling"):
+        for name, value in (fields.get(key) or {}).items():
+            if name in ("rope_type", "type") and type(value) not in (str, NULL):
+                raise ConfigError(f"{path}: {key}.{name} = {value!r}: a word is expected", remedy=REMEDY)
     for name in ("dtype", "torch_dtype"):
         if fields.get(name) is not None and fields[name] not in ITEM_BYTES:
             raise ConfigError(f"{path}: {name} = {fields[name]!r}: is no dtype", choices=", ".join(ITEM_BYTES), remedy=REMEDY)

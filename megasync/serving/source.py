@@ -73,8 +73,9 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
 
 
 def source_of_version(run: Path, scratch: Path, version: int, overrides: list[str]) -> Source:
-    """The weights that `version` steps made: before the first step the model folder's, else those of that checkpoint, or of the
-    run's log of versions. Of what is made in `scratch` the first, with which replicas have started, stays, and the last.
+    """The weights that `version` steps made: those of that checkpoint, or of the run's log of versions; before the first step the
+    model folder's, but with an adapter to start from the log's. Of what is made in `scratch` the first, with which replicas have
+    started, stays, and the last.
     """
     for path in sorted(scratch.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)[1:]:
         shutil.rmtree(path)
@@ -83,17 +84,18 @@ def source_of_version(run: Path, scratch: Path, version: int, overrides: list[st
     if version in checkpoints_of(run):
         return find_source(run, made, version, overrides)
     config = load_config(run / CONFIG_FILE, overrides)
-    weights = made / HF if version else Path(config.model.path)
-    if version:
+    is_folder = version == 0 and not config.engine.lora.adapter_path
+    weights = Path(config.model.path) if is_folder else made / HF
+    if not is_folder:
         export_version(run, weights, version)
     return Source(to_serve(config, weights), f"{_short(run)}, version {version}", True)
 
 
 def versions_there(run: Path) -> set[int]:
     """The versions that `source_of_version` has the weights of."""
-    log = run / VERSIONS
-    found = {0, *checkpoints_of(run)}
-    if load_config(run / CONFIG_FILE).sync.log == "deltas" and log.is_dir():
+    log, config = run / VERSIONS, load_config(run / CONFIG_FILE)
+    found = {*checkpoints_of(run), *([] if config.engine.lora.adapter_path else [0])}
+    if config.sync.log == "deltas" and log.is_dir():
         from bridge.versions.reader import VersionReader
 
         found |= set(VersionReader(log).versions)

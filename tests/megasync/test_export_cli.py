@@ -146,6 +146,19 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, capsys: pytest.C
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
+def test_versions_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    others = {"wider": {"intermediate_size": 320}, "shorter": {"num_hidden_layers": 2}, "longer": {"num_hidden_layers": 5}}
+    for version, (name, fields) in enumerate(others.items()):
+        other = weights(write_tiny_model(tmp_path / name, "qwen3", **fields))
+        log = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=1)
+        log.write(version, iter(other.items()))
+        text = complaint(capsys, run, "--to", tmp_path / "out", "--version", str(version))
+        told = ("has the shape [320, 128], and by config.json [256, 128]", "lack 22 of", "hold 11 tensors")[version]
+        assert f"{run / 'versions'}, version {version}: " in text and told in text, text
+        assert not (tmp_path / "out").exists()
+
+
 def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
     script = "import sys; from megasync.export import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", script, str(run), "--to", str(tmp_path / "model")]

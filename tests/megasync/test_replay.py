@@ -158,6 +158,8 @@ def test_an_environment_that_was_changed_on_purpose_is_named(
     ("arguments", "told"),
     [
         (["--step", "2"], "there is no record of step 2"),
+        (["--step", "1-90000000000000"], "there is no record of step 2"),
+        (["--step", "1", "--trainer", "model.path=none"], "there is no such folder"),
         (["--step", "3-1"], "is no range"),
         (["--step", "first"], "is no step"),
         (["--step", "1", "--episode", "7"], "step 1 has no such episode"),

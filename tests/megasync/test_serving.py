@@ -18,11 +18,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from bridge.generation import Completion, GenerationRequest
+from bridge.versions.writer import VersionWriter
 from megasync import evaluate, generate
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
@@ -33,7 +35,7 @@ from megasync.rollouts.evaluation import pass_at_k, set_metrics
 from megasync.rollouts.played import episode_settings
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimate, estimates
-from megasync.serving.source import Source, find_source
+from megasync.serving.source import Source, find_source, source_of_version, versions_there
 from tests.megasync.test_export_cli import adapter_run
 from tests.support.config_files import write, write_runnable
 from tests.support.rewards import until
@@ -105,6 +107,22 @@ def test_an_adapter_is_served_merged(tmp_path: Path) -> None:
     (run / "checkpoints/step_00000003/adapter").rename(alone)
     with pytest.raises(ConfigError, match="an adapter alone"):
         find_source(alone, scratch, None, [])
+
+
+def test_a_run_that_starts_from_an_adapter_has_its_first_weights_in_the_log_alone(tmp_path: Path) -> None:
+    """Version 0 is the model folder's weights and the adapter's together."""
+    config = load_config(write_runnable(tmp_path), ["engine.lora.rank=4", "engine.lora.adapter_path=adapter", "sync.log=deltas"])
+    run, scratch = config.run.folder, tmp_path / "scratch"
+    scratch.mkdir()
+    save_config(config, run / "config.yaml")
+    assert versions_there(run) == set()
+    merged = write_tiny_model(tmp_path / "merged", "qwen3", seed=3) / "model.safetensors"
+    tensors = {name: torch.from_numpy(value) for name, value in load_file(merged).items()}
+    writer = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=9)
+    writer.write(0, iter(tensors.items()))
+    assert versions_there(run) == {0}
+    found = load_file(Path(source_of_version(run, scratch, 0, []).config.model.path) / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(np.array_equal(found[name], tensors[name].numpy()) for name in found)
 
 
 def test_what_is_neither_is_said(tmp_path: Path) -> None:

@@ -41,6 +41,17 @@ FAMILIES = {
 }
 
 
+def test_small_faults_are_not_taken_for_rounding_of_another_dtype(tmp_path: Path) -> None:
+    """Each as large as what bfloat16 rounds."""
+    folder = write_tiny_model(tmp_path, "qwen2", num_attention_heads=4, num_key_value_heads=1)
+    (found,) = run_ranks(1, "tests.megasync.comparing.family_cases:faults", {"folder": folder})
+    layer = "model.layers.1"
+    assert found["norm"] == (f"{layer}.post_attention_layernorm", "wrong scale", "times 1.01")
+    assert found["product"] == (f"{layer}.mlp.down_proj", "wrong scale", "times 0.998")
+    assert found["bias"][:2] == (f"{layer}.self_attn.q_proj", "one head") and "head 0 alone" in found["bias"][2]
+    assert found["row"][:2] == ("model.embed_tokens", "wrong weights"), found
+
+
 @pytest.mark.parametrize("fusions", ["none", "all"])
 def test_every_module_is_within_rounding_of_its_reference(tmp_path: Path, fusions: str) -> None:
     folders = {}
@@ -224,6 +235,7 @@ def test_without_a_checkpoint_the_model_is_that_of_the_start(run: Path, tmp_path
     write_tiny_model(run / "checkpoints/step_00000002/hf", "qwen3", seed=1)
     newest = choose(run, tmp_path, None, [])
     assert newest.base == run / "checkpoints/step_00000004/hf" == Path(newest.served.model.path)
+    assert newest.config.model.path == str(newest.base), "also where the run's model is elsewhere by now"
     assert newest.formers == {"step 2": run / "checkpoints/step_00000002/hf"}
     assert choose(run, tmp_path, 0, []).base == tmp_path / "model"
 
@@ -238,7 +250,8 @@ def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: P
     (tmp_path / "b").mkdir()
     (tmp_path / "c").mkdir()
     chosen, source = choose(run, tmp_path / "a", 2, []), find_source(run, tmp_path / "b", 1, [])
-    assert chosen.step == 2 and Path(chosen.served.model.path) == chosen.base and "version 2" in chosen.name
+    assert chosen.step == 2 and "version 2" in chosen.name
+    assert Path(chosen.served.model.path) == chosen.base == Path(chosen.config.model.path)
     assert source.name.endswith("version 1")
     for folder, expected in ((chosen.base, versions[2]), (Path(source.config.model.path), versions[1])):
         own = load_file(folder / "model.safetensors")
@@ -254,6 +267,9 @@ def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(run), "--step", "7"], "has no checkpoint of step 7"),
         ([str(run), f"model.path={tmp_path / 'experts'}"], "its modules are not followed one by one"),
         ([str(run), "--prompt", "3"], "has no such response"),
+        ([str(run), "--swap", "self_atn.attn"], "the model has no such module\n  nearest: self_attn.attn\n"),
+        ([str(run), "--swap", "model.layers.9"], "the model has no such module"),
+        ([str(run), "--swap", "rotary_emb.q", "model.exact=true"], "attention turns queries and keys itself"),
     ):
         with pytest.raises(SystemExit) as caught:
             bisect.main(arguments)

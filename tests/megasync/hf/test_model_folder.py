@@ -9,7 +9,7 @@ import pytest
 
 from engine.attention.windows import layer_windows
 from megasync.hf.features import QUERY_RANK, ROUTER_DEFAULTS
-from megasync.hf.folder import GEMMA_SIZES, check_model_folder
+from megasync.hf.folder import DEFAULT_SIZES, check_model_folder
 from tests.support.config_files import MODEL, cannot_run, model_refused, write_model, write_runnable
 
 
@@ -38,8 +38,8 @@ def test_known_families(tmp_path: Path, family: str) -> None:
 
 
 def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
-    write_model(tmp_path, num_key_value_heads=4)
-    fields = {name: value for name, value in MODEL.items() if name != "num_key_value_heads"}
+    write_model(tmp_path, num_key_value_heads=4, model_type="llama")
+    fields = {name: value for name, value in MODEL.items() if name != "num_key_value_heads"} | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert check_model_folder(tmp_path).num_key_value_heads == 4
 
@@ -92,6 +92,11 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"eos_token_id": "x"}, "eos_token_id = 'x': a token's number, or a list of them, is expected"),
         ({"rope_parameters": [1]}, "rope_parameters = [1]: an object is expected"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4': a number is expected"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, "rope_parameters.rope_type = ['linear']: a word is expected"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads = 6, no multiple of num_key_value_heads"),
+        ({"model_type": "llama", "num_attention_heads": 6}, "hidden_size = 128, no multiple of num_attention_heads = 6,"),
+        ({"model_type": "qwen2", "num_attention_heads": 6, "head_dim": None}, "hidden_size = 128, no multiple of num_attention"),
+        ({"head_dim": 33}, "head_dim = 33, an odd number,"),
         ({"dtype": "torch.float32"}, "dtype = 'torch.float32': is no dtype\n  choices: float64, float32"),
         ({"intermediate_size": [1, 2]}, "intermediate_size"),
     ],
@@ -113,13 +118,13 @@ SLIDES = {"use_sliding_window": True, "sliding_window": 64}
 TYPES = ["sliding_attention", "full_attention"]
 
 
-@pytest.mark.parametrize("family", {**ROUTER_DEFAULTS, **GEMMA_SIZES})
+@pytest.mark.parametrize("family", {**ROUTER_DEFAULTS, **DEFAULT_SIZES})
 def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
     """Its own classes would say it, but importing them imports torch."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family)
-    for name, value in {**ROUTER_DEFAULTS.get(family, {}), **GEMMA_SIZES.get(family, {})}.items():
+    for name, value in {**ROUTER_DEFAULTS.get(family, {}), **DEFAULT_SIZES.get(family, {})}.items():
         assert getattr(config, name) == value, name
     assert family != "deepseek_v3" or config.q_lora_rank == QUERY_RANK
 
