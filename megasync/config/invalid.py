@@ -21,6 +21,12 @@ KINDS = {
 }
 ITEMS = {int: "whole numbers", str: "texts"}
 EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
+OTHER_NAMES = {  # of other projects, for a choice of ours
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp32", "float", "full"), "float32"),
+    **dict.fromkeys(("fsdp", "fsdp2"), "megatron_fsdp"),
+}
 OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
 
@@ -44,8 +50,9 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
         return ConfigError(f"{key} = {value}: out of range", given_in=given_in, allowed=bounds(field), remedy=remedy)
     lines = {"given_in": given_in, "choices": ", ".join(allowed)}
     if found["type"] == "literal_error" and isinstance(value, str):
-        near = nearest_name(value, allowed)
-        lines |= {"nearest": near, "remedy": f"write {key}={near or allowed[0]}"}
+        other = OTHER_NAMES.get(value.lower(), "")
+        near = other if other in allowed else nearest_name(value, allowed)
+        lines |= {"nearest": near, "remedy": f"write {key}={near}" if near else "write one of the choices"}
         return ConfigError(f"{message}: not one of the choices", **lines)
     if "example" in context:  # from a validator of ours, which says what it expects
         remedy = f"write for example {key}={context['example']}"

@@ -24,6 +24,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the 
     "rope_scaling": ((dict, NULL), "an object"),
     "rope_theta": ((int, float, NULL), "a number"),
 }
+AT_LEAST = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
 REMEDY = "correct it, or download the model again: hf download NAME --local-dir FOLDER"
 
 
@@ -34,6 +35,9 @@ def check_types(path: Path, fields: Mapping[str, Any]) -> None:
     for name, (types, expected) in TYPES.items():
         if name in given and type(given[name]) not in types:
             raise ConfigError(f"{path}: {name} = {given[name]!r}: {expected} is expected", remedy=REMEDY)
+        least = AT_LEAST.get(name)
+        if least is not None and given.get(name) is not None and not given[name] >= least:
+            raise ConfigError(f"{path}: {name} = {given[name]!r}: at least {least} is expected", remedy=REMEDY)
     for key in ("rope_parameters", "rope_scaling"):
         for name, value in (fields.get(key) or {}).items():
             if name in ("rope_type", "type") and type(value) not in (str, NULL):

@@ -132,6 +132,16 @@ def test_fsdp2_is_pointed_to_megatron_fsdp(empty: Path) -> None:
     assert "write engine.wrap=megatron_fsdp" in message
 
 
+@pytest.mark.parametrize(("name", "ours"), [("fp16", "float16"), ("bf16", "bfloat16"), ("FP32", "float32"), ("half", "float16")])
+def test_other_names_of_dtypes(empty: Path, name: str, ours: str) -> None:
+    message = refused(empty, f"model.dtype={name}")
+    assert f"write model.dtype={ours}" in message
+
+
+def test_what_is_like_no_choice_is_no_other_one(empty: Path) -> None:
+    assert "write one of the choices" in refused(empty, "model.dtype=int4")
+
+
 @pytest.mark.parametrize("key", list(RANGES))
 def test_ranges(empty: Path, key: str) -> None:
     for number in ("-1", "1e30" if "most" in RANGES[key] or "below" in RANGES[key] else "-7"):

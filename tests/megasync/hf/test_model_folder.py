@@ -88,6 +88,8 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': true or false is expected"),
         ({"use_sliding_window": None}, "use_sliding_window = None: true or false is expected"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': a number with a point"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06: at least 0 is expected"),
+        ({"rope_theta": 0}, "rope_theta = 0: at least 1 is expected"),
         ({"max_position_embeddings": None}, "max_position_embeddings = None: a whole number is expected"),
         ({"eos_token_id": "x"}, "eos_token_id = 'x': a token's number, or a list of them, is expected"),
         ({"rope_parameters": [1]}, "rope_parameters = [1]: an object is expected"),
