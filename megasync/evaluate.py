@@ -82,7 +82,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             chosen = evaluations(config, data)
             config = config if source.is_of_run else answers.with_length(config, chosen, data.prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else None
-        for note in data.notes:
+        for note in [*answers.unused_overrides(given.overrides), *data.notes]:
             print(note, file=sys.stderr)
         found: dict[str, Any] = {"weights": source.name, "model": config.model.path, "reward": config.rollout.reward, "sets": {}}
         found |= {"episode": config.rollout.episode} if config.rollout.episode else {}

@@ -66,6 +66,8 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             answers.check_lengths(config, asked, prompts)
             config = config if source.is_of_run else answers.with_length(config, [asked], prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else sys.stdout
+        for note in answers.unused_overrides(given.overrides):
+            print(note, file=sys.stderr)
         if config.rollout.episode:
             print("rollout.episode is not played here: these are responses of one turn", file=sys.stderr)
         try:

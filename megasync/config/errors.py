@@ -9,6 +9,7 @@ Leaves out errors while training; those are raised where they happen.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 import time
@@ -87,5 +88,6 @@ def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
 
 def unusable(error: OSError) -> str:
     """`error` names its file."""
-    remedy = "name one that this user can read, or write"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room there, or name one on another disk" if is_full else "name one that this user can read, or write"
     return explain(f"{error.filename2 or error.filename}: {error.strerror}", remedy=remedy)

@@ -78,11 +78,11 @@ class Prompts:
         """Tokens of each prompt; `with_answers`: of the whole supervised sample.
 
         Raises:
-            ConfigError: names the line of a prompt of no tokens, or of tokens that the model has no embeddings for.
+            ConfigError: names the line of a text of no tokens, or of tokens that the model has no embeddings for.
         """
         rest = iter(examples)
         while chunk := list(islice(rest, CHUNK)):
-            answers = self._encode([example.answer for example in chunk], special=False) if with_answers else [()] * len(chunk)
+            answers = self._encode(chunk, [each.answer for each in chunk], special=False) if with_answers else [()] * len(chunk)
             for example, prompt, answer in zip(chunk, self._prompts(chunk), answers, strict=True):
                 self._check_ids(example, prompt, answer)
                 yield len(prompt) + len(answer) + with_answers
@@ -98,9 +98,20 @@ class Prompts:
         return tuple(self._prompts([example])[0])
 
     def _prompts(self, examples: Sequence[Example]) -> Sequence[Sequence[int]]:
-        templated = self.data.chat_template
-        texts = self._templated(examples) if templated else [example.prompt for example in examples]
-        return self._encode(texts, special=not templated)
+        """ConfigError names the line of a prompt that the tokenizer cannot encode, or ends as it would a response."""
+        if self.data.chat_template:
+            return self._encode(examples, self._templated(examples), special=False)
+        encoded = self._encode(examples, [example.prompt for example in examples], special=True)
+        for example, ids in zip(examples, encoded, strict=True):
+            if ids and (end := ids[-1]) in self.stop_token_ids and not self._ends_with(example, end):
+                message = f"line {example.line}: the tokenizer ends the prompt with {self.tokenizer.decode([end])!r}"
+                remedy = "take it out of post_processor in tokenizer.json, and add_eos_token out of tokenizer_config.json"
+                raise ConfigError(f"{message}, after which there is nothing more to say", remedy=remedy)
+        return encoded
+
+    def _ends_with(self, example: Example, token_id: int) -> bool:
+        """Whether the prompt itself does, without what the tokenizer adds."""
+        return self._encode([example], [example.prompt], special=False)[0][-1:] == [token_id]
 
     def _templated(self, examples: Sequence[Example]) -> list[str]:
         """ConfigError names the line of messages that the template refuses."""
@@ -129,8 +140,17 @@ class Prompts:
             turns = (("system", self.data.system_prompt), *turns)
         return [{"role": role, "content": content} for role, content in turns]
 
-    def _encode(self, texts: list[str], *, special: bool) -> Sequence[Sequence[int]]:
-        encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+    def _encode(self, examples: Sequence[Example], texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
+        """`texts`: of the examples, of which ConfigError names the line of one that the tokenizer cannot encode."""
+        try:
+            encoded = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)
+        except Exception as error:  # the tokenizers package raises plain ones, for a character without a token
+            if len(examples) == 1:
+                message = f"line {examples[0].line}: the tokenizer cannot encode {texts[0]!r:.80}: {error}"
+                remedy = "take the line out, or give the tokenizer a token for what it does not know"
+                raise ConfigError(message, remedy=remedy) from error
+            pairs = zip(examples, texts, strict=True)
+            return [ids for example, text in pairs for ids in self._encode([example], [text], special=special)]
         return encoded["input_ids"]  # type: ignore[no-any-return]
 
 

@@ -30,6 +30,8 @@ SUFFIXES = (".parquet", ".jsonl")
 ROWS_AT_ONCE = 4096
 SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_POINTER = b"version https://git-lfs"
+PARQUET_MAGIC = b"PAR1"
+PACKED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
 MOST_NESTED = 100  # what goes on to a reward or an episode is pickled, which Python does to some hundred
 
 
@@ -132,8 +134,8 @@ def _json_of(path: Path) -> dict[str, Any]:
 def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            if number == 1 and raw.startswith(LFS_POINTER):
-                raise _lfs_pointer(path)
+            if number == 1:
+                _refuse_others(path, raw)
             if raw.strip():
                 yield f"{path}:{number}", _json_row(f"{path}:{number}", raw)
 
@@ -220,8 +222,7 @@ def _reading(path: Path) -> Iterator[None]:
     if find_spec("pyarrow") is None:
         raise ConfigError(f"{path}: needs pyarrow, which is not there", remedy="install what locks/ pins, or take a JSONL file")
     with path.open("rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise _lfs_pointer(path)
+        _refuse_others(path, file.read(len(LFS_POINTER)))
     import pyarrow as pa
 
     try:
@@ -232,10 +233,17 @@ def _reading(path: Path) -> Iterator[None]:
         raise ConfigError(message, remedy="write or download it again") from error
 
 
-def _lfs_pointer(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: a Git LFS pointer, not the data", remedy="run `git lfs pull` in the data set's repository")
+def _refuse_others(path: Path, begin: bytes) -> None:
+    """ConfigError for a file that begins as no data does, or as other data does than its name says."""
+    remedy = "run `git lfs pull` in the data set's repository"
+    refuse_if(begin.startswith(LFS_POINTER), f"{path}: a Git LFS pointer, not the data", remedy=remedy)
+    for magic, program in PACKED.items():
+        remedy = f"unpack it with {program}, and name what comes out of it"
+        refuse_if(begin.startswith(magic), f"{path}: is compressed", remedy=remedy)
+    is_other = begin.startswith(PARQUET_MAGIC) and path.suffix != ".parquet"
+    refuse_if(is_other, f"{path}: is a Parquet file by another name", remedy=f"rename it to {path.stem}.parquet")
 
 
 def _cut(raw: bytes) -> str:
-    text = raw.decode(errors="replace").strip()
+    text = "".join(letter if letter.isprintable() else "\ufffd" for letter in raw[:400].decode(errors="replace").strip())
     return text if len(text) <= 100 else text[:97] + "..."

@@ -21,13 +21,14 @@ from urllib.parse import urlparse
 
 import yaml  # type: ignore[import-untyped]
 
+from megasync.config.errors import ConfigError
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config
 
 PROJECT = "megasync"
 COLUMNS = ("step", "set", "prompt", "response", "answer", "reward", "tokens", "finish_reason")  # of the table of samples
-WANDB_HOST = "https://api.wandb.ai"
-WANDB_ID_FILE = "wandb_id"  # in the run's folder: a resumed run goes on under the same id
+WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # the second from wandb 0.31 on (sdk/lib/urls.py:7)
+WANDB_ID_FILE, TRACKIO_ID_FILE = "wandb_id", "trackio_id"  # in the run's folder: a resumed run goes on under the same id
 
 
 class Logger(Protocol):
@@ -47,9 +48,23 @@ def missing_loggers(names: Sequence[str]) -> list[str]:
 
 
 def open_loggers(config: Config, first_step: int) -> list[Logger]:
-    """Those that `run.loggers` names; `first_step`: of this process, above 0 in a resumed run."""
+    """Those that `run.loggers` names; `first_step`: of this process, above 0 in a resumed run.
+
+    Raises:
+        ConfigError: one does not start, such as W&B with a key that it does not know.
+    """
     kinds: dict[str, Callable[[Config, int], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
-    return [kinds[name](config, first_step) for name in config.run.loggers]
+    opened: list[Logger] = []
+    for name in config.run.loggers:
+        try:
+            opened.append(kinds[name](config, first_step))
+        except OSError:  # of a file: the disk may be full, which the run itself tells
+            raise
+        except Exception as error:  # of the packages: plain ones, and of classes of their own
+            own = "mend what it names, such as WANDB_MODE or WANDB_API_KEY" if name == "wandb" else "mend what it names"
+            remedy = f"{own}, or take {name} out of run.loggers"
+            raise ConfigError(f"run.loggers: {name} does not start: {error}", remedy=remedy) from error
+    return opened
 
 
 def rows_of(step: int, lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
@@ -96,7 +111,7 @@ class Wandb:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,
-            id=_wandb_id(folder, first_step),
+            id=_own_id(folder / WANDB_ID_FILE, first_step),
             resume="allow" if first_step else None,
             dir=str(folder),
             mode=wandb_mode(os.environ),
@@ -121,23 +136,26 @@ def wandb_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
     if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
         return None
     path = Path(environment.get("NETRC") or Path.home() / ".netrc")
-    host = urlparse(environment.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
+    base = environment.get("WANDB_BASE_URL")
+    hosts = (urlparse(base).hostname or "",) if base else WANDB_HOSTS
     try:
-        has_key = path.is_file() and netrc.netrc(path).authenticators(host)
+        has_key = path.is_file() and any(map(netrc.netrc(path).authenticators, hosts))
     except netrc.NetrcParseError:  # W&B would find no key in it either
         has_key = None
     return None if has_key else "offline"
 
 
-def _wandb_id(folder: Path, first_step: int) -> str:
-    path = folder / WANDB_ID_FILE
+def _own_id(path: Path, first_step: int) -> str:
+    """Kept in this file; another for a run that does not resume."""
     if not (first_step and path.is_file()):
         write_atomically(path, uuid.uuid4().hex[:12] + "\n")
     return path.read_text(encoding="utf-8").strip()
 
 
 class Trackio:
-    """A local project; `trackio show --project megasync` serves it."""
+    """A local project; `trackio show --project megasync` serves it. A run is known there by its name, so that has an id in it:
+    a resumed run goes on as itself, also where another folder's has the same run.name.
+    """
 
     def __init__(self, config: Config, first_step: int) -> None:
         import trackio
@@ -145,7 +163,7 @@ class Trackio:
         self._table = trackio.Table
         self._run = trackio.init(
             project=PROJECT,
-            name=config.run.name,
+            name=f"{config.run.name}-{_own_id(config.run.folder / TRACKIO_ID_FILE, first_step)}",
             resume="allow" if first_step else "never",
             config=config.model_dump(mode="json"),
             embed=False,

@@ -93,7 +93,8 @@ def _import_function(path: str) -> Callable[..., Any]:
     else:
         problem = _wrong_arguments(function)
     if problem:
-        near = nearest_name(function_name, [name for name, value in vars(module).items() if inspect.isfunction(value)])
+        others = [name for name, value in vars(module).items() if inspect.isfunction(value) and name != function_name]
+        near = nearest_name(function_name, others)
         remedy = "name a function that takes one RewardInput, or a list of them, and returns a number for each"
         raise ConfigError(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy)
     return function  # type: ignore[no-any-return]

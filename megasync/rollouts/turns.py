@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from megasync.rollouts.group import Group
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of an episode under `retry`, and in evaluations
-NUM_NOTED = 3  # failures that are logged, of each kind
+NUM_NOTED = 3  # failures that are logged, of each kind: raised, returned, took, was, ended
 TURNS_KEY, FAILURE_KEY = "rollout.episode_max_turns", "rollout.episode_on_failure"
 
 
@@ -78,7 +79,7 @@ class Episodes:
         """`hand_out`, `drop`: the dispatcher's; `start` runs a coroutine; `on_member` hears of each member that has ended."""
         self.pool, self.settings = pool, settings
         self.hand_out, self.drop_turns, self.start, self.on_member = hand_out, drop, start, on_member
-        self.num_failures = 0
+        self._noted = Counter[str]()  # failures by kind
         self._keys = itertools.count(1)
         self._waiting: list[Group] = []  # turns that are handed out together, once the loop comes round
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}  # by the group's key
@@ -138,15 +139,17 @@ class Episodes:
         """
         assert ended.failure is not None
         assert attempt.group.task is not None
-        self.num_failures += 1
+        kind = ended.failure.what.partition(" ")[0]
+        self._noted[kind] += 1
         policy, is_evaluation = self.settings.on_failure, attempt.group.key < 0
         told = f"an episode {ended.failure.what}\n  prompt: {shown(attempt.group.task.prompt)}\n{ended.failure.details}".strip()
         if policy == "stop" or (policy == "retry" and failures == ATTEMPTS and not is_evaluation):
             tried = f" {ATTEMPTS} times" if policy == "retry" else ""
             remedy = f"mend it, or write {FAILURE_KEY}=zero or {FAILURE_KEY}=drop to go on without such episodes"
             raise EpisodeFailedError(f"{told}\n  It failed{tried}. Remedy: {remedy}")
-        if self.num_failures <= NUM_NOTED:
-            logger.warning("%s: %s", policy, told)
+        if self._noted[kind] <= NUM_NOTED:
+            last = ", others of this kind are only counted" if self._noted[kind] == NUM_NOTED else ""
+            logger.warning("%s%s: %s", policy, last, told)
         if (policy == "retry" or is_evaluation) and failures < ATTEMPTS:
             return None
         is_dropped = policy == "drop" and not is_evaluation

@@ -36,6 +36,20 @@ if TYPE_CHECKING:
     from megasync.rewards.functions import RewardInput
 
 Answers = Sequence[Sequence["Completion | Played"]]
+# Of these sections what has an effect where weights are served and not trained, and of the two others what has none.
+SERVING: dict[str, tuple[str, ...]] = {
+    "run": ("seed", "deterministic"),
+    "model": ("dtype", "exact"),
+    "engine": ("head_dtype", "tokens_per_microbatch"),
+    "sync": ("canary_tolerance",),
+    "algorithm": (),
+    "checkpoint": (),
+}
+TRAINING = (
+    *("data.train", "data.split", "data.batch_size", "data.shuffle", "rollout.placement", "rollout.offload_trainer"),
+    *("rollout.max_staleness", "rollout.on_update", "rollout.cache_on_update", "rollout.record"),
+    *("rollout.evaluate_every_steps", "rollout.evaluate_at_start"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +85,17 @@ def check_servable(config: Config) -> None:
     check_ray(config)
     if config.rollout.episode:
         resolve_episode(config.rollout.episode)
+
+
+def unused_overrides(overrides: Sequence[str]) -> list[str]:
+    """A line on the keys, given for this command, that are of training alone; none where there are no such keys."""
+    unused = []
+    for key in (override.partition("=")[0] for override in overrides):
+        section, *inner = key.split(".")
+        used = SERVING.get(section)
+        if key in TRAINING or (used is not None and (not used if not inner else inner[0] not in used)):
+            unused.append(key)
+    return [f"without effect: {', '.join(unused)}: nothing is trained here"] if unused else []
 
 
 def with_length(config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:

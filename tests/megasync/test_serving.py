@@ -263,6 +263,27 @@ def test_a_full_disk_is_said(run: Path, capsys: pytest.CaptureFixture[str], comm
     assert "No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [evaluate.main, generate.main])
+def test_keys_of_training_are_told_to_have_no_effect(
+    run: Path, capsys: pytest.CaptureFixture[str], command: Callable[..., int]
+) -> None:
+    prompts = ["--prompt", "1+1="] if command is generate.main else []
+    keys = ["run.steps=3", "engine.optimizer.learning_rate=1e-3", "data.batch_size=4"]
+    used = ["run.seed=1", "rollout.temperature=1", "run={seed: 2}", "engine.head_dtype=model"]
+    command([str(run), *prompts, *keys, *used], serve=no_gpu)
+    told = f"without effect: {', '.join(key.partition('=')[0] for key in keys)}: nothing is trained here\n"
+    assert told in capsys.readouterr().err
+    command([str(run), *prompts, *used], serve=no_gpu)
+    assert "without effect" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_keys_of_training_are_keys(section: str) -> None:
+    fields = set(getattr(Config(), section).__class__.model_fields)
+    assert set(answers.SERVING.get(section, ())) <= fields
+    assert {key.partition(".")[2] for key in answers.TRAINING if key.startswith(f"{section}.")} <= fields
+
+
 def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--prompt", "1+1="], ["--data", str(tmp_path / "test.jsonl"), "data.prompt_key=q"]):
         with pytest.raises(SystemExit) as stop:

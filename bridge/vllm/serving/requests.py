@@ -10,7 +10,8 @@ Leaves out the engine (api.py), and who asks when (bridge/replicas/generator.py)
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,17 @@ async def core_requests(
 
     Prefixes are shared with requests of the same `version` only: those of held requests outlast an update. Where the prompt's
     own log-probs are wanted, vLLM reads none.
+
+    Raises:
+        ValueError: vLLM refuses the request, such as for a token that it does not have.
     """
     from vllm.inputs import tokens_input
 
     prompt, tasks = tokens_input(list(request.prompt_ids), cache_salt=str(version)), await engine.get_supported_tasks()
-    parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
     adapter = vllm_adapter.request(with_adapter)
-    made = engine.input_processor.process_inputs("", prompt, parameters, supported_tasks=tasks, lora_request=adapter)
+    with value_errors():
+        parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
+        made = engine.input_processor.process_inputs("", prompt, parameters, supported_tasks=tasks, lora_request=adapter)
     found = []
     for name, sample in samples.items():
         one = copy.copy(made)
@@ -59,6 +64,17 @@ async def core_requests(
             one.sampling_params.seed = mix_seed(request.seed, sample)
         found.append(one)
     return found
+
+
+@contextmanager
+def value_errors() -> Iterator[None]:
+    """What vLLM refuses of a request is a ValueError with 0.26, and with 0.32 of a class of its own (vllm/exceptions.py:20)."""
+    from vllm import exceptions
+
+    try:
+        yield
+    except getattr(exceptions, "VLLMClientError", ValueError) as error:
+        raise ValueError(str(error)) from error
 
 
 async def submit(engine: Any, requests: Sequence[Any], sink: Any) -> None:

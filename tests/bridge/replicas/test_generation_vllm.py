@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bridge.config import ReplicaConfig, SyncConfig
-from bridge.generation import Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.send.publish import Publisher
 from engine.sample import Sample
 from megasync.launch.ray_cluster import start_ray
@@ -89,6 +89,14 @@ def test_log_probs_are_those_of_the_tokens_that_are_left(pool, folders: list[Pat
         drawn = torch.tensor(completion.token_ids, dtype=torch.int64)[:, None]
         torch.testing.assert_close(torch.tensor(completion.log_probs), kept.gather(-1, drawn)[:, 0], atol=1e-4, rtol=0)
         assert (kept.gather(-1, drawn) > plain.gather(-1, drawn)).all()
+
+
+def test_what_vllm_refuses_of_a_request_is_a_value_error(pool) -> None:
+    """Its own class is none from 0.32 on; by any other error a replica counts as lost."""
+    for prompt_ids, told in (((10**6,), "out of vocabulary"), ((20,) * 300, "maximum")):
+        with pytest.raises(ValueError, match=told):
+            ray.get(pool.hand_in(0, [GroupRequest(1, GenerationRequest(prompt_ids, num_samples=1, max_new_tokens=4), (0,))]))
+    assert len(generate(pool)[0].token_ids)
 
 
 def test_a_stop_text_ends_a_response_that_keeps_it(pool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from megasync.bench.config import BenchRoot
 from megasync.config.keys import ALIASES, OTHERS_NAMES
 from megasync.config.load import load_config
-from megasync.config.errors import ConfigError, nearest_name
+from megasync.config.errors import ConfigError, nearest_name, unusable
 from tests.support.config_files import CHOICES, KEYS, RANGES, refused, root_of, write
 
 
@@ -314,3 +316,9 @@ def test_paths_may_begin_at_a_home_folder(tmp_path: Path, monkeypatch: pytest.Mo
     message = refused(path, "run.dir=~nobody-of-that-name/x")
     assert message.startswith("run.dir = '~nobody-of-that-name/x': there is no such home folder")
     assert "write for example run.dir=./~nobody-of-that-name/x" in message
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "make room there"), (errno.EACCES, "that this user can read")])
+def test_a_file_that_cannot_be_used_is_named_with_what_helps(number: int, remedy: str) -> None:
+    told = unusable(OSError(number, os.strerror(number), "runs/a/report.html"))
+    assert told.startswith(f"runs/a/report.html: {os.strerror(number)}") and remedy in told

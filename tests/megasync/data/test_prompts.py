@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megasync.checks.check import check_config
@@ -175,6 +175,41 @@ def test_prompts_are_of_tokens_that_the_model_has(runnable: Path, tmp_path: Path
     path.write_text(json.dumps(fields | {"model": {"type": "BPE", "vocab": fields["model"]["vocab"], "merges": []}}))
     train.write_text('{"question": "1", "answer": "2"}\n{"question": "\u00e4", "answer": "2"}\n')
     assert "data.train: line 2: the tokenizer makes no token of the prompt" in cannot_run(runnable, f"data.train={train}")
+
+
+@pytest.mark.parametrize("model", [models.WordLevel, models.Unigram])
+@pytest.mark.parametrize(("overrides", "column"), [([], "question"), (TEMPLATED, "question"), (["algorithm.name=sft"], "answer")])
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(
+    runnable: Path, tmp_path: Path, model: type[models.Model], overrides: list[str], column: str
+) -> None:
+    """Of a tokenizer without a token for what it does not know."""
+    folder, train, characters = runnable.parent / "model", tmp_path / "train.jsonl", ["<eos>", *"0123456789+=<>uas"]
+    ids = {letter: number for number, letter in enumerate(characters)}
+    built = Tokenizer(models.WordLevel(ids, "<none>") if model is models.WordLevel else models.Unigram([(c, -1.0) for c in ids]))
+    built.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<eos>").save_pretrained(folder)
+    set_template(runnable, TEMPLATE)
+    lines = [{"question": "1", "answer": "2"}, {"question": "1", "answer": "2"} | {column: "\u00e4"}]
+    train.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    message = cannot_run(runnable, f"data.train={train}", *overrides)
+    assert message.startswith("data.train: line 2: the tokenizer cannot encode ") and "\u00e4" in message.splitlines()[0]
+    assert "remedy: take the line out, or give the tokenizer a token for what it does not know" in message
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(runnable: Path, tmp_path: Path) -> None:
+    """It adds the end of the sequence by itself, after which a model is to answer. What a prompt says itself stays."""
+    path, train = runnable.parent / "model" / "tokenizer.json", tmp_path / "train.jsonl"
+    built = Tokenizer.from_file(str(path))
+    built.post_processor = processors.TemplateProcessing(single="<eos> $A <eos>", special_tokens=[("<eos>", 1)])
+    built.save(str(path))
+    message = cannot_run(runnable)
+    assert message.startswith("data.train: line 1: the tokenizer ends the prompt with '<eos>', after which there is nothing more")
+    assert "take it out of post_processor in tokenizer.json" in message
+    check_config(load_config(runnable, TEMPLATED), 2)  # whose text has all special tokens
+    built.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    built.save(str(path))
+    train.write_text('{"question": "1<eos>", "answer": "2"}\n')
+    assert load_data(load_config(runnable, [f"data.train={train}", "data.batch_size=1"])).prompts is not None
 
 
 def test_messages_need_the_template(runnable: Path, tmp_path: Path) -> None:

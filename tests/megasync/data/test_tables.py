@@ -5,9 +5,13 @@ python -m pytest tests/megasync/data/test_tables.py
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +136,21 @@ def test_a_parquet_file_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
     assert "a Git LFS pointer, not the data" in refused(tmp_path / "a.jsonl")
     parquet.write_table(pa.table({"question": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), path)
     assert "holds no examples" in refused(path)
+
+
+@pytest.mark.parametrize(("pack", "program"), [(gzip.compress, "gunzip"), (bz2.compress, "bunzip2"), (lzma.compress, "unxz")])
+def test_a_compressed_file_is_told_how_to_unpack(tmp_path: Path, pack: Callable[[bytes], bytes], program: str) -> None:
+    for name in ("train.jsonl.gz", "train.jsonl", "train.parquet"):
+        (tmp_path / name).write_bytes(pack(b'{"question": "1+1=", "answer": "2"}\n'))
+        message = refused(tmp_path / name)
+        assert f"{name}: is compressed" in message and f"unpack it with {program}" in message
+
+
+def test_a_file_by_another_name_is_told_what_it_is(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS).rename(tmp_path / "a.jsonl")
+    assert "a.jsonl: is a Parquet file by another name" in refused(path) and "rename it to a.parquet" in refused(path)
+    path.write_bytes(b"\x1b[2J\x00{")
+    assert all(line.isprintable() for line in refused(path).splitlines())
 
 
 def test_a_value_that_python_does_not_have_is_told_with_its_column(tmp_path: Path) -> None:

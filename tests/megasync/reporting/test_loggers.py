@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.config.schema import Config, RunConfig
 from megasync.reporting import loggers
 from megasync.reporting.log import RunLog
-from megasync.reporting.loggers import COLUMNS, missing_loggers, wandb_mode
+from megasync.reporting.loggers import COLUMNS, missing_loggers, open_loggers, wandb_mode
 
 STEPS: list[dict[str, Any]] = [
     {"reward/mean": 0.1 * step, "loss/policy": -1.5e-3 * step, "sync/bytes": 269030016.0, "note": "text"} for step in range(4)
@@ -96,11 +99,12 @@ def from_trackio(folder: Path) -> Found:
     from trackio.sqlite_storage import SQLiteStorage
 
     metrics, rows = defaultdict[str, list[tuple[int, float]]](list), list[list[Any]]()
-    for line in SQLiteStorage.get_logs("megasync", folder.name):
+    name = f"{folder.name}-{(folder / 'trackio_id').read_text().strip()}"
+    for line in SQLiteStorage.get_logs("megasync", name):
         for key in line.keys() - {"step", "timestamp", "samples"}:
             metrics[key].append((line["step"], line[key]))
         rows += [[row[column] for column in COLUMNS] for row in line.get("samples", {}).get("_value", [])]
-    config = SQLiteStorage.get_run_config("megasync", folder.name)
+    config = SQLiteStorage.get_run_config("megasync", name)
     assert config is not None
     return dict(metrics), rows, config
 
@@ -142,16 +146,44 @@ def test_wandb_is_offline_unless_the_user_has_a_key_or_a_mode(tmp_path: Path) ->
     none = {"NETRC": str(tmp_path / "none")}
     assert wandb_mode(none) == "offline"
     assert wandb_mode(none | {"WANDB_API_KEY": "k"}) is None and wandb_mode(none | {"WANDB_MODE": "disabled"}) is None
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
+    for host in ("api.forge.coreweave.com", "api.wandb.ai"):
+        (tmp_path / "netrc").write_text(f"machine {host} login user password k\n")
+        assert wandb_mode({"NETRC": str(tmp_path / "netrc")}) is None
     (tmp_path / "broken").write_text("machine\nlogin\n")
-    assert wandb_mode({"NETRC": str(tmp_path / "netrc")}) is None
     assert wandb_mode({"NETRC": str(tmp_path / "broken")}) == "offline"
     assert wandb_mode({"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "https://wandb.my.org"}) == "offline"
 
 
-def test_a_resumed_run_keeps_its_wandb_id(tmp_path: Path) -> None:
-    first = loggers._wandb_id(tmp_path, 0)
-    assert loggers._wandb_id(tmp_path, 3) == first != loggers._wandb_id(tmp_path, 0)
+def test_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+    first = loggers._own_id(tmp_path / "wandb_id", 0)
+    assert loggers._own_id(tmp_path / "wandb_id", 3) == first != loggers._own_id(tmp_path / "wandb_id", 0)
+
+
+def test_a_resumed_run_of_trackio_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another folder's run of the same name comes between; trackio itself takes the last one of a name."""
+    made = list[dict[str, Any]]()
+    run = SimpleNamespace(finish=lambda: None)
+    package = SimpleNamespace(Table=None, init=lambda **given: made.append(given) or run)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    for folder, first_step in (("a", 0), ("b", 0), ("a", 2)):
+        (tmp_path / folder / "same").mkdir(parents=True, exist_ok=True)
+        open_loggers(config_of(tmp_path / folder / "same", "trackio"), first_step)
+    names = [given["name"] for given in made]
+    assert names[0] == names[2] != names[1] and all(name.startswith("same-") for name in names)
+    assert [given["resume"] for given in made] == ["never", "never", "allow"]
+
+
+def test_a_logger_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise Exception("the API key is of another server")  # noqa: TRY002 # W&B's own are no ValueErrors either
+
+    package = SimpleNamespace(Table=None, Settings=lambda **_: None, init=refuse)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with pytest.raises(ConfigError) as caught:
+        open_loggers(config_of(tmp_path, "wandb"), 0)
+    message = str(caught.value)
+    assert message.startswith("run.loggers: wandb does not start: the API key is of another server")
+    assert "WANDB_API_KEY, or take wandb out of run.loggers" in message
 
 
 def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

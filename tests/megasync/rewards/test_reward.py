@@ -212,6 +212,7 @@ def test_a_function_that_cannot_be_had(rewards_module: str, path: str, word: str
         resolve(path)
     assert path in str(caught.value)
     assert word in str(caught.value)
+    assert f"nearest: {path.partition(':')[2]}\n" not in str(caught.value)  # which is no remedy
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", "1", b"1", [1.0], 10**400])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,12 +14,15 @@ from megasync.data.data import Example
 from megasync.episodes.record import Asked, recorded
 from megasync.episodes.segments import Branch, Recorder, Turn
 from megasync.episodes.task import Played
+from megasync.episodes.wire import Ended
 from megasync.rewards.functions import token_count
 from megasync.rewards.pool import Scored, reward_metrics
+from megasync.rewards.wire import Failure
 from megasync.rollouts.group import Group
 from megasync.rollouts.played import episode_metrics, members_of
 from megasync.rollouts.requests import reward_inputs
 from megasync.rollouts.rollout import batch_metrics, samples_of
+from megasync.rollouts.turns import Episodes, EpisodeSettings
 
 PROMPT = (1, 2, 3)
 
@@ -104,3 +110,16 @@ def test_the_last_turn_may_be_of_the_first_branch() -> None:
         made, records = recorded(turns[:number])
         assert Played(made, turns=records).final_ids == ids
     assert len(made) == 2 and Played().final_ids == []
+
+
+def test_failures_are_told_by_their_kind(caplog: pytest.LogCaptureFixture) -> None:
+    """Many of one kind hide none of another, and the last that is told says that others are counted."""
+    nothing: Any = SimpleNamespace()
+    episodes = Episodes(nothing, EpisodeSettings(1, 10, "zero"), nothing, nothing, nothing, nothing)
+    attempt: Any = SimpleNamespace(group=SimpleNamespace(key=1, task=SimpleNamespace(prompt="1+1=")), waited_seconds=0.0)
+    for what in [*["raised KeyError: 'x'"] * 5, "returned nan, a finite number is expected"]:
+        episodes._after_failure(attempt, Ended(1, failure=Failure(what)), 1)
+    told = [record.getMessage().splitlines()[0] for record in caplog.records]
+    counted = "zero, others of this kind are only counted: an episode raised KeyError: 'x'"
+    assert told[:2] == ["zero: an episode raised KeyError: 'x'"] * 2 and told[2] == counted
+    assert told[3:] == ["zero: an episode returned nan, a finite number is expected"]
