@@ -3,8 +3,8 @@
 Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm/serving/).
 
     generator = Generator(engine, 0, on_update="continue", serving=lambda: (version, False), explain=str)
-    await generator.hand_in([GroupRequest(key=7, request=request, samples=(0, 1))])
-    (await generator.collect(1.0)).finished
+    await generator.hand_in([GroupRequest(key=7, request=request, samples=(0, 1))], num_collects=0)
+    (await generator.collect(1.0, number=1)).finished
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Generator:
         self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
         self._held: set[str] = set()  # of these, those that a pause holds
         self._ended: list[Ended] = []  # for `collect`
-        self._num_collects = 0  # calls of it
+        self._newest_collect = 0  # call of it
         self._again: list[Ended] = []  # by an update: they begin anew after it
         self._problem: Exception | None = None
         self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -113,26 +113,31 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------------ a stream of groups
 
-    async def hand_in(self, groups: Sequence[GroupRequest]) -> None:
-        """Begin to generate; `collect` has each sample once it has ended. A sync that waits for `lock` goes first."""
+    async def hand_in(self, groups: Sequence[GroupRequest], num_collects: int) -> None:
+        """Begin to generate; `collect` has each sample once it has ended. A sync that waits for `lock` goes first.
+
+        `num_collects`: the number of the last call of `collect` before this one; calls of before that have none of these.
+        """
+        self._newest_collect = max(self._newest_collect, num_collects)
         lives = [RunningSample(group.request, sample, group.key) for group in groups for sample in group.samples]
         await self._begin(lives, yields_to_sync=True)
 
-    async def collect(self, seconds: float) -> Collected:
+    async def collect(self, seconds: float, number: int) -> Collected:
         """The samples that have ended since the last call, or as soon as one has; none after `seconds`.
 
-        While others run it answers every ANSWER_SECONDS at most. A call that still waits when the next one comes has nothing: who
-        made it may be gone.
+        While others run it answers every ANSWER_SECONDS at most. `number` grows from call to call as they are made: Ray may let
+        one overtake another. All but the one of the highest have nothing: who made them may be gone.
 
         Raises:
             RuntimeError: a sample cannot be completed, such as after vLLM died.
         """
-        self._num_collects = own = self._num_collects + 1
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_news.wait(), seconds)
-        if self._live:  # others may end meanwhile
-            await asyncio.sleep(max(0.0, self._next_answer - time.monotonic()))
-        if own != self._num_collects:
+        self._newest_collect = max(self._newest_collect, number)
+        if number == self._newest_collect:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), seconds)
+            if self._live:  # others may end meanwhile
+                await asyncio.sleep(max(0.0, self._next_answer - time.monotonic()))
+        if number != self._newest_collect:
             return Collected((), self.silent_seconds)
         self._next_answer = time.monotonic() + ANSWER_SECONDS
         self._has_news.clear()

@@ -63,12 +63,17 @@ class ReplicaPool(ReplicaActors):
     def hand_in(self, replica: int, groups: Sequence[GroupRequest]) -> Any:
         """Let a replica begin with these groups; a Ray reference. `collect` has their samples."""
         (actor,) = self._chosen([replica])
-        return actor.handle.hand_in.remote(list(groups))
+        return actor.handle.hand_in.remote(list(groups), actor.num_collects)
 
     def collect(self, replica: int, seconds: float) -> Any:
-        """A Ray reference to Collected: what the replica has finished since the last call, after `seconds` at the latest."""
+        """A Ray reference to Collected: what the replica has finished since the last call, after `seconds` at the latest.
+
+        A call of before that has no answer yet gets nothing any more, nor of what is handed in after this one, in whichever order
+        they reach the replica.
+        """
         (actor,) = self._chosen([replica])
-        return actor.handle.collect.remote(seconds)
+        actor.num_collects += 1
+        return actor.handle.collect.remote(seconds, actor.num_collects)
 
     def score(self, replica: int, sequences: Sequence[Sequence[int]], timeout: float) -> list[npt.NDArray[np.float32]]:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on.

@@ -91,14 +91,14 @@ class Replica:
         self._num_calls += 1
         return await self._generator.generate(requests)
 
-    async def hand_in(self, groups: list[GroupRequest]) -> None:
+    async def hand_in(self, groups: list[GroupRequest], num_collects: int) -> None:
         """See Generator."""
-        await self._generator.hand_in(groups)
+        await self._generator.hand_in(groups, num_collects)
 
-    async def collect(self, seconds: float) -> Collected:
+    async def collect(self, seconds: float, number: int) -> Collected:
         """See Generator."""
         self._require_service()
-        return await self._generator.collect(seconds)
+        return await self._generator.collect(seconds, number)
 
     async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""

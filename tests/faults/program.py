@@ -55,10 +55,10 @@ class FaultyReplica(Replica):
             except (ValueError, KeyError):  # there is no core yet
                 time.sleep(0.01)
 
-    async def hand_in(self, groups: list[GroupRequest]) -> None:
+    async def hand_in(self, groups: list[GroupRequest], num_collects: int) -> None:
         if self._is_due_while_generating():
             asyncio.get_running_loop().call_later(GENERATING_SECONDS, orders.signal_replica, self._case)
-        await super().hand_in(groups)
+        await super().hand_in(groups, num_collects)
 
     def _is_due_while_generating(self) -> bool:
         """Where a later start is to be signalled, this process ends at once, so that there is one."""
