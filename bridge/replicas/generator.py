@@ -74,7 +74,7 @@ class Generator:
         self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
         self._held: set[str] = set()  # of these, those that a pause holds
         self._ended: list[Ended] = []  # for `collect`
-        self._newest_collect = 0  # call of it
+        self._newest_collect = 0  # the highest number of a call of it that is known here
         self._again: list[Ended] = []  # by an update: they begin anew after it
         self._problem: Exception | None = None
         self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -116,7 +116,7 @@ class Generator:
     async def hand_in(self, groups: Sequence[GroupRequest], num_collects: int) -> None:
         """Begin to generate; `collect` has each sample once it has ended. A sync that waits for `lock` goes first.
 
-        `num_collects`: the number of the last call of `collect` before this one; calls of before that have none of these.
+        `num_collects`: the number of the last `collect` that was called before this; older calls get none of these samples.
         """
         self._newest_collect = max(self._newest_collect, num_collects)
         lives = [RunningSample(group.request, sample, group.key) for group in groups for sample in group.samples]
@@ -125,8 +125,8 @@ class Generator:
     async def collect(self, seconds: float, number: int) -> Collected:
         """The samples that have ended since the last call, or as soon as one has; none after `seconds`.
 
-        While others run it answers every ANSWER_SECONDS at most. `number` grows from call to call as they are made: Ray may let
-        one overtake another. All but the one of the highest have nothing: who made them may be gone.
+        While others run it answers every ANSWER_SECONDS at most. `number` counts the calls as they are made: Ray may
+        deliver them in another order. Only the newest call gets samples: whoever made an older one may be gone.
 
         Raises:
             RuntimeError: a sample cannot be completed, such as after vLLM died.

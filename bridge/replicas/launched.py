@@ -43,7 +43,7 @@ class ReplicaActor:
     shared_memory: set[str] = field(default_factory=set)  # vLLM's, for when it is killed
     family: set[int] = field(default_factory=set)  # ids of its processes
     num_sent: int = 0  # calls to generate
-    num_collects: int = 0  # calls of it that were made
+    num_collects: int = 0  # calls to collect
     is_here: bool = False  # on this host, so that what its processes leave is ours to remove
     host: str = ""  # its name
     manifest_digest: str = ""  # of the manifest that its workers hold

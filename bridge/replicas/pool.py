@@ -68,8 +68,7 @@ class ReplicaPool(ReplicaActors):
     def collect(self, replica: int, seconds: float) -> Any:
         """A Ray reference to Collected: what the replica has finished since the last call, after `seconds` at the latest.
 
-        A call of before that has no answer yet gets nothing any more, nor of what is handed in after this one, in whichever order
-        they reach the replica.
+        An older call that has no answer yet gets no samples any more, in whichever order the two reach the replica.
         """
         (actor,) = self._chosen([replica])
         actor.num_collects += 1

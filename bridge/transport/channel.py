@@ -84,7 +84,7 @@ class Channel:
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = GROUP_TIMEOUT
-            options.is_high_priority_stream = True  # before the cores take up more of the kernels that pack and load
+            options.is_high_priority_stream = True  # it gets cores before more blocks of the kernels that pack and load
             with torch.cuda.device(self.device):
                 store = dist.PrefixStore(f"{self._name}nccl", self._store)
                 self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)

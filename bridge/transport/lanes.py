@@ -22,7 +22,7 @@ from bridge.layout.lanes import Lane, LanePlan
 from bridge.transport.channel import Channel, abort_all
 from bridge.transport.errors import DamagedError
 from bridge.transport.nccl import GroupWriter
-from bridge.transport.ports import FirstPort, Landing, Port, RelayedPort
+from bridge.transport.ports import FirstPort, Port, RelayedPort, Staging
 
 
 def _digests_key(num_passes: int) -> str:
@@ -62,7 +62,7 @@ class LaneReader:
         self._ports: dict[int, Port] = {}  # by the lane's index among all
         self._digests: dict[int, BucketDigests] = {}  # by stage
         self._channels: dict[int, Channel] = {}
-        self._landing: Landing | None = None
+        self._staging: Staging | None = None
 
     def digests(self, stage: int) -> BucketDigests:
         return self._digests[stage]
@@ -86,7 +86,7 @@ class LaneReader:
         for port in ports:
             port.finish()
         channel = self._channels[lanes[0][0]]
-        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage.index}", self._settle)
+        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage.index}", self._progress)
         if verify:
             self._compare(stage, sync_index, digests.join().cpu(), deadline)
 
@@ -100,29 +100,29 @@ class LaneReader:
             channel.owner = str(lane)
             own = stage.lane(lane.buckets(len(stage.buckets)))
             if is_first:
-                self._ports[index] = FirstPort(lane, self._plan, own, channel, self._reader, self._settle)
+                self._ports[index] = FirstPort(lane, self._plan, own, channel, self._reader, self._progress)
             else:
-                landing = self._landing_of(stage)
-                self._ports[index] = RelayedPort(lane, self._plan, channel, self._reader, self._settle, landing)
+                staging = self._staging_of(stage)
+                self._ports[index] = RelayedPort(lane, self._plan, channel, self._reader, self._progress, staging)
             self._ports[index].open(deadline)
         return self._ports[index]
 
-    def _landing_of(self, stage: StagePlan) -> Landing | None:
+    def _staging_of(self, stage: StagePlan) -> Staging | None:
         """One for all lanes. Of several stages each has a bucket out, more than it holds; they are loaded in place."""
         is_only = all(lane.stage == stage.index for lane in self._plan.lanes)
-        if self._landing is None and self._device.type == "cuda" and is_only:
-            self._landing = Landing(stage.buffer_bytes, self._device)
-        return self._landing
+        if self._staging is None and self._device.type == "cuda" and is_only:
+            self._staging = Staging(stage.buffer_bytes, self._device)
+        return self._staging
 
-    def _settle(self) -> None:
+    def _progress(self) -> None:
         for port in self._ports.values():
-            port.settle()
+            port.progress()
 
     def _compare(self, stage: StagePlan, sync_index: int, digests: torch.Tensor, deadline: float) -> None:
         """With those of the senders."""
         wrong: list[int] = []
         for index, lane in self._plan.of_stage(stage.index):
-            told = self._channels[index].ask(_digests_key(sync_index), deadline, f"the digests of {lane}", self._settle)
+            told = self._channels[index].ask(_digests_key(sync_index), deadline, f"the digests of {lane}", self._progress)
             theirs = torch.frombuffer(bytearray(told), dtype=torch.int64) if told else digests[:0]
             own = list(lane.buckets(len(stage.buckets)))
             wrong += [own[place] for place in (digests[own] != theirs).nonzero().flatten().tolist()]
@@ -137,4 +137,4 @@ class LaneReader:
     def close(self) -> None:
         for port in self._ports.values():
             port.close()
-        self._ports, self._channels, self._digests, self._landing = {}, {}, {}, None
+        self._ports, self._channels, self._digests, self._staging = {}, {}, {}, None

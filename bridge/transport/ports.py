@@ -1,7 +1,8 @@
 """Where one reader gets a lane's buckets from: the network, or the buffers of the first reader on its host (lanes.py).
 
 On GPUs the host queues work and waits for few things: for a bucket that has arrived, before others may read it, and for buffers
-that others read. Whoever waits calls `settle` of all ports meanwhile, which gives back what is read: nobody waits in a circle.
+that others read. Whoever waits calls `progress` of all ports meanwhile, which gives back what has been read, so that no two wait
+for each other.
 Leaves out what a bucket means.
 """
 
@@ -21,7 +22,7 @@ from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.nccl import NUM_BUFFERS
 from bridge.transport.shm import ShmReader, ShmWriter
 
-Settle = Callable[[], None]
+Progress = Callable[[], None]
 
 
 class Port(Protocol):
@@ -39,7 +40,7 @@ class Port(Protocol):
     def give_back(self) -> None:
         """All that reads the bucket is queued on the current stream."""
 
-    def settle(self) -> None:
+    def progress(self) -> None:
         """Tell others which buckets have been read; returns at once."""
 
     def finish(self) -> None:
@@ -53,9 +54,11 @@ class Port(Protocol):
 class FirstPort:
     """Of the lane's first reader on a host: from the network, and on to the next host and to the others of its own."""
 
-    def __init__(self, lane: Lane, plan: LanePlan, stage: StagePlan, channel: Channel, reader: int, settle_all: Settle) -> None:
+    def __init__(
+        self, lane: Lane, plan: LanePlan, stage: StagePlan, channel: Channel, reader: int, progress_all: Progress
+    ) -> None:
         place, device = lane.route.index(reader), channel.device
-        self._stage, self._lane, self._channel, self._settle_all = stage, lane, channel, settle_all
+        self._stage, self._lane, self._channel, self._progress_all = stage, lane, channel, progress_all
         self._next: Channel | None = None
         self._in, former = channel, place > 0 and device.type == "cpu"
         self._from = f"{plan.names[lane.route[place - 1]]} on {lane}" if former else str(lane)
@@ -104,12 +107,12 @@ class FirstPort:
 
     def _look(self) -> None:
         self._channel.look()
-        self._settle_all()
+        self._progress_all()
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         data, arrived = self._arrival
         ready = self._in.wait if self._relay is not None else self._in.order
-        ready(arrived, self._deadline, f"{self._stage.describe(bucket)} from {self._from}", self._settle_all)
+        ready(arrived, self._deadline, f"{self._stage.describe(bucket)} from {self._from}", self._progress_all)
         if self._next is not None:
             self._forwards[self._num_taken % NUM_BUFFERS] = self._next.broadcast(data, self._deadline)
         if self._relay is not None:
@@ -121,8 +124,8 @@ class FirstPort:
         self._freed[self._num_taken % NUM_BUFFERS] = self._in.mark()
         self._num_taken += 1
 
-    def settle(self) -> None:
-        """Those who send to this reader learn it from the device, or by the next bucket that it asks for."""
+    def progress(self) -> None:
+        """Nothing: senders learn from the device, or by the next bucket that is asked for, which buffers are free."""
 
     def finish(self) -> None:
         for slot in range(NUM_BUFFERS):
@@ -132,7 +135,7 @@ class FirstPort:
         """Until the next host has taken what lies in the buffer."""
         forward, self._forwards[slot] = self._forwards[slot], None
         if self._next is not None:
-            self._next.wait(forward, self._deadline, f"{self._to} to take a bucket", self._settle_all)
+            self._next.wait(forward, self._deadline, f"{self._to} to take a bucket", self._progress_all)
 
     def abort(self, reason: str) -> None:
         if self._relay is not None:
@@ -150,10 +153,10 @@ class FirstPort:
             self._relay = None
 
 
-class Landing:
-    """Two buffers on a reader's own GPU, to which its copy engines bring what lies on others' while its cores load a bucket.
+class Staging:
+    """Two buffers on a reader's own GPU, into which its copy engines copy what lies on others' while a kernel loads a bucket.
 
-    A kernel that reads the other GPU's memory would keep NCCL's kernels, which bring the reader's own lanes, from the cores.
+    A kernel that loads from the other GPU itself would keep cores from NCCL's, by which the reader's own lanes arrive.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -166,7 +169,7 @@ class Landing:
             buffer.record_stream(self._stream)
         self._count = 0
 
-    def bring(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def copy_in(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A copy of `data` [n] uint8 for the current stream, good until `free`, and the event after which `data` is read."""
         slot = self._count % NUM_BUFFERS
         here = self._buffers[slot][: len(data)]
@@ -189,12 +192,12 @@ class _Relayed(ShmReader):
 
     channel: Channel
     who: str
-    settle_all: Settle
+    progress_all: Progress
 
     def _wait(self, ready: Callable[[], bool], deadline: float, late: str) -> None:
         def look() -> bool:
             self.channel.look()
-            self.settle_all()
+            self.progress_all()
             return ready()
 
         super()._wait(look, deadline, f"waits for {self.who}")
@@ -205,25 +208,25 @@ class _RelayedIpc(_Relayed, IpcReader):
 
 
 class RelayedPort:
-    """Of the other readers: out of the buffers of the first one on their host, on GPUs by way of `landing` if there is one."""
+    """Of the other readers: out of the buffers of the first one on their host, on GPUs by way of `staging` if there is one."""
 
     def __init__(
-        self, lane: Lane, plan: LanePlan, channel: Channel, reader: int, settle_all: Settle, landing: Landing | None
+        self, lane: Lane, plan: LanePlan, channel: Channel, reader: int, progress_all: Progress, staging: Staging | None
     ) -> None:
-        self._channel, self._settle_all, self._landing = channel, settle_all, landing
+        self._channel, self._progress_all, self._staging = channel, progress_all, staging
         self._first = plan.first_of(lane, reader)
         self._place = [other for other in plan.host_of(reader) if other != self._first].index(reader)
         self._who = f"{plan.names[self._first]}, which passes {lane} on"
         self._reader: _Relayed | None = None
         self._num_taken = 0
-        self._copied: Any = None  # the event after which the bucket that is out is in `landing`
-        self._unsettled: deque[Any] = deque()  # of each bucket that was given back the event after which it is read
+        self._copied: Any = None  # the event after which the bucket that is out is in `staging`
+        self._unreleased: deque[Any] = deque()  # of each bucket that was given back the event after which it is read
 
     def open(self, deadline: float) -> None:
-        endpoint = self._channel.ask(f"relay{self._first}", deadline, self._who, self._settle_all).decode()
+        endpoint = self._channel.ask(f"relay{self._first}", deadline, self._who, self._progress_all).decode()
         kind = _RelayedIpc if self._channel.device.type == "cuda" else _Relayed
         self._reader = kind((endpoint,), self._place, self._channel.device)
-        self._reader.channel, self._reader.who, self._reader.settle_all = self._channel, self._who, self._settle_all
+        self._reader.channel, self._reader.who, self._reader.progress_all = self._channel, self._who, self._progress_all
 
     def start(self, deadline: float) -> None:
         self._deadline = deadline
@@ -234,27 +237,27 @@ class RelayedPort:
             data = self._reader.read(0, self._num_taken, bucket.num_bytes, self._deadline, verify=False)
         except TransportError as error:
             raise TransportError(f"bucket {bucket.index}: {error}") from error
-        if self._landing is not None:
-            data, self._copied = self._landing.bring(data)
+        if self._staging is not None:
+            data, self._copied = self._staging.copy_in(data)
         return data
 
     def give_back(self) -> None:
-        if self._landing is not None:
-            self._landing.free()
-        self._unsettled.append(self._copied if self._landing is not None else self._channel.mark())
+        if self._staging is not None:
+            self._staging.free()
+        self._unreleased.append(self._copied if self._staging is not None else self._channel.mark())
         self._num_taken += 1
-        self.settle()
+        self.progress()
 
-    def settle(self) -> None:
-        while self._unsettled and (self._unsettled[0] is None or self._unsettled[0].query()):
-            self._unsettled.popleft()
+    def progress(self) -> None:
+        while self._unreleased and (self._unreleased[0] is None or self._unreleased[0].query()):
+            self._unreleased.popleft()
             assert self._reader is not None
             self._reader.count_read(0)
 
     def finish(self) -> None:
         """All is read."""
         what = "the copies out of the last buckets"
-        self._channel.poll(lambda: not self._unsettled, self._deadline, what, self._settle_all)
+        self._channel.poll(lambda: not self._unreleased, self._deadline, what, self._progress_all)
 
     def abort(self, reason: str) -> None:
         if self._reader is not None:
@@ -263,10 +266,10 @@ class RelayedPort:
 
     def close(self) -> None:
         self._channel.close()
-        for copied in (*self._unsettled, self._copied):
+        for copied in (*self._unreleased, self._copied):
             if copied is not None:
                 copied.synchronize()  # before the memory is unmapped
-        self._unsettled.clear()
+        self._unreleased.clear()
         if self._reader is not None:
             self._reader.close()
             self._reader = None

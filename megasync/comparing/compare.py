@@ -188,13 +188,14 @@ def _swapped(
 
 
 def check_swap(swap: str, sites: Sequence[str], *, is_exact: bool) -> None:
-    """
+    """Before anything starts.
+
     Raises:
-        ConfigError: nothing that is compared fits `swap`, or nothing of it can be computed otherwise.
+        ConfigError: no module fits `swap`, or none of those that do can be replaced.
     """
     chosen = [site for site in sites if fits(site, swap)]
     names = list(dict.fromkeys(LAYER.sub(r"\2", site) for site in sites))
-    modules = {site: None for site in sites if LAYER.fullmatch(site)}
+    modules = [site for site in sites if LAYER.fullmatch(site)]
     near = nearest_name(swap, [*names, *modules] if swap.startswith("model.") else names)
     remedy = f"write --swap {near}" if near else "write one of them, or model.layers.N in front of it"
     refuse_if(not chosen, f"--swap {swap}: the model has no such module", nearest=near, choices=", ".join(names), remedy=remedy)

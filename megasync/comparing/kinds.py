@@ -219,12 +219,8 @@ def _residual(case: Case) -> Iterator[Guess]:
         yield Guess("left out", "the residual stream is not added", sources[1])
 
 
-def _embedding(case: Case) -> Iterator[Guess]:
-    yield from former_guesses(case)
-
-
 GUESSES = {
-    "embed_tokens": _embedding,
+    "embed_tokens": former_guesses,
     "norm:in": _residual,
     "norm": _norm,
     "rotary_emb.q": _rotated,

@@ -21,12 +21,7 @@ KINDS = {
 }
 ITEMS = {int: "whole numbers", str: "texts"}
 EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
-OTHER_NAMES = {  # of other projects, for a choice of ours
-    **dict.fromkeys(("fp16", "half"), "float16"),
-    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
-    **dict.fromkeys(("fp32", "float", "full"), "float32"),
-    **dict.fromkeys(("fsdp", "fsdp2"), "megatron_fsdp"),
-}
+OTHER_NAMES = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}  # unlike the choice that is meant
 OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
 

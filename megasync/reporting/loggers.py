@@ -152,10 +152,13 @@ def _own_id(path: Path, first_step: int) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
+def trackio_name(config: Config, first_step: int) -> str:
+    """Trackio knows a run by its name. With an id in it a resumed run goes on as itself, whoever else has the same run.name."""
+    return f"{config.run.name}-{_own_id(config.run.folder / TRACKIO_ID_FILE, first_step)}"
+
+
 class Trackio:
-    """A local project; `trackio show --project megasync` serves it. A run is known there by its name, so that has an id in it:
-    a resumed run goes on as itself, also where another folder's has the same run.name.
-    """
+    """A local project; `trackio show --project megasync` serves it."""
 
     def __init__(self, config: Config, first_step: int) -> None:
         import trackio
@@ -163,7 +166,7 @@ class Trackio:
         self._table = trackio.Table
         self._run = trackio.init(
             project=PROJECT,
-            name=f"{config.run.name}-{_own_id(config.run.folder / TRACKIO_ID_FILE, first_step)}",
+            name=trackio_name(config, first_step),
             resume="allow" if first_step else "never",
             config=config.model_dump(mode="json"),
             embed=False,

@@ -19,27 +19,18 @@ def lanes() -> Iterator[Lanes]:
     made.close()
 
 
-def test_all_readers_get_all_of_it_time_after_time_and_find_damage_on_every_way(lanes: Lanes) -> None:
-    """Each reader is the first one of a lane, behind another host, or behind another reader of its own host."""
-    for index in range(3):
-        lanes.sync(10 + index, index)
-        assert lanes.results() == [expected(10 + index)] * 3
-        assert [pipe.recv() for pipe in lanes.senders] == [None, None]
-    lanes.sync(20, 3, damaged=(-1, 2))
-    told = lanes.results()
-    assert all("bucket 5 of" in text and "arrived damaged" in text for text in told), told
-
-
-@pytest.mark.gpu(2)
-def test_two_gpus_bring_each_other_the_buckets_that_each_gets_first() -> None:
-    """NCCL, and CUDA IPC between processes."""
-    lanes = Lanes(2, "cuda")
+@pytest.mark.parametrize(("num_readers", "device"), [(3, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.gpu(2))])
+def test_all_readers_get_all_of_it_time_after_time_and_find_damage_on_every_way(num_readers: int, device: str) -> None:
+    """Each reader is the first one of a lane, behind another host, or behind another reader of its own host; on two GPUs each
+    brings the other one, by NCCL, what it passes on, by CUDA IPC.
+    """
+    lanes = Lanes(num_readers, device)
     try:
-        for index in range(4):
+        for index in range(3):
             lanes.sync(10 + index, index)
-            assert lanes.results() == [expected(10 + index)] * 2
+            assert lanes.results() == [expected(10 + index)] * num_readers
             assert [pipe.recv() for pipe in lanes.senders] == [None, None]
-        lanes.sync(20, 4, damaged=(-1, 2))
+        lanes.sync(20, 3, damaged=(-1, 2))
         told = lanes.results()
         assert all("bucket 5 of" in text and "arrived damaged" in text for text in told), told
     finally:

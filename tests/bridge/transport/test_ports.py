@@ -43,19 +43,19 @@ class Relay:
         self.channel.tell("relay0", self.writer.endpoint.encode())
         self.copies: list[Copied] = []
         self.channel.mark = self._mark  # type: ignore[method-assign]
-        self.port = RelayedPort(PLAN.lanes[0], PLAN, self.channel, 1, self._settle, None)
+        self.port = RelayedPort(PLAN.lanes[0], PLAN, self.channel, 1, self._progress, None)
         self.port.open(time.monotonic() + 5)
         self.port.start(time.monotonic() + 1)
 
-    def _settle(self) -> None:
-        self.port.settle()
+    def _progress(self) -> None:
+        self.port.progress()
 
     def _mark(self) -> Copied:
         self.copies.append(Copied())
         return self.copies[-1]
 
     def send(self, index: int) -> None:
-        self.writer.acquire(time.monotonic() + 1, self.port.settle)
+        self.writer.acquire(time.monotonic() + 1, self.port.progress)
         self.writer.announce(STAGE.buckets[index].num_bytes)
 
     def take(self, index: int) -> None:
@@ -81,10 +81,10 @@ def test_a_bucket_is_given_back_once_it_is_copied_and_none_before_the_one_before
         relay.take(index)
     assert relay.consumed == 0
     relay.copies[1].is_over = True
-    relay.port.settle()
+    relay.port.progress()
     assert relay.consumed == 0
     relay.copies[0].is_over = True
-    relay.port.settle()
+    relay.port.progress()
     assert relay.consumed == 2
 
 

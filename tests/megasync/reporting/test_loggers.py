@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config, RunConfig
 from megasync.reporting import loggers
 from megasync.reporting.log import RunLog
-from megasync.reporting.loggers import COLUMNS, missing_loggers, open_loggers, wandb_mode
+from megasync.reporting.loggers import COLUMNS, missing_loggers, open_loggers, trackio_name, wandb_mode
 
 STEPS: list[dict[str, Any]] = [
     {"reward/mean": 0.1 * step, "loss/policy": -1.5e-3 * step, "sync/bytes": 269030016.0, "note": "text"} for step in range(4)
@@ -159,26 +157,22 @@ def test_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     assert loggers._own_id(tmp_path / "wandb_id", 3) == first != loggers._own_id(tmp_path / "wandb_id", 0)
 
 
-def test_a_resumed_run_of_trackio_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_of_trackio_is_its_own(tmp_path: Path) -> None:
     """Another folder's run of the same name comes between; trackio itself takes the last one of a name."""
-    made = list[dict[str, Any]]()
-    run = SimpleNamespace(finish=lambda: None)
-    package = SimpleNamespace(Table=None, init=lambda **given: made.append(given) or run)
-    monkeypatch.setitem(sys.modules, "trackio", package)
-    for folder, first_step in (("a", 0), ("b", 0), ("a", 2)):
-        (tmp_path / folder / "same").mkdir(parents=True, exist_ok=True)
-        open_loggers(config_of(tmp_path / folder / "same", "trackio"), first_step)
-    names = [given["name"] for given in made]
-    assert names[0] == names[2] != names[1] and all(name.startswith("same-") for name in names)
-    assert [given["resume"] for given in made] == ["never", "never", "allow"]
+    for name in "ab":
+        (tmp_path / name / "same").mkdir(parents=True)
+    first, other, resumed = (
+        trackio_name(config_of(tmp_path / folder / "same", "trackio"), first_step)
+        for folder, first_step in (("a", 0), ("b", 0), ("a", 2))
+    )
+    assert first == resumed != other and other.startswith("same-")
 
 
 def test_a_logger_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
+    def refuse(*_: object) -> None:
         raise Exception("the API key is of another server")  # noqa: TRY002 # W&B's own are no ValueErrors either
 
-    package = SimpleNamespace(Table=None, Settings=lambda **_: None, init=refuse)
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr(loggers, "Wandb", refuse)
     with pytest.raises(ConfigError) as caught:
         open_loggers(config_of(tmp_path, "wandb"), 0)
     message = str(caught.value)
