@@ -135,6 +135,7 @@ class LaneReader:
         abort_all([endpoint for index, endpoint in enumerate(self.endpoints) if index not in self._ports], reason)
 
     def close(self) -> None:
-        for port in self._ports.values():
+        """What comes by the network first: a relayed bucket's copy may wait for one that never arrives."""
+        for port in sorted(self._ports.values(), key=lambda port: isinstance(port, RelayedPort)):
             port.close()
         self._ports, self._channels, self._digests, self._staging = {}, {}, {}, None

@@ -147,6 +147,10 @@ class Lanes:
             found.append(self.readers[index].recv() if told == "under way" else told)
         return found
 
+    def told(self, rank: int) -> str:
+        """What went wrong for this sender, once its pass is over."""
+        return str(self.senders[rank].recv()) if self.senders[rank].poll(SECONDS + 10) else "no answer"
+
     def kill(self, number: int) -> None:
         """The senders are 0 and 1, the readers 2 to 4; once reader 0 has had two buckets."""
         assert self.readers[0].recv() == "under way"
