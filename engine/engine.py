@@ -37,6 +37,7 @@ from engine.minibatch import MiniBatch
 from engine.offload import HostState
 from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm, loss_scale
 from engine.passes import PipelineRunner
+from engine.runtime.memory import after_return, return_free_memory
 from engine.runtime.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.wrap.items import WeightItem
@@ -114,7 +115,7 @@ class Engine:
 
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
-        self.model_config.finalize_model_grads_func = finalize_model_grads
+        self.model_config.finalize_model_grads_func = after_return(finalize_model_grads)
         if self.mbridge.dtype is torch.float16:
             self.model_config.grad_scale_func = self.optimizer.scale_loss
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
@@ -224,6 +225,7 @@ class Engine:
 
     def _step(self, mini: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
+        return_free_memory()
         with lora.training(self.chunks):
             reports = self._runner.run(mini.microbatches, self.chunks, self._read, partial(self._loss, mini))
         scale = loss_scale(self.optimizer)
