@@ -7,6 +7,7 @@ source.config.model.path      # the folder that vLLM loads
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,39 @@ def versions_there(run: Path) -> set[int]:
 
         found |= set(VersionReader(log).versions)
     return found
+
+
+class Weights:
+    """Those of a run's versions, one after the other. `missing`: those that the log should have and cannot give, and why."""
+
+    def __init__(self, run: Path, scratch: Path, overrides: list[str], needed: Iterable[int]) -> None:
+        self._run, self._scratch, self._overrides = run, scratch, overrides
+        self.missing = dict.fromkeys(_lost(run, needed), "the run's log has earlier and later ones alone")
+
+    def each(self, versions: Iterable[int]) -> Iterator[tuple[int, Config]]:
+        """
+        Raises:
+            ConfigError: none can be made; of the first one.
+        """
+        first, is_any = None, False
+        for version in versions:
+            try:
+                config = source_of_version(self._run, self._scratch, version, overrides=self._overrides).config
+            except ConfigError as error:
+                shutil.rmtree(self._scratch / f"version_{version}")
+                self.missing[version], first = str(error).splitlines()[0], first or error
+                continue
+            is_any = True
+            yield version, config
+        if first is not None and not is_any:
+            raise first
+
+
+def _lost(run: Path, needed: Iterable[int]) -> list[int]:
+    """Of these versions those between others of the log that are not there."""
+    there = versions_there(run)
+    in_log = there - set(checkpoints_of(run)) - {0} if (run / VERSIONS).is_dir() else set[int]()
+    return [version for version in sorted(needed) if version not in there and in_log and min(in_log) < version < max(in_log)]
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:
