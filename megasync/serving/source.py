@@ -94,13 +94,18 @@ def source_of_version(run: Path, scratch: Path, version: int, overrides: list[st
 
 def versions_there(run: Path) -> set[int]:
     """The versions that `source_of_version` has the weights of."""
-    log, config = run / VERSIONS, load_config(run / CONFIG_FILE)
-    found = {*checkpoints_of(run), *([] if config.engine.lora.adapter_path else [0])}
-    if config.sync.log == "deltas" and log.is_dir():
-        from bridge.versions.reader import VersionReader
+    has_folder = not load_config(run / CONFIG_FILE).engine.lora.adapter_path
+    return {*checkpoints_of(run), *([0] if has_folder else []), *_logged(run)}
 
-        found |= set(VersionReader(log).versions)
-    return found
+
+def _logged(run: Path) -> list[int]:
+    """The versions that its log lists, where it keeps weights."""
+    log = run / VERSIONS
+    if load_config(run / CONFIG_FILE).sync.log != "deltas" or not log.is_dir():
+        return []
+    from bridge.versions.reader import VersionReader
+
+    return VersionReader(log).versions
 
 
 class Weights:
@@ -108,7 +113,7 @@ class Weights:
 
     def __init__(self, run: Path, scratch: Path, overrides: list[str], needed: Iterable[int]) -> None:
         self._run, self._scratch, self._overrides = run, scratch, overrides
-        self.missing = dict.fromkeys(_lost(run, needed), "the run's log has earlier and later ones alone")
+        self.missing = dict.fromkeys(_lost(run, needed), "the run's log has no file of it, but earlier and later ones")
 
     def each(self, versions: Iterable[int]) -> Iterator[tuple[int, Config]]:
         """
@@ -131,9 +136,8 @@ class Weights:
 
 def _lost(run: Path, needed: Iterable[int]) -> list[int]:
     """Of these versions those between others of the log that are not there."""
-    there = versions_there(run)
-    in_log = there - set(checkpoints_of(run)) - {0} if (run / VERSIONS).is_dir() else set[int]()
-    return [version for version in sorted(needed) if version not in there and in_log and min(in_log) < version < max(in_log)]
+    there, logged = versions_there(run), _logged(run)
+    return [version for version in sorted(needed) if version not in there and logged and min(logged) < version < max(logged)]
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:
