@@ -13,7 +13,6 @@ multi-latent attention and replicas of several workers.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from megasync.comparing.weights import Chosen, adapter_of, choose
 from megasync.config.errors import main_errors
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
+from megasync.reporting.log import json_text
 from megasync.serving import answers
 from megasync.serving.replicas import served
 from megasync.serving.scratch import scratch_folder
@@ -144,7 +144,7 @@ def tell(chosen: Chosen, response: Response, found: Found, given: argparse.Names
     from megasync.comparing.text import as_json, lines
 
     if given.json:
-        print(json.dumps(as_json(chosen.name, response, found), indent=2))
+        print(json_text(as_json(chosen.name, response, found), indent=2))
     else:
         print("\n".join(lines(chosen.name, response, found, given.swap)))
 

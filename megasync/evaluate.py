@@ -133,6 +133,7 @@ def with_sets(source: Source, given: argparse.Namespace) -> Config:
 def result(evaluation: Evaluation, rewards: Sequence[Sequence[float]], got: answers.Answers) -> dict[str, Any]:
     """Of one set, for --json and the table."""
     sampling, ends = evaluation.sampling, [one.finish_reason == "length" for group in got for one in group]
+    failed = sum(answers.has_failed(one) for group in got for one in group)
     return {
         "prompts": len(rewards),
         "samples": sampling.num_samples,
@@ -140,6 +141,7 @@ def result(evaluation: Evaluation, rewards: Sequence[Sequence[float]], got: answ
         "max_new_tokens": sampling.max_new_tokens,
         "pass_reward": evaluation.pass_reward,
         "truncated": sum(ends) / len(ends),
+        "failed": failed,
         **{name: asdict(each) for name, each in estimates(rewards, evaluation.pass_reward).items()},
     }
 
@@ -151,6 +153,9 @@ def table(found: dict[str, Any]) -> str:
         sampled = f"temperature {values['temperature']:g}" if values["temperature"] else "greedy"
         samples = f"{values['samples']} sample{'' if values['samples'] == 1 else 's'} each"
         shown.append(f"{name}: {values['prompts']} prompts, {samples}, {sampled}, {values['truncated']:.1%} cut off")
+        if values["failed"]:
+            number = values["prompts"] * values["samples"]
+            shown.append(f"  {values['failed']} of {number} episodes failed: they count with reward 0")
         shown += [f"  {metric:<8} {interval(Estimate(**values[metric]))}" for metric in values if "@" in metric]
     return "\n".join([*shown, "in brackets the 95 % confidence interval over prompts"])
 

@@ -8,7 +8,8 @@
 Each turn is asked for with its recorded prompt, sampling and seed, so that no tool and no environment is called. With
 --rerun-environments it is the other way round: these are run again, turns are answered from the record, and no replica is
 started. With --trainer nothing is sampled: the trainer's model scores each token by the weights that sampled it. Exit codes: 0
-all is the same (or was scored, of a run that is not exact); 1 something differs, or failed on the way; 2 nothing was started.
+all is the same (or was scored, of a run that is not exact); 1 something differs, weights that the run's log should have cannot
+be made, or it failed on the way; 2 nothing was started.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +36,13 @@ from megasync.serving.replicas import served
 from megasync.serving.rerun import Change, rerun
 from megasync.serving.scratch import scratch_folder
 from megasync.serving.send import sender
-from megasync.serving.source import source_of_version, versions_there
+from megasync.serving.source import Weights, versions_there
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
 
 Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
-ALL, MOST_SHOWN = "all", 5
+ALL, MOST_SHOWN, MOST_STEPS = "all", 5, 20
 
 
 @dataclass
@@ -60,6 +59,10 @@ class Replayed:
     largest_gap: float = 0.0  # of log-probs, over equal tokens
     differences: list[compare.Difference] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+
+    def leave_out(self, tokens: Mapping[int, int], missing: Iterable[int]) -> None:
+        """`tokens`: of each version; of those that are missing none were compared."""
+        self.without_weights |= {version: tokens[version] for version in missing if tokens.get(version)}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -91,17 +94,19 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             return _score(given, config, steps, scratch)
         with main_errors():
             pieces = {step: compare.pieces_of(members) for step, members in steps.items()}
-            versions = versions_for(given.run, {piece.version for of_step in pieces.values() for piece in of_step})
+            needed = {piece.version for of_step in pieces.values() for piece in of_step}
+            versions, weights = versions_for(given.run, needed), Weights(given.run, scratch, given.overrides, needed)
             prompts = Prompts(config.model.path, config.data)
         done = [_counted(step, steps[step], of_step, versions) for step, of_step in pieces.items()]
         try:
             if versions:
-                weights = partial(source_of_version, given.run, scratch, overrides=given.overrides)
-                _sample_again(serve, versions, lambda version: weights(version).config, pieces, done)
+                _sample_again(serve, weights.each(versions), pieces, done)
+                for each in done:
+                    each.leave_out(compare.tokens_by_version(pieces[each.step]), weights.missing)
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
-    return _say(given, done, lambda each: lines(each, prompts))
+    return _say(given, done, lambda each: lines(each, prompts), weights.missing)
 
 
 # -------------------------------------------------------------------------------------------------------- what there is
@@ -163,27 +168,21 @@ def versions_for(run: Path, versions: set[int]) -> list[int]:
 def _counted(
     step: int, members: Mapping[Any, Any], pieces: Sequence[compare.Piece], versions: Sequence[int]
 ) -> Replayed:
-    lacking = Counter[int]()
-    for piece in pieces:
-        lacking[piece.version] += len(piece.token_ids) if piece.version not in versions else 0
-    tokens = sum(len(piece.token_ids) + piece.num_later for piece in pieces)
-    later, without = sum(piece.num_later for piece in pieces), {version: num for version, num in lacking.items() if num}
+    by_version, later = compare.tokens_by_version(pieces), sum(piece.num_later for piece in pieces)
+    tokens = sum(by_version.values()) + later
+    without = {version: number for version, number in by_version.items() if number and version not in versions}
     return Replayed(step, len(members), len(pieces), tokens, later_tokens=later, without_weights=without)
 
 
 def _sample_again(
-    serve: Serve,
-    versions: Sequence[int],
-    weights: Callable[[int], Config],
-    pieces: Mapping[int, Sequence[compare.Piece]],
-    done: list[Replayed],
+    serve: Serve, weights: Iterator[tuple[int, Config]], pieces: Mapping[int, Sequence[compare.Piece]], done: list[Replayed]
 ) -> None:
     """Replicas start with the weights of the first version; those of the others are sent to them."""
-    first = weights(versions[0])
+    version, first = next(weights)
     with serve(first) as pool, sender(first, pool) as send:
-        for version in versions:
-            if version != versions[0]:
-                send(version, Path(weights(version).model.path))
+        _compare(pool, version, pieces, done)
+        for version, config in weights:
+            send(version, Path(config.model.path))
             _compare(pool, version, pieces, done)
 
 
@@ -207,23 +206,25 @@ def _score(
     with main_errors():
         recomputes = config.rollout.cache_on_update == "recompute"
         sequences = {step: scored.sequences_of(members, recomputes=recomputes) for step, members in steps.items()}
-        versions = versions_for(given.run, set().union(*(scored.versions_of(of_step) for of_step in sequences.values())))
+        needed = set[int]().union(*(scored.versions_of(of_step) for of_step in sequences.values()))
+        versions, weights = versions_for(given.run, needed), Weights(given.run, scratch, given.overrides, needed)
         done = [scored.begun(step, len(steps[step]), of_step, versions) for step, of_step in sequences.items()]
 
-    def weights(version: int) -> Path:
-        return Path(source_of_version(given.run, scratch, version, overrides=given.overrides).config.model.path)
-
     try:
-        scored.compare_all(config, versions, weights, sequences, done)
+        folders = ((version, Path(own.model.path)) for version, own in weights.each(versions))
+        scored.compare_all(config, folders, sequences, done)
+        for each in done:
+            each.leave_out(scored.tokens_by_version(sequences[each.step]), weights.missing)
     except (RuntimeError, ValueError) as error:
         print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
         return 1
     same = not any(each.differing_tokens for each in done)
     if given.json:
-        print(json.dumps({"run": str(given.run), "same": same, "steps": [asdict(each) for each in done]}, indent=2))
+        print(as_json(given.run, done, weights.missing, same=same))
     else:
-        print("\n".join([*(line for each in done for line in scored.lines(each)), scored.total(done)]))
-    return 1 if config.model.exact and not same else 0
+        told = [line for each in done for line in scored.lines(each)]
+        print("\n".join([*told, scored.total(done), *not_compared(done, weights.missing)]))
+    return 1 if (config.model.exact and not same) or weights.missing else 0
 
 
 def _rerun(
@@ -240,16 +241,33 @@ def _rerun(
             print(f"the file of {config.rollout.episode} is another one than it was", file=sys.stderr)
         changes = rerun(config, steps)
         done = [Replayed(step, len(members), changes=changes[step]) for step, members in steps.items()]
-    return _say(given, done, rerun_lines)
+    return _say(given, done, rerun_lines, {})
 
 
-def _say(given: argparse.Namespace, done: Sequence[Replayed], shown: Callable[[Replayed], list[str]]) -> int:
+def _say(
+    given: argparse.Namespace, done: Sequence[Replayed], shown: Callable[[Replayed], list[str]], missing: Mapping[int, str]
+) -> int:
     same = not any(each.differences or each.changes for each in done)
     if given.json:
-        print(json.dumps({"run": str(given.run), "same": same, "steps": [asdict(each) for each in done]}, indent=2))
+        print(as_json(given.run, done, missing, same=same))
     else:
-        print("\n".join(line for each in done for line in shown(each)))
-    return 0 if same else 1
+        print("\n".join([*(line for each in done for line in shown(each)), *not_compared(done, missing)]))
+    return 0 if same and not missing else 1
+
+
+def as_json(run: Path, done: Sequence[Replayed] | Sequence[scored.Compared], missing: Mapping[int, str], *, same: bool) -> str:
+    told = {"run": str(run), "same": same, "missing": missing, "steps": [asdict(each) for each in done]}
+    return json.dumps(told, indent=2)
+
+
+def not_compared(done: Sequence[Replayed] | Sequence[scored.Compared], missing: Mapping[int, str]) -> list[str]:
+    """Steps of which nothing was compared as their weights are not there, and why those of a version could not be made."""
+    steps = [each.step for each in done if each.without_weights and not each.compared_tokens]
+    listed = ", ".join(map(str, steps[:MOST_STEPS])) + (" ..." if len(steps) > MOST_STEPS else "")
+    told = [f"not compared: {len(steps)} of {len(done)} steps, whose weights are not there: {listed}"] if steps else []
+    shown = [f"version {version} cannot be made: {why}" for version, why in list(missing.items())[:MOST_SHOWN]]
+    more = [f"... and {len(missing) - MOST_SHOWN} more versions"] if len(missing) > MOST_SHOWN else []
+    return [*told, *shown, *more]
 
 
 def lines(each: Replayed, prompts: Prompts) -> list[str]:

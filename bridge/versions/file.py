@@ -87,6 +87,18 @@ def there(folder: Path) -> dict[int, dict[int, Path]]:
     return found
 
 
+def shapes_of(folder: Path, version: int) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of a version, without reading weights.
+
+    Raises:
+        VersionLogError: a file of it is damaged, or one is missing.
+    """
+    headers = [read_header(path) for path in there(folder).get(version, {}).values()]
+    if not headers or len(headers) < headers[0].num_stages:
+        raise VersionLogError(f"{folder}: has no version {version}, or not all stages of it")
+    return {entry.name: entry.shape for header in headers for entry in header.entries}
+
+
 @contextmanager
 def growing(path: Path) -> Iterator[BinaryIO]:
     """A file that is `path` once the block has ended well, and nothing else."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bridge.versions.file import VersionLogError, shapes_of
 from engine.resume import model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
-from megasync.config.files import newest_checkpoint, read_marker
+from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
+from megasync.hf.folder import model_shape, read_json_object
+from megasync.hf.tensors import check_held
 from megasync.rollouts.progress import load_progress
 
 
@@ -48,10 +51,24 @@ def check_resume(config: Config) -> None:
     folder = resumed_checkpoint(config)
     if folder is None:
         return
-    if config.checkpoint.resume == "newest_weights":
-        read_marker(config.run.folder)
+    if first_step(config) > int(folder.name.removeprefix("step_")):
+        _check_marked(config)
     try:
         read_index(folder, model_of(config.model.dtype, config.engine.lora))
         load_progress(folder)
     except ValueError as error:
         raise ConfigError(str(error), remedy="or write checkpoint.resume=never, which moves the former results aside") from error
+
+
+def _check_marked(config: Config) -> None:
+    """ConfigError where the newest weights in the run's log are of another model. A log that cannot be read is told at the start
+    (run/newer.py), and the run goes on from its checkpoint.
+    """
+    log, base, step = config.run.folder / VERSIONS, Path(config.model.path), first_step(config)
+    try:
+        held = shapes_of(log, step)
+    except (VersionLogError, OSError):
+        return
+    remedy = f"put the run's own files into {log}, or write checkpoint.resume=auto"
+    fields = read_json_object(base / "config.json")
+    check_held(f"{log}, version {step}", held, model_shape(base), fields, remedy)

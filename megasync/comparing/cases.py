@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from megasync.comparing.judge import by_bound
 from megasync.comparing.reference import Reference, Side
-from megasync.comparing.shape import Parameters
+from megasync.comparing.shape import Parameters, layer_of
 
 WRONG_WEIGHTS, STALE_LAYER, STALE_KV = "wrong weights", "stale layer", "stale KV"
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor, float]]  # A, B and the scale of each linear
@@ -51,20 +53,27 @@ class Case:
     def error(self) -> torch.Tensor:
         return self.out - self.expected
 
-    @property
+    @cached_property
     def wrong(self) -> torch.Tensor:
         """Elements that are no rounding."""
-        return ~(self.error.abs() <= self.bound)
+        return by_bound(self.out, self.expected, self.bound) > 1
+
+    @cached_property
+    def where(self) -> torch.Tensor:
+        """All elements of the rows and of the columns in which one is wrong."""
+        wrong = self.wrong.reshape(len(self.wrong), -1)
+        return (wrong.any(0) & wrong.any(1, keepdim=True)).view_as(self.wrong)
 
     def of(self, parameters: Parameters) -> torch.Tensor:
         """What these parameters would have given."""
         return Reference(self.reference.shape, parameters, self.reference.temperature).expected(self.site, self.side).value
 
 
-def rms(tensor: torch.Tensor) -> float:
-    return float(tensor.square().mean().sqrt())
-
-
-def former_guesses(case: Case) -> Iterator[Guess]:
+def other_weights(case: Case) -> Iterator[Guess]:
+    """Those of other versions, and of other layers."""
     for name, parameters in case.known.formers.items():
         yield Guess(WRONG_WEIGHTS, f"those of {name}", case.of(parameters))
+    own, parameters = layer_of(case.site), case.reference.parameters
+    for layer in range(case.reference.shape.num_layers if own is not None else 0):
+        if layer != own:
+            yield Guess("wrong layer", f"it has the weights of model.layers.{layer}", case.of(parameters.as_if_all_were(layer)))

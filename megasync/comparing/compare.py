@@ -150,7 +150,7 @@ def replica_side(path: Path, response: Response, num_prompt: int, whole: Side | 
     names = [name for name in whole.tensors if name.endswith(("rotary_emb.k", "v_proj"))]
     earlier = {name: whole[name][:first] for name in names}
     apart = {name: spread(whole.double(name) - trainer.double(name)) for name in names}
-    return replace(side, earlier=earlier, apart=apart)
+    return replace(side, earlier=earlier, apart=apart, other_earlier={name: trainer[name][:first] for name in names})
 
 
 def spread(difference: torch.Tensor) -> torch.Tensor:

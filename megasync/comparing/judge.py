@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from megasync.comparing.reference import SUM_ROUNDINGS, UNIT_FLOAT32, Reference, Side
+from megasync.comparing.reference import SUM_ROUNDINGS, UNIT_FLOAT32, Reference, Side, sources
 
 DEVIATIONS = 8.0  # from the mean
+TOGETHER = 8.0  # of the rms of what two passes differ by: as much as a bound of one element has at least
 ROWS = 64  # of the output layer at a time: its float64 logits are large
 
 
 @dataclass(frozen=True)
 class Local:
     """One module of one side against its reference. `ratio`: the largest error by its bound, or that of all elements together;
-    above 1 it is no rounding.
+    above 1 it is no rounding. `num_uncalled`: see there; `value` and `expected` are NaN then.
     """
 
     site: str
@@ -34,6 +35,7 @@ class Local:
     value: float
     expected: float
     relative_error: float  # rms of the error by rms of what is expected
+    num_uncalled: int = 0
 
     @property
     def is_wrong(self) -> bool:
@@ -68,14 +70,30 @@ class Judgement:
 
 
 def judge(sites: Sequence[str], sides: Mapping[str, tuple[Reference, Side]]) -> Judgement:
-    """Of both sides `trainer` and `replica`, or of one alone."""
-    found = [local_error(site, *sides[name]) for site in sites for name in sides]
+    """Of both sides `trainer` and `replica`, or of one alone. Those after a module that was not called are left out."""
+    found = [local_error(site, *sides[name]) for site in sites for name in sides if _can_be_judged(site, *sides[name])]
     both = [side for _, side in sides.values()]
-    return Judgement(found, [difference(site, both[0], both[1]) for site in sites] if len(both) > 1 else [])
+    common = [site for site in sites if not any(num_uncalled(site, side) for side in both)]
+    return Judgement(found, [difference(site, both[0], both[1]) for site in common] if len(both) > 1 else [])
+
+
+def _can_be_judged(site: str, reference: Reference, side: Side) -> bool:
+    """Not where a module before it was not called: what this one should have given is not known then."""
+    return not any(num_uncalled(source, side) for source in sources(site, reference.shape))
+
+
+def num_uncalled(site: str, side: Side) -> int:
+    """Tokens that it should have been called with and was not; below 0 where it was called again."""
+    num_rows = len(side.positions)
+    if site in ("lm_head", "log_probs"):
+        num_rows -= side.num_prompt - 1 - int(side.positions[0])
+    return num_rows - (len(side[site]) if site in side.tensors else 0)
 
 
 def local_error(site: str, reference: Reference, side: Side) -> Local:
     """Of the output layer some rows at a time."""
+    if missing := num_uncalled(site, side):
+        return Local(site, side.name, math.inf, int(side.positions[0]), (), math.nan, math.nan, math.nan, missing)
     if site != "lm_head":
         return _local(site, reference, side, 0)
     starts = range(0, len(side["lm_head"]), ROWS)
@@ -87,10 +105,12 @@ def _local(site: str, reference: Reference, side: Side, first_row: int) -> Local
     value, bound = reference.expected(site, side)
     out = side.double(site).to(value)
     error = (out - value).abs()
-    ratios = torch.nan_to_num(error / bound, nan=torch.inf)
+    ratios = by_bound(out, value, bound)
     drift = 0.0
     if site.endswith("norm"):
         drift = systematic(out, [value, *reference.rounded_norms(site, side)], side[site].dtype, side.token_ids[side.positions])
+    if site.endswith("self_attn.attn") and side.other_earlier:
+        drift = beyond_passes(site, reference, side)
     row, *element = _place(ratios)
     scale = value.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return Local(
@@ -103,6 +123,15 @@ def _local(site: str, reference: Reference, side: Side, first_row: int) -> Local
         expected=float(value[(row, *element)]),
         relative_error=float(error.square().mean().sqrt() / scale),
     )
+
+
+def by_bound(out: torch.Tensor, value: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Errors by their bounds: infinite where `out` alone is not finite; 0 where `value` is not, as of a module that got NaN, for
+    nothing can be said there.
+    """
+    found = torch.nan_to_num((out - value).abs() / bound, nan=0.0)
+    found = torch.where(out.isfinite(), found, torch.inf)
+    return torch.where(value.isfinite(), found, 0.0)
 
 
 def systematic(out: torch.Tensor, right: Sequence[torch.Tensor], dtype: torch.dtype, token_ids: torch.Tensor) -> float:
@@ -124,6 +153,21 @@ def systematic(out: torch.Tensor, right: Sequence[torch.Tensor], dtype: torch.dt
         float(slope(out, each).abs() / (factor * deviation + SUM_ROUNDINGS * UNIT_FLOAT32))
         for each, factor in zip(right, factors, strict=True)
     )
+
+
+def beyond_passes(site: str, reference: Reference, side: Side) -> float:
+    """Attention after a cached prefix: the error of all elements together by what it would be had the other side's keys and
+    values been in the cache, which are rounded otherwise, too. The bound of one element allows for the worst in all of them.
+    """
+    own = replace(side, apart={})
+    value, bound = reference.expected(site, own)
+    other = reference.expected(site, replace(own, earlier=side.other_earlier)).value
+    allowed = TOGETHER * rms(other - value) + rms(bound.expand_as(value))
+    return rms(side.double(site) - value) / allowed
+
+
+def rms(tensor: torch.Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
 
 
 def slope(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
     explain(local, reference, side, Known(adapter, formers))     # Kind("wrong eps", "1e-05 in place of 1e-06")
 
 A guess is taken where it leaves less than a tenth of the error. Where none does, the pattern says what there is to say: one head,
-from a position on, as large as the rounding of another dtype. Guesses for linears are in linear_kinds.py.
+from a position on, as large as the rounding of another dtype. Guesses for linears are in linear_kinds.py, those for attention in
+attention_kinds.py.
 Pure functions of tensors.
 """
 
@@ -16,47 +17,76 @@ import torch
 import torch.nn.functional as F
 
 from megasync.comparing import reference as ref
-from megasync.comparing.cases import STALE_LAYER, WRONG_WEIGHTS, Case, Guess, Kind, Known, former_guesses, rms
-from megasync.comparing.judge import Local, slope
+from megasync.comparing.attention_kinds import attention_guesses, rotary_guesses
+from megasync.comparing.cases import STALE_LAYER, WRONG_WEIGHTS, Case, Guess, Kind, Known, other_weights
+from megasync.comparing.judge import Local, by_bound, num_uncalled, rms, slope
 from megasync.comparing.linear_kinds import linear_guesses
 from megasync.comparing.reference import Reference, Side
 
 EXPLAINED = 0.1  # of the error's rms is left
+BETTER = 0.5  # of what an earlier guess leaves: later ones are more general, and fitted
+ROWS = 64  # looked up in the embedding at a time
 UNITS = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-24}
 
 
 def explain(site: str, reference: Reference, side: Side, known: Known) -> Kind:
     """Of a module that is wrong."""
+    if missing := num_uncalled(site, side):
+        return uncalled(missing, len(side.positions))
     if site == "lm_head":
         side = side.cut(slice(64))
     expected, bound = reference.expected(site, side)
     out = side.double(site).to(expected)
     case = Case(site, reference, side, known, out, expected, bound)
+    if (broken := not_finite(case)) is not None:
+        return broken
     guesses: Iterable[Guess] = GUESSES[next((ending for ending in GUESSES if site.endswith(ending)), "")](case)
     if site.endswith(("_proj", "lm_head")):
         guesses = linear_guesses(case)
-    size = rms_apart if case.wrong.any() else drift  # of an error that is in no element more than rounding
-    best, kind = EXPLAINED * size(out, expected), None
+    best, kind = EXPLAINED * unexplained(case, expected), None
     for guess in guesses:
-        left = size(out, guess.value)
+        left = unexplained(case, guess.value)
         if left < best:
-            best, kind = left, Kind(guess.name, guess.detail)
+            best, kind = BETTER * left, Kind(guess.name, guess.detail)
     return kind or scaled(case) or pattern(case)
 
 
-def rms_apart(out: torch.Tensor, value: torch.Tensor) -> float:
-    return rms(out - value)
+def unexplained(case: Case, value: torch.Tensor) -> float:
+    """How far it gave another result than `value`: in the rows and columns where something is wrong, or would be with `value`; in
+    the others there is rounding, of which much would hide what is wrong in a few. An error that is in no element more than
+    rounding: over all together.
+    """
+    if not case.wrong.any():
+        return abs(float(slope(case.out, value)))
+    counts = case.where | (by_bound(case.out, value, case.bound) > 1)
+    return math.sqrt(float((case.out - value)[counts].square().sum()) / int(case.where.sum()))
 
 
-def drift(out: torch.Tensor, value: torch.Tensor) -> float:
-    return abs(float(slope(out, value)))
+def uncalled(missing: int, num_tokens: int) -> Kind:
+    if missing < 0:
+        return Kind("called twice", f"with {-missing} of {num_tokens} tokens")
+    part = "" if missing == num_tokens else f" with {missing} of {num_tokens} tokens"
+    return Kind("left out", f"it is not called{part}")
+
+
+def not_finite(case: Case) -> Kind | None:
+    """NaN and infinities that come out of numbers."""
+    broken = (case.expected.isfinite() & ~case.out.isfinite()).flatten(1 if case.out.ndim > 1 else 0)
+    if not broken.any():
+        return None
+    what = "NaN" if case.out.isnan().any() else "infinities"
+    rows = broken.any(1) if broken.ndim > 1 else broken
+    columns = f", in {int(broken.any(0).sum())} of {broken.shape[1]} columns" if broken.ndim > 1 else ""
+    return Kind("not finite", f"{what} out of numbers, with {int(rows.sum())} of {len(rows)} tokens{columns}")
 
 
 def scaled(case: Case) -> Kind | None:
     """Where it is a multiple of what is right, which more special guesses have not explained."""
+    if not case.out.any():
+        return Kind("left out", "it gives zeros")
     factor = 1 + float(slope(case.out, case.expected))
-    left = rms_apart(case.out, factor * case.expected)
-    is_explained = bool(case.wrong.any()) and left < EXPLAINED * rms(case.error)
+    left = unexplained(case, factor * case.expected)
+    is_explained = bool(case.wrong.any()) and left < EXPLAINED * min(unexplained(case, case.expected), rms(case.out))
     return Kind("wrong scale", f"times {factor:.6g}") if is_explained else None
 
 
@@ -70,17 +100,28 @@ def pattern(case: Case) -> Kind:
     for name, unit in UNITS.items():
         if is_everywhere and unit > UNITS.get(own, 0.0) * 1.01 and unit / 8 < relative < unit * 8:
             return Kind("precision", f"off by {relative:.1e} of its size, as what is computed in {name} in a {own} model")
-    if case.out.ndim == 3:
-        heads = sorted({int(head) for head in case.wrong.any(-1).any(0).nonzero()})
-        if len(heads) == 1 and case.out.shape[1] > 1:
-            return Kind("one head", f"head {heads[0]} alone is off, by {relative:.1e} of the size")
+    if (part := _one_part(case, wrong, relative)) is not None:
+        return part
     rows = wrong.any(1).nonzero().flatten()
     first = int(case.side.positions[rows[0]]) if len(rows) and len(wrong) == len(case.side.positions) else 0
     if first > int(case.side.positions[0]) + 1 and 2 * len(rows) > len(wrong) - int(rows[0]):
         return Kind("from a position on", f"right before position {first}, off by {relative:.1e} of the size over all")
     if case.site.endswith(("_proj", "norm", "embed_tokens", "lm_head")):
-        return Kind(WRONG_WEIGHTS, f"off by {relative:.1e} of its size in {int(wrong.any(0).sum())} of {wrong.shape[1]} columns")
+        columns = f"{int(wrong.any(0).sum())} of {wrong.shape[1]} columns"
+        where = f"for {_of_tokens(case, wrong.any(1))}" if case.site.endswith("embed_tokens") else f"in {columns}"
+        return Kind(WRONG_WEIGHTS, f"off by {relative:.1e} of its size {where}")
     return Kind("unknown", f"off by {relative:.1e} of its size")
+
+
+def _one_part(case: Case, wrong: torch.Tensor, relative: float) -> Kind | None:
+    """One column or one head that alone is off."""
+    columns = wrong.any(0).nonzero().flatten().tolist()
+    if len(columns) == 1 and case.site.endswith(("_proj", "lm_head")):
+        return Kind("one row", f"of the weight: [{columns[0]}] alone is off, by {relative:.1e} of the size over all")
+    heads = case.wrong.any(-1).any(0).nonzero().flatten().tolist() if case.out.ndim == 3 else []
+    if len(heads) == 1 and case.out.shape[1] > 1:
+        return Kind("one head", f"head {heads[0]} alone is off, by {relative:.1e} of the size")
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------- guesses by module
@@ -100,8 +141,15 @@ def _norm(case: Case) -> Iterator[Guess]:
     if 0 < other < 1:
         yield Guess("wrong eps", f"{other:.2g} in place of {eps:g}", ref.rms_norm(x, weight, other))
     yield Guess("centre of weights", "1 is added to them", ref.rms_norm(x, weight + 1, eps))
+    yield Guess("centre of weights", "1 is taken from them", ref.rms_norm(x, weight - 1, eps))
     yield Guess("weights left out", "as if all were 1", ref.rms_norm(x, torch.ones_like(weight), eps))
-    yield from former_guesses(case)
+    yield from other_weights(case)
+    if x.ndim == 3:  # of queries' or keys' heads
+        layer, _, name = case.site.rpartition(".")
+        partner = case.reference.parameters[f"{layer}.{'k_norm' if name == 'q_norm' else 'q_norm'}.weight"]
+        yield Guess("swapped", "the norms of queries and keys", ref.rms_norm(x, partner, eps))
+        together = ref.rms_norm(x.flatten(1), weight.repeat(x.shape[1]), eps).view_as(x)
+        yield Guess("wrong heads", "all are normed together, not each by itself", together)
     columns = case.wrong.flatten(0, -2).any(0).nonzero().flatten()
     if len(columns) == 1:
         column = int(columns)
@@ -112,83 +160,12 @@ def _norm(case: Case) -> Iterator[Guess]:
         yield Guess("one element", f"of the weight: [{column}] is {held:.6g} in place of {float(weight[column]):.6g}", value)
 
 
-def _rotated(case: Case) -> Iterator[Guess]:
-    shape, positions = case.reference.shape, case.side.positions
-    x = case.side.double(ref.rotary_input(case.site, shape))
-    yield Guess("wrong rope", "it is left out", x)
-    if shape.rope_scale != 1:
-        plain = ref.rotate(x, positions, shape.frequencies)
-        yield Guess("wrong rope", f"without the factor {shape.rope_scale:g} of cosine and sine", plain)
-    turned, frequencies = _angles(x, case.out), shape.frequencies.to(x)
-    if len(at := (positions == 1).nonzero()):
-        theta = _theta(turned[int(at[0])], shape.head_size)
-        if theta is not None:
-            own = theta ** -(torch.arange(0, shape.head_size, 2, device=x.device).double() / shape.head_size)
-            detail = f"theta {theta:.4g} in place of {shape.rope_theta:g}; it grows with the position"
-            yield Guess("wrong rope", detail, ref.rotate(x, positions, own, shape.rope_scale))
-    slowest = _angles(case.expected, case.out)[..., -1].median() / frequencies[-1]
-    if (shift := round(float(slowest))) != 0:
-        moved = ref.rotate(x, positions + shift, shape.frequencies, shape.rope_scale)
-        yield Guess("wrong positions", f"{shift:+d} at every token", moved)
-    pairs = torch.cat([x[..., 0::2], x[..., 1::2]], -1)  # neighbours, as halves
-    interleaved = ref.rotate(pairs, positions, shape.frequencies, shape.rope_scale)
-    yield Guess(
-        "wrong rope",
-        "neighbouring elements are turned together, not halves",
-        torch.stack(interleaved.chunk(2, -1), -1).flatten(-2),
-    )
-
-
-def _angles(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """By which each pair of elements was turned, [rows, pairs], of the head's median."""
-    first, second = (torch.complex(*each.chunk(2, -1)) for each in (before, after))
-    return torch.angle(second * first.conj()).median(1).values
-
-
-def _theta(angles: torch.Tensor, size: int) -> float | None:
-    """Of the angles of position 1, which are the frequencies."""
-    exponents = torch.arange(0, size, 2, device=angles.device).double() / size
-    usable = (angles > 1e-4) & (exponents > 0)
-    if not usable.any():
-        return None
-    return float(torch.exp((-angles[usable].log() / exponents[usable]).median()))
-
-
-def _attention(case: Case) -> Iterator[Guess]:
-    query, key, value = ref.attention_inputs(case.site, case.side)
-    shape, positions, window = case.reference.shape, case.side.positions, case.reference.shape.window(case.site)
-    scale = shape.head_size**-0.5
-    rows = case.wrong.flatten(1).any(1).nonzero().flatten()
-    first = int(positions[rows[0]]) if len(rows) else 0
-
-    def attended(window: int) -> torch.Tensor:
-        return ref.attend(query, key, value, positions, scale, window)[0]
-
-    told = f"{window} tokens" if window else "all tokens"
-    if window:
-        yield Guess("wrong window", f"none, in place of {told}", attended(0))
-    for other in {first, first + 1, 2 * window, window // 2} - {window, 0}:
-        yield Guess("wrong window", f"{other} tokens in place of {told}: off from position {first} on", attended(other))
-    for name in ("bfloat16", "float16"):
-        low, _ = ref.attend(query, key, value, positions, scale, window, getattr(torch, name))
-        yield Guess("precision", f"the softmax is rounded to {name}", low)
-    everything = ref.attend(query, key, value, torch.full_like(positions, len(key) - 1), scale, 0)[0]
-    yield Guess("wrong mask", "later tokens are attended to", everything)
-    for told_scale, other_scale in (("1", 1.0), ("1 / head size", 1 / shape.head_size)):
-        out = ref.attend(query, key, value, positions, other_scale, window)[0]
-        yield Guess("wrong scale", f"of the scores: {told_scale} in place of 1 / sqrt(head size)", out)
-    heads = shape.num_heads // shape.num_groups
-    across = torch.unflatten(query, 1, (heads, -1)).transpose(1, 2).flatten(1, 2)  # head h reads keys h % groups
-    out = ref.attend(across, key, value, positions, scale, window)[0]
-    out = torch.unflatten(out, 1, (-1, heads)).transpose(1, 2).flatten(1, 2)
-    yield Guess("wrong heads", "keys and values are dealt out to the queries' heads in turns", out)
-
-
 def _activation(case: Case) -> Iterator[Guess]:
     gate, up = (case.side.double(case.site.replace("act_fn", f"{name}_proj")) for name in ("gate", "up"))
     yield Guess("swapped", "gate and up", F.silu(up) * gate)
     yield Guess("wrong activation", "gelu", F.gelu(gate) * up)
     yield Guess("wrong activation", "gelu by tanh", F.gelu(gate, approximate="tanh") * up)
+    yield Guess("wrong activation", "relu", F.relu(gate) * up)
     yield Guess("wrong activation", "none", gate * up)
 
 
@@ -214,18 +191,43 @@ def _temperatures(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor)
 
 def _residual(case: Case) -> Iterator[Guess]:
     sources = [case.side.double(source) for source in ref.residual_sources(case.site, case.reference.shape)]
-    if len(sources) > 1:
-        yield Guess("left out", "what the block before it gave is not added", sources[0])
-        yield Guess("left out", "the residual stream is not added", sources[1])
+    if len(sources) == 1:
+        return
+    yield Guess("left out", "what the block before it gave is not added", sources[0])
+    yield Guess("left out", "the residual stream is not added", sources[1])
+    yield Guess("added twice", "the residual stream", 2 * sources[0] + sources[1])
+    yield Guess("added twice", "what the block before it gave", sources[0] + 2 * sources[1])
+    columns = torch.stack([each.flatten() for each in sources], -1)
+    a, b = (torch.linalg.pinv(columns.t() @ columns, hermitian=True) @ (columns.t() @ case.out.flatten())).tolist()
+    detail = f"{a:.4g} times the residual stream and {b:.4g} times what the block before it gave"
+    yield Guess("wrong scale", detail, a * sources[0] + b * sources[1])
+
+
+def _embedding(case: Case) -> Iterator[Guess]:
+    yield from other_weights(case)
+    table, rows = case.reference.parameters[f"{case.site}.weight"], case.wrong.any(1).nonzero().flatten()
+    powers = table.square().sum(1)
+    nearest = torch.cat([(powers - 2 * out @ table.t()).argmin(1) for out in torch.split(case.out[rows], ROWS)])
+    value = case.expected.clone()
+    value[rows] = table[nearest]
+    own = int(case.side.token_ids[case.side.positions[rows[0]]])
+    detail = f"of {_of_tokens(case, case.wrong.any(1))}: {own} has that of {int(nearest[0])}"
+    yield Guess("rows moved", detail, value)
+
+
+def _of_tokens(case: Case, wrong: torch.Tensor) -> str:
+    ids = case.side.token_ids[case.side.positions]
+    all_ids, wrong_ids = (set(each.tolist()) for each in (ids, ids[wrong]))
+    return f"token {min(wrong_ids)} alone" if len(wrong_ids) == 1 else f"{len(wrong_ids)} of {len(all_ids)} tokens"
 
 
 GUESSES = {
-    "embed_tokens": former_guesses,
+    "embed_tokens": _embedding,
     "norm:in": _residual,
     "norm": _norm,
-    "rotary_emb.q": _rotated,
-    "rotary_emb.k": _rotated,
-    "self_attn.attn": _attention,
+    "rotary_emb.q": rotary_guesses,
+    "rotary_emb.k": rotary_guesses,
+    "self_attn.attn": attention_guesses,
     "act_fn": _activation,
     "log_probs": _log_probs,
     "": _none,

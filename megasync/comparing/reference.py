@@ -36,7 +36,8 @@ class Side:
     """What one side computed of a sequence: rows are of `positions` [T], increasing; of `lm_head` and `log_probs` the response's.
 
     `earlier`: keys and values of the positions before, by site, where a cache had them; else {}. They are of another pass, and
-    `apart` is how far two passes' are apart, by site [groups, size]: what is in the cache was rounded otherwise.
+    `apart` is how far two passes' are apart, by site [groups, size]: what is in the cache was rounded otherwise. `other_earlier`:
+    the other side's, of the same positions.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Side:
     num_prompt: int
     earlier: dict[str, torch.Tensor]
     apart: dict[str, torch.Tensor] = field(default_factory=dict)
+    other_earlier: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __getitem__(self, site: str) -> torch.Tensor:
         return self.tensors[site]
@@ -190,6 +192,23 @@ def residual_sources(site: str, shape: Shape) -> list[str]:
     number = shape.num_layers if norm == "model.norm" else int(norm.split(".")[2])
     former = f"model.layers.{number - 1}"
     return [f"{former}.post_attention_layernorm:in", f"{former}.mlp.down_proj"] if number else ["model.embed_tokens"]
+
+
+def sources(site: str, shape: Shape) -> list[str]:
+    """All sites whose tensors a site's reference is computed of."""
+    own = site.rpartition(".")[0]
+    by_ending = {
+        "embed_tokens": [],
+        "log_probs": ["lm_head"],
+        "rotary_emb.q": [rotary_input(site, shape)],
+        "rotary_emb.k": [rotary_input(site, shape)],
+        "self_attn.attn": [f"{own}.{name}" for name in ("rotary_emb.q", "rotary_emb.k", "v_proj")],
+        "act_fn": [f"{own}.{name}" for name in ("gate_proj", "up_proj")],
+    }
+    if site.endswith(":in"):
+        return residual_sources(site, shape)
+    found = next((names for ending, names in by_ending.items() if site.endswith(ending)), None)
+    return found if found is not None else [norm_source(site) if site.endswith("norm") else linear_source(site)]
 
 
 def norm_source(site: str) -> str:

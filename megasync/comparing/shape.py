@@ -8,6 +8,7 @@ Leaves out the computing (reference.py). Imported with torch; families are those
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,21 +111,32 @@ class Parameters:
     ) -> None:
         self.dtype, self.device, self.adapter = dtype, device, dict(adapter or {})
         self._file_of: dict[str, Path] = {}
+        self._layer: int | None = None  # whose parameters are given for any layer's
         for path in weight_files(folder):
             with safe_open(path, framework="pt") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
 
+    def as_if_all_were(self, layer: int) -> Parameters:
+        """With the parameters of one layer in the place of each other's."""
+        found = copy.copy(self)
+        found._layer = layer
+        return found
+
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return self._place(name) in self._file_of
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt") as file:
-            return self._rounded(file.get_tensor(name))
+        place = self._place(name)
+        with safe_open(self._file_of[place], framework="pt") as file:
+            return self._rounded(file.get_tensor(place))
 
     def factors(self, linear: str) -> tuple[torch.Tensor, torch.Tensor, float] | None:
         """A and B in float64, and the scale."""
-        found = self.adapter.get(linear)
+        found = self.adapter.get(self._place(linear))
         return None if found is None else (self._rounded(found[0]), self._rounded(found[1]), found[2])
+
+    def _place(self, name: str) -> str:
+        return name if self._layer is None else LAYER.sub(rf"model.layers.{self._layer}.\2", name)
 
     def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device).to(self.dtype).double()

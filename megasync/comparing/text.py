@@ -82,10 +82,13 @@ def _verdict(found: Found) -> Iterator[str]:
         return
     yield f"the first that is wrong: {culprit.site} of the {culprit.side} ({operation(culprit.site)})"
     yield f"  looks like:  {kind.name}: {kind.detail}"
-    place = ", ".join(map(str, culprit.element))
-    yield f"  worst at:    token {culprit.position}, element [{place}]: {culprit.value:.6g} where {culprit.expected:.6g} is right"
-    yield f"  size:        {culprit.ratio:.3g} times what rounding gives there, {culprit.relative_error:.2e} of the whole's rms"
-    others = [f"{each.side} {each.site}" for each in (*found.judgement.wrong, *found.again.wrong) if each is not culprit]
+    if not culprit.num_uncalled:
+        place = f", element [{', '.join(map(str, culprit.element))}]" if culprit.element else ""
+        yield f"  worst at:    token {culprit.position}{place}: {culprit.value:.6g} where {culprit.expected:.6g} is right"
+        relative = f"{culprit.relative_error:.2e} of the whole's rms"
+        yield f"  size:        {culprit.ratio:.3g} times what rounding gives there, {relative}"
+    wrong = dict.fromkeys(f"{each.side} {each.site}" for each in (*found.judgement.wrong, *found.again.wrong))
+    others = [each for each in wrong if each != f"{culprit.side} {culprit.site}"]
     if others:
         more = f" and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
         yield f"  wrong too:   {', '.join(others[:MAX_OTHERS])}{more}"

@@ -67,14 +67,14 @@ class RunLog:
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write down responses of step `step`, or of an evaluation after `step` steps."""
         if file := self._files.get(SAMPLES_FILE):
-            file.writelines(_json({"step": step, **line}) + "\n" for line in lines)
+            file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
             file.flush()
         for logger in self._loggers if lines else ():
             logger.samples(step, lines)
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
         if file := self._files.get(name):
-            file.write(_json({"step": step, **values}) + "\n")
+            file.write(json_text({"step": step, **values}) + "\n")
             file.flush()
         for logger in self._loggers:
             logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
@@ -121,7 +121,7 @@ def read_samples(run_folder: Path) -> list[dict[str, Any]]:
 def _open_from(path: Path, first_step: int) -> TextIO:
     """The file open for appending, with only the lines that stay (RunLog)."""
     kept = [line for line in _read_lines(path) if _stays(path.name, line, first_step)] if path.is_file() and first_step else []
-    write_atomically(path, "".join(_json(line) + "\n" for line in kept))
+    write_atomically(path, "".join(json_text(line) + "\n" for line in kept))
     return path.open("a", encoding="utf-8")
 
 
@@ -149,7 +149,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_summary(run_folder: Path, values: Mapping[str, Any]) -> None:
     """Writes summary.json; numbers that are not finite become null."""
-    write_atomically(run_folder / SUMMARY_FILE, _json(values, indent=2) + "\n")
+    write_atomically(run_folder / SUMMARY_FILE, json_text(values, indent=2) + "\n")
 
 
 def read_summary(run_folder: Path) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _json(values: Mapping[str, Any], indent: int | None = None) -> str:
+def json_text(values: Mapping[str, Any], indent: int | None = None) -> str:
     """JSON proper: NaN and infinities, which it does not have, become null, however deep they lie."""
     try:
         return json.dumps(values, allow_nan=False, indent=indent)

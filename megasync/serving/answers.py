@@ -28,6 +28,7 @@ from megasync.launch.scope import check_ray
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import Evaluation, requests_of
 from megasync.rollouts.requests import reward_inputs, sample_line
+from megasync.rollouts.turns import ATTEMPTS
 
 if TYPE_CHECKING:
     from bridge.generation import Completion
@@ -152,6 +153,11 @@ def score(config: Config, evaluation: Evaluation, prompts: Prompts, answers: Ans
 def own_reward(done: Completion | Played) -> float | None:
     """What an episode said that it was worth."""
     return done.reward if isinstance(done, Played) else None
+
+
+def has_failed(done: Completion | Played) -> bool:
+    """An episode of which every attempt failed."""
+    return isinstance(done, Played) and done.num_failures >= ATTEMPTS
 
 
 async def _score_all(config: Config, groups: list[list[RewardInput]]) -> list[list[float]]:

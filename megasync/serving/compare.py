@@ -9,6 +9,7 @@ version and with keys and values of both, is not compared. Leaves out replicas a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -114,6 +115,14 @@ def _piece(
     end = int(others[0]) if len(others) else len(token_ids)
     later = len(token_ids) - end
     return Piece(group, member, number + 1, version, request, sample, token_ids[:end], log_probs[:end], later)
+
+
+def tokens_by_version(pieces: Iterable[Piece]) -> dict[int, int]:
+    """That can be compared."""
+    found = Counter[int]()
+    for piece in pieces:
+        found[piece.version] += len(piece.token_ids)
+    return dict(sorted(found.items()))
 
 
 def requests_of(pieces: Iterable[Piece]) -> list[GenerationRequest]:

@@ -12,7 +12,7 @@ values from before an update stay, and what comes after it is left out. Leaves o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,10 @@ class Compared:
     mean_gap: float = 0.0
     largest_gap: float = 0.0
     first: str = ""  # that differs
+
+    def leave_out(self, tokens: Mapping[int, int], missing: Iterable[int]) -> None:
+        """`tokens`: of each version; of those that are missing none were compared."""
+        self.without_weights |= {version: tokens[version] for version in missing if tokens.get(version)}
 
     def add(self, version: int, sequence: Recorded, scores: npt.NDArray[np.float32]) -> None:
         """`scores`: of all tokens of the response, by this version's weights."""
@@ -103,32 +107,36 @@ def versions_of(sequences: Iterable[Recorded]) -> set[int]:
     return {int(version) for each in sequences for version in np.unique(each.sample.weight_versions[each.counts])}
 
 
+def tokens_by_version(sequences: Iterable[Recorded]) -> dict[int, int]:
+    """That can be compared."""
+    found = Counter[int]()
+    for each in sequences:
+        found.update(each.sample.weight_versions[each.counts].tolist())
+    return dict(sorted(found.items()))
+
+
 def begun(step: int, num_episodes: int, sequences: Sequence[Recorded], there: Iterable[int]) -> Compared:
     """What is to be compared, and what cannot be. `there`: the versions whose weights are there."""
-    lacking = Counter[int]()
-    for each in sequences:
-        lacking.update(each.sample.weight_versions[each.counts].tolist())
-    without = {version: number for version, number in sorted(lacking.items()) if version not in there}
+    without = {version: number for version, number in tokens_by_version(sequences).items() if version not in there}
     tokens, counted = (sum(int(getattr(each, name).sum()) for each in sequences) for name in ("is_sampled", "counts"))
     return Compared(step, num_episodes, tokens, later_tokens=tokens - counted, without_weights=without)
 
 
 def compare_all(
     config: Config,
-    versions: Sequence[int],
-    weights: Callable[[int], Path],
+    folders: Iterable[tuple[int, Path]],
     sequences: Mapping[int, Sequence[Recorded]],
     done: Sequence[Compared],
 ) -> None:
-    """Every step's sequences by each of the versions, one after the other. `weights`: a version's folder."""
+    """Every step's sequences by each of the versions, one after the other. `folders`: versions with their weights."""
     from engine.config import ParallelConfig
     from engine.runtime import parallel
 
     parallel.initialize(ParallelConfig(), config.run.seed)
     try:
-        for version in versions:
+        for version, folder in folders:
             chosen = [(each, one) for each in done for one in sequences[each.step] if one.of(version).any()]
-            found = score(config, weights(version), [one for _, one in chosen])
+            found = score(config, folder, [one for _, one in chosen])
             for (each, one), scores in zip(chosen, found, strict=True):
                 each.add(version, one, scores)
     finally:

@@ -7,6 +7,7 @@ source.config.model.path      # the folder that vLLM loads
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,50 @@ def source_of_version(run: Path, scratch: Path, version: int, overrides: list[st
 
 def versions_there(run: Path) -> set[int]:
     """The versions that `source_of_version` has the weights of."""
-    log, config = run / VERSIONS, load_config(run / CONFIG_FILE)
-    found = {*checkpoints_of(run), *([] if config.engine.lora.adapter_path else [0])}
-    if config.sync.log == "deltas" and log.is_dir():
-        from bridge.versions.reader import VersionReader
+    has_folder = not load_config(run / CONFIG_FILE).engine.lora.adapter_path
+    return {*checkpoints_of(run), *([0] if has_folder else []), *_logged(run)}
 
-        found |= set(VersionReader(log).versions)
-    return found
+
+def _logged(run: Path) -> list[int]:
+    """The versions that its log lists, where it keeps weights."""
+    log = run / VERSIONS
+    if load_config(run / CONFIG_FILE).sync.log != "deltas" or not log.is_dir():
+        return []
+    from bridge.versions.reader import VersionReader
+
+    return VersionReader(log).versions
+
+
+class Weights:
+    """Those of a run's versions, one after the other. `missing`: those that the log should have and cannot give, and why."""
+
+    def __init__(self, run: Path, scratch: Path, overrides: list[str], needed: Iterable[int]) -> None:
+        self._run, self._scratch, self._overrides = run, scratch, overrides
+        self.missing = dict.fromkeys(_lost(run, needed), "the run's log has no file of it, but earlier and later ones")
+
+    def each(self, versions: Iterable[int]) -> Iterator[tuple[int, Config]]:
+        """
+        Raises:
+            ConfigError: none can be made; of the first one.
+        """
+        first, is_any = None, False
+        for version in versions:
+            try:
+                config = source_of_version(self._run, self._scratch, version, overrides=self._overrides).config
+            except ConfigError as error:
+                shutil.rmtree(self._scratch / f"version_{version}")
+                self.missing[version], first = str(error).splitlines()[0], first or error
+                continue
+            is_any = True
+            yield version, config
+        if first is not None and not is_any:
+            raise first
+
+
+def _lost(run: Path, needed: Iterable[int]) -> list[int]:
+    """Of these versions those between others of the log that are not there."""
+    there, logged = versions_there(run), _logged(run)
+    return [version for version in sorted(needed) if version not in there and logged and min(logged) < version < max(logged)]
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from bridge.versions.file import path_of
+from bridge.versions.writer import VersionWriter
 from megasync import replay
+from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.data.prompts import load_data
@@ -23,7 +27,9 @@ from megasync.episodes.wire import Ask
 from megasync.rollouts.group import Group
 from megasync.rollouts.records import Records
 from megasync.rollouts.requests import task_of, training_request
+from megasync.serving.source import Weights, versions_there
 from tests.support.config_files import write_runnable
+from tests.support.tiny_models import write_tiny_model
 
 EPISODE = """
 from megasync.episodes.task import Result
@@ -192,3 +198,37 @@ def test_a_run_without_records_or_environments_is_refused(run: Path, capsys: pyt
     (run / "episodes" / "step_00000001.npz").unlink()
     code, text = said(capsys, run, "--step", "all")
     assert code == 2 and "rollout.record=all" in text
+
+
+def test_versions_that_the_log_has_lost_are_left_out_and_named(tmp_path: Path) -> None:
+    """Those after a file that is lost or damaged, up to the next whole one; what was never kept is no loss."""
+    config = load_config(write_runnable(tmp_path), ["run.name=rl", "sync.log=deltas", "rollout.max_new_tokens=8"])
+    run, log = config.run.folder, config.run.folder / "versions"
+    save_config(config, run / "config.yaml")
+    weights = load_file(write_tiny_model(tmp_path / "model", "qwen3") / "model.safetensors")
+    writer = VersionWriter(log, stage=0, num_stages=1, keeps_weights=True, full_every=4)
+    for version in range(1, 10):  # 1, 5 and 9 whole
+        weights["model.norm.weight"] += 1
+        writer.write(version, iter(weights.items()))
+    path_of(log, 2, 0).unlink()
+    damaged = path_of(log, 7, 0)
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    needed = list(range(12))
+    found = Weights(run, scratch, [], needed)
+    assert [version for version, _ in found.each(sorted(versions_there(run) & set(needed)))] == [0, 1, 5, 6, 9]
+    assert sorted(found.missing) == [2, 3, 4, 7, 8]
+    assert "version 2 of stage 0 is missing, which version 3 was added to" in found.missing[3]
+    assert f"{damaged}: model.norm.weight is damaged" in found.missing[8]
+    done = [replay.Replayed(step, 1, compared_tokens=5 * (step == 2)) for step in (2, 3, 4, 11)]
+    for each in done:
+        each.leave_out({each.step - 1: 7}, found.missing)
+    assert [each.without_weights for each in done] == [{}, {2: 7}, {3: 7}, {}]
+    told = replay.not_compared(done, found.missing)
+    assert told[0] == "not compared: 2 of 4 steps, whose weights are not there: 3, 4" and len(told) == 6
+    for path in log.glob("version_*"):
+        path.write_bytes(b"")
+    assert versions_there(run) == {0}
+    with pytest.raises(ConfigError, match=r"version_00000007\.stage_000: is torn"):
+        list(Weights(run, scratch, [], [7]).each([7]))

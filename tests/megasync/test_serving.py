@@ -30,9 +30,11 @@ from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
+from megasync.episodes.task import Played
 from megasync.export import export
 from megasync.rollouts.evaluation import pass_at_k, set_metrics
 from megasync.rollouts.played import episode_settings
+from megasync.rollouts.turns import ATTEMPTS
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimate, estimates
 from megasync.serving.source import Source, find_source, source_of_version, versions_there
@@ -357,12 +359,21 @@ def test_the_interval_is_the_normal_one_and_four_times_the_prompts_halve_it(valu
 
 
 def test_the_table_has_intervals() -> None:
-    values = {"prompts": 4, "samples": 2, "temperature": 1.0, "truncated": 0.25}
+    values = {"prompts": 4, "samples": 2, "temperature": 1.0, "truncated": 0.25, "failed": 0}
     rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
     metrics = {name: each.__dict__ for name, each in estimates(rewards, 1.0).items()}
     shown = evaluate.table({"weights": "runs/rl, step 3", "reward": "exact_match", "sets": {"sums": {**values, **metrics}}})
     assert "sums: 4 prompts, 2 samples each, temperature 1, 25.0% cut off" in shown
     assert "  avg@2    0.5000  [0.0999, 0.9001]" in shown and "  pass@2   0.7500  [0.2600, 1.2400]" in shown
+    assert "failed" not in shown
+    of_set = {**values, "failed": 3, **metrics}
+    assert "  3 of 8 episodes failed" in evaluate.table({"weights": "m", "episode": "a:b", "sets": {"sums": of_set}})
     assert evaluate.interval(Estimate(0.5, None, None, 1)) == "0.5000"
     assert estimates(rewards, 1.0)["pass@2"].mean == statistics.fmean(pass_at_k(2, int(sum(group)), 2) for group in rewards)
     assert json.loads(json.dumps(metrics))["avg@2"]["num_prompts"] == 4
+
+
+def test_an_episode_has_failed_where_no_attempt_of_it_went_well() -> None:
+    assert answers.has_failed(Played((), 0.0, "length", num_failures=ATTEMPTS))
+    assert not answers.has_failed(Played((), 1.0, num_failures=ATTEMPTS - 1))
+    assert not answers.has_failed(Completion(np.array([5], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop"))

@@ -38,3 +38,11 @@ class FaultyWorkerExtension(WorkerExtension):
             sampler.apply_temperature = lambda logits, *_: logits
         else:
             del sampler.apply_temperature
+
+    def tests_skip(self, number: int, on: bool) -> None:
+        """A layer gives what it got."""
+        layer = self.model_runner.get_model().model.layers[number]
+        if on:
+            layer.forward = lambda positions, hidden_states, residual: (hidden_states, residual)
+        else:
+            del layer.forward

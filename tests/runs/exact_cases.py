@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def main() -> None:
                 run={"steps": given.steps}, data={"batch_size": 16}, sync=KEPT["sync"],
                 rollout={"max_num_seqs": 64, **KEPT["rollout"], **own},
             )  # fmt: skip
-            done = launch(config, ranks=1, timeout_seconds=3600)
+            with tempfile.TemporaryDirectory(prefix="exact-", dir="/tmp") as temporary:  # other processes have theirs beside it
+                done = launch(config, ranks=1, timeout_seconds=3600, temporary=Path(temporary))
             if done.returncode:
                 sys.exit(done.stdout + done.stderr)
             found = scored(folder / "runs" / "run")

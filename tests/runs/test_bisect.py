@@ -52,6 +52,7 @@ OF_REPLICA: dict[str, tuple[str, str, str]] = {
     "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
     "one element": (NORM, "one element", "[9]"),
     "temperature": ("log_probs", "wrong temperature", "is forgotten"),
+    "skipped layer": ("model.layers.2.input_layernorm:in", "left out", "it is not called"),
 }
 
 
@@ -107,6 +108,9 @@ def all_passes(pool: FaultyPool, scratch: Path) -> dict[str, Passes]:
     pool.call("tests_turn", 20000.0)
     trace("rope theta")
     pool.call("tests_turn", 10000.0)
+    pool.call("tests_skip", 2, True)
+    trace("skipped layer")
+    pool.call("tests_skip", 2, False)
     keys = "model.layers.0.self_attn.k_norm.weight"
     pool.call("tests_scale", keys, 2.0)  # the weights before an update, with which a prompt is read
     pool.generate([GenerationRequest(RESPONSE.prompt_ids, max_new_tokens=1)]).result()

@@ -65,7 +65,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def environment(config: Path, **more: str) -> dict[str, str]:
-    """This process's, with a TMPDIR below which no socket's path would be short enough."""
+    """This process's; without a TMPDIR in `more` one below which no socket's path would be short enough."""
     folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"
     folder.mkdir(exist_ok=True)
     own = {"MEGASYNC_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), TEST_FOLDER: str(config.parent)}
@@ -73,10 +73,12 @@ def environment(config: Path, **more: str) -> dict[str, str]:
     return {**os.environ, **own, **more}
 
 
-def launch(config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(
+    config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300, temporary: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """launch/torchrun_one_node.sh, with this Python in the place of a set-up of its own. Leaves nothing behind."""
     command = [*TORCHRUN, str(config), *overrides, "--nproc", str(ranks)]
-    with leaves_nothing(config) as own:
+    with leaves_nothing(config, temporary) as own:
         process = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             said = process.communicate(timeout=timeout_seconds)
@@ -125,10 +127,13 @@ def exact(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def leaves_nothing(config: Path) -> Iterator[dict[str, str]]:
-    """The environment for a run. In the end none of its processes are left, nor files of theirs in TMPDIR, /tmp and /dev/shm."""
-    marker = f"run-{uuid4().hex}"
-    own, before = environment(config, MEGASYNC_TEST_MARKER=marker), files()
+def leaves_nothing(config: Path, temporary: Path | None = None) -> Iterator[dict[str, str]]:
+    """The environment for a run. In the end none of its processes are left, nor files of theirs in TMPDIR, /tmp and /dev/shm.
+
+    `temporary`: an empty folder of a short name that all of the run's files lie in; /tmp and /dev/shm are others' then.
+    """
+    more = {"MEGASYNC_TEST_MARKER": f"run-{uuid4().hex}"} | ({"TMPDIR": str(temporary)} if temporary else {})
+    own, before = environment(config, **more), None if temporary else files()
     yield own
     deadline = time.monotonic() + 40  # other runs' files come and go, too; a killed launcher's go after 20 s (scope.py)
     while (left := left_of(own, before)) and time.monotonic() < deadline:
@@ -136,13 +141,13 @@ def leaves_nothing(config: Path) -> Iterator[dict[str, str]]:
     assert not left, left
 
 
-def left_of(environment: dict[str, str], before: set[Path]) -> list[str]:
-    """Processes and files of a run."""
+def left_of(environment: dict[str, str], before: set[Path] | None) -> list[str]:
+    """Processes and files of a run. `before`: what else was there; None: its TMPDIR alone is looked at."""
     processes = list[str]()
     for each in processes_with(environment["MEGASYNC_TEST_MARKER"]):
         with suppress(psutil.Error):  # it has just ended
             processes.append(f"{each.pid} {each.cmdline()}")
-    return [*processes, *map(str, Path(environment["TMPDIR"]).iterdir()), *map(str, new_files(before))]
+    return [*processes, *map(str, Path(environment["TMPDIR"]).iterdir()), *map(str, [] if before is None else new_files(before))]
 
 
 def files() -> set[Path]:

@@ -48,8 +48,8 @@ def test_small_faults_are_not_taken_for_rounding_of_another_dtype(tmp_path: Path
     layer = "model.layers.1"
     assert found["norm"] == (f"{layer}.post_attention_layernorm", "wrong scale", "times 1.01")
     assert found["product"] == (f"{layer}.mlp.down_proj", "wrong scale", "times 0.998")
-    assert found["bias"][:2] == (f"{layer}.self_attn.q_proj", "one head") and "head 0 alone" in found["bias"][2]
-    assert found["row"][:2] == ("model.embed_tokens", "wrong weights"), found
+    assert found["bias"][:2] == (f"{layer}.self_attn.q_proj", "one element") and "of the bias: [5] is" in found["bias"][2]
+    assert found["row"][:2] == ("model.embed_tokens", "wrong weights") and "token 52 alone" in found["row"][2], found
 
 
 @pytest.mark.parametrize("fusions", ["none", "all"])
@@ -133,19 +133,25 @@ def test_what_a_cache_had_was_rounded_in_another_pass(seed: int) -> None:
     whole[f"{layer}.v_proj"][:, 0, 0] = trainer[f"{layer}.v_proj"][:, 0, 0]  # a channel in which the two agree by chance
     apart = {name: spread(whole[name] - trainer[name]) for name in whole}
 
-    def ratio(cached: dict[str, torch.Tensor], apart: dict[str, torch.Tensor]) -> float:
+    def ratio(
+        cached: dict[str, torch.Tensor], apart: dict[str, torch.Tensor], trainer: dict[str, torch.Tensor] | None = None
+    ) -> float:
         own = {name: each[first:] for name, each in whole.items()}
         keys, values = (torch.cat([cached[name][:first], own[name]]) for name in sizes)
         out, _ = ref.attend(query, keys, values, positions, 0.25, 0)
         tensors = {**own, f"{layer}.rotary_emb.q": query, f"{layer}.attn": out.bfloat16()}
         earlier = {name: each[:first] for name, each in whole.items()}
-        side = ref.Side("replica", tensors, positions, tokens, count - 1, earlier, apart)
+        other = {name: each[:first] for name, each in (trainer or {}).items()}
+        side = ref.Side("replica", tensors, positions, tokens, count - 1, earlier, apart, other)
         return local_error(f"{layer}.attn", reference, side).ratio
 
     cached = rounded()
     cached[f"{layer}.v_proj"] = cached[f"{layer}.v_proj"].clone()
     cached[f"{layer}.v_proj"][:, 0, 0] = whole[f"{layer}.v_proj"][:, 0, 0] + 0.01
     assert ratio(cached, apart) <= 1 < min(ratio(cached, {}), ratio(stale(), apart))
+    assert ratio(cached, apart, trainer) <= 1, "all elements together, too"
+    moved = {name: each + 0.1 * sizes[name] * (-1) ** torch.arange(16) for name, each in cached.items()}
+    assert ratio(moved, apart, trainer) > 1
 
 
 @settings(deadline=None, max_examples=40)

@@ -128,3 +128,21 @@ def test_a_damaged_marker_is_refused_by_its_name(text: str, run_folder: Path) ->
     (config.run.folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"trained\.json: cannot be read"):
         check_resume(config)
+
+
+def test_a_log_of_another_model_is_refused_before_the_start(run_folder: Path) -> None:
+    """Also where the weights of all its versions are whole."""
+    own = ["run.name=rl", "checkpoint.resume=newest_weights"]
+    config = load_config(run_folder.parents[1] / "run.yaml", own)
+    checkpoint = config.run.folder / CHECKPOINTS / "step_00000010"
+    checkpoint.mkdir(parents=True)
+    told = r"versions, version 12: the weights lack \d+ of the tensors[\s\S]*checkpoint\.resume=auto"
+    with pytest.raises(ConfigError, match=told):
+        check_resume(config)
+    newer = checkpoint.rename(checkpoint.with_name("step_00000012"))
+    with pytest.raises(ConfigError, match=r"step_00000012"):  # which is empty: the log is not looked at
+        check_resume(config)
+    newer.rename(checkpoint)
+    path_of(run_folder / VERSIONS, 12, 0).unlink()  # told at the start, and the checkpoint is gone on from
+    with pytest.raises(ConfigError, match=r"step_00000010"):
+        check_resume(config)
