@@ -14,6 +14,7 @@ import netrc
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -55,15 +56,18 @@ def open_loggers(config: Config, first_step: int) -> list[Logger]:
     """
     kinds: dict[str, Callable[[Config, int], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
     opened: list[Logger] = []
-    for name in config.run.loggers:
-        try:
-            opened.append(kinds[name](config, first_step))
-        except OSError:  # of a file: the disk may be full, which the run itself tells
-            raise
-        except Exception as error:  # of the packages: plain ones, and of classes of their own
-            own = "mend what it names, such as WANDB_MODE or WANDB_API_KEY" if name == "wandb" else "mend what it names"
-            remedy = f"{own}, or take {name} out of run.loggers"
-            raise ConfigError(f"run.loggers: {name} does not start: {error}", remedy=remedy) from error
+    with ExitStack() as not_all:
+        for name in config.run.loggers:
+            try:
+                opened.append(kinds[name](config, first_step))
+            except OSError:  # of a file: the disk may be full, which the run itself tells
+                raise
+            except Exception as error:  # of the packages: plain ones, and of classes of their own
+                own = "mend what it names, such as WANDB_MODE or WANDB_API_KEY" if name == "wandb" else "mend what it names"
+                remedy = f"{own}, or take {name} out of run.loggers"
+                raise ConfigError(f"run.loggers: {name} does not start: {error}", remedy=remedy) from error
+            not_all.callback(opened[-1].close)
+        not_all.pop_all()
     return opened
 
 

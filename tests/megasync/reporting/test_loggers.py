@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,13 +169,19 @@ def test_a_resumed_run_of_trackio_is_its_own(tmp_path: Path) -> None:
     assert first == resumed != other and other.startswith("same-")
 
 
-def test_a_logger_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_does_not_start_is_named_and_those_before_it_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes its file in a thread, which ends with it."""
+
     def refuse(*_: object) -> None:
         raise Exception("the API key is of another server")  # noqa: TRY002 # W&B's own are no ValueErrors either
 
     monkeypatch.setattr(loggers, "Wandb", refuse)
+    before = threading.enumerate()
     with pytest.raises(ConfigError) as caught:
-        open_loggers(config_of(tmp_path, "wandb"), 0)
+        open_loggers(config_of(tmp_path, "tensorboard", "wandb"), 0)
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
     message = str(caught.value)
     assert message.startswith("run.loggers: wandb does not start: the API key is of another server")
     assert "WANDB_API_KEY, or take wandb out of run.loggers" in message
