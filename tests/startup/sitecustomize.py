@@ -4,7 +4,9 @@ Most of what the tests take is imports of vLLM. A quarter of those is the collec
 has it look five times more as it starts and ends, and so does every process as it ends: none looks through what was imported. A
 seventh is what transformers finds out at each import from its source files and all installed packages: two answers are kept in
 files, for as long as the module that asks and the packages stay. An eighth is torch's compiler, which vLLM imports to change it,
-and nothing is compiled here. Imports here are those that most processes do without.
+and nothing is compiled here. A tenth are the texts of signatures that dataclasses have for a docstring, and a search of all
+modules for each operator of torch's, for a place in its source that nobody looks at. Imports here are those that most processes
+do without.
 """
 
 import atexit
@@ -13,47 +15,73 @@ import os
 import sys
 
 ASKS = "transformers.utils.import_utils"
+OPERATORS = "torch._library.utils"
 COMPILER = "torch._inductor.lowering"
 num_frozen = 0  # modules
 
 
 def freeze(phase, info):
-    """What was imported, before a full collection looks through it: each time that a thousand more modules are there."""
+    """What was imported, before a collection looks through it: each time that a thousand more modules are there."""
     global num_frozen  # noqa: PLW0603
-    if phase == "start" and info["generation"] == 2 and len(sys.modules) > num_frozen + 1000:
+    if phase == "start" and len(sys.modules) > num_frozen + 1000:
         num_frozen = len(sys.modules)
         gc.freeze()
         gc.unfreeze = lambda: None  # vLLM's processes look through everything as they end (v1/engine/core.py:836)
 
 
 class Finder:
-    """Import hooks. The module that asks is as Python finds it, with a loader that puts the two functions in."""
+    """Import hooks. A module of `changes` is as Python finds it, with a loader that makes the change."""
 
-    has_found = False
+    def __init__(self):
+        self.changes = {ASKS: keep_answers, OPERATORS: tell_places_alone, "dataclasses": write_no_signatures}
 
     def find_spec(self, name, path=None, target=None):
         if name == COMPILER and is_asked_by("_patch_inductor_fallback_allow_list"):  # vLLM 0.32, env_override.py:887
             raise ImportError(name)  # it goes on without
-        if name != ASKS or self.has_found:
+        change = self.changes.pop(name, None)
+        if change is None:
             return None
-        import importlib.metadata
         import importlib.util
 
-        self.has_found = True
         spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def exec_module(module):
-            asked = importlib.metadata.packages_distributions
-            importlib.metadata.packages_distributions = kept(asked, spec.origin)
-            try:
-                run(module)
-            finally:
-                importlib.metadata.packages_distributions = asked
-            module.define_import_structure = kept(module.define_import_structure, spec.origin)
-
-        spec.loader.exec_module = exec_module
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: change(module, load)
         return spec
+
+
+def keep_answers(module, load):
+    import importlib.metadata
+
+    asked = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = kept(asked, module.__spec__.origin)
+    try:
+        load(module)
+    finally:
+        importlib.metadata.packages_distributions = asked
+    module.define_import_structure = kept(module.define_import_structure, module.__spec__.origin)
+
+
+def tell_places_alone(module, load):
+    """Where an operator is defined. inspect.getframeinfo, which torch asks, reads the line itself, too."""
+
+    def get_source(stacklevel):
+        frame = sys._getframe(stacklevel)
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    load(module)
+    module.get_source = get_source
+
+
+def write_no_signatures(module, load):
+    """A dataclass without a docstring has its name for one, as where there is no signature (dataclasses.py:1098)."""
+
+    def signature(_):
+        raise ValueError
+
+    load(module)
+    others = vars(module.inspect)
+    module.inspect = type(sys)("inspect")
+    vars(module.inspect).update(others, signature=signature)
 
 
 def is_asked_by(function):
