@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megasync import cli
 from megasync.reporting.advisories import advisories
 from megasync.reporting.log import read_evaluations
 from tests.runs.train_cases import (
@@ -132,21 +133,23 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert "last checkpoint: " in said
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("engine.warp=ddp", "engine.wrap"),
-        ("engine.wrap=fsdp2", "megatron_fsdp"),
-        ("run.steps=many", "run.steps"),
-        ("sync.bucket_bytes=0", "sync.bucket_bytes"),
-        ("engine.parallel.tensor=3", "engine.parallel.tensor"),
-        ("model.path=/nowhere", "/nowhere"),
-    ],
-)
-def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, override: str, told: str) -> None:
-    done = launch(write_config(tmp_path), override)
+def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the launcher, which makes the check that `train --check` makes."""
+    config = write_config(tmp_path)
+    for override, told in {
+        "engine.warp=ddp": "engine.wrap",
+        "engine.wrap=fsdp2": "megatron_fsdp",
+        "run.steps=many": "run.steps",
+        "sync.bucket_bytes=0": "sync.bucket_bytes",
+        "model.path=/nowhere": "/nowhere",
+    }.items():
+        with pytest.raises(SystemExit) as left:
+            cli.main(["train", "--check", str(config), override])
+        said = capsys.readouterr().err
+        assert left.value.code == 2 and told in said and len(said.splitlines()) < 25, said
+    done = launch(config, "engine.parallel.tensor=3")
     assert done.returncode == 2
-    assert told in done.stderr and "Traceback" not in done.stderr
+    assert "engine.parallel.tensor" in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) < 25
 
 
