@@ -15,6 +15,8 @@ from engine.runtime.device import has_cuda
 
 P, T = ParamSpec("P"), TypeVar("T")
 LIBC = ctypes.CDLL(None)
+MALLINFO_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+MUCH_FREE_BYTES = 2**28
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
 
 
@@ -30,13 +32,24 @@ def enable_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
+class _Mallinfo2(ctypes.Structure):
+    """Of mallinfo(3), from glibc 2.33 on."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO_FIELDS]
+
+
 def return_free_memory() -> None:
-    """What freed tensors have left in malloc's heap goes back to the kernel; no-op with a GPU, and without glibc.
+    """What freed tensors have left in malloc's heap goes back to the kernel, where it is much; no-op with a GPU, and without
+    glibc.
 
     Activations differ in size from step to step, so that holes between what lives on fit little of the next step's. malloc gives
-    back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD).
+    back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD). A step of a tiny model would take a
+    tenth longer to get its memory anew.
     """
-    if not has_cuda() and hasattr(LIBC, "malloc_trim"):
+    if has_cuda() or not hasattr(LIBC, "mallinfo2"):
+        return
+    LIBC.mallinfo2.restype = _Mallinfo2
+    if LIBC.mallinfo2().fordblks >= MUCH_FREE_BYTES:
         LIBC.malloc_trim(0)
 
 

@@ -23,6 +23,24 @@ for step in range(40):
 print(memory.memory_metrics()["memory/tensors_peak_bytes"], torch.cuda.memory_reserved())
 """
 
+HOLES = """
+import torch
+from engine.runtime import memory
+for number in (100, 800):
+    tensors = [torch.ones(2**18) for _ in range(2 * number)][::2]
+    before = memory.memory_metrics()["memory/host_bytes"]
+    memory.return_free_memory()
+    print(round((before - memory.memory_metrics()["memory/host_bytes"]) / 2**20))
+"""
+
+
+def test_many_holes_of_the_heap_go_back_to_the_kernel_and_few_stay() -> None:
+    """Of 1 MiB each, between tensors that live on."""
+    own = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4194304", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", HOLES], env=own, capture_output=True, text=True, check=True)
+    few, many = map(int, done.stdout.split())
+    assert abs(few) < 20 and many > 600, done.stdout
+
 
 def test_host_memory_follows_what_is_touched() -> None:
     size = 64 * 2**20
