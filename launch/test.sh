@@ -13,7 +13,8 @@ types=
 if [ $# -eq 0 ]; then # three workers on two cores, since a test often waits; each takes up to 5 GB
   [ "$MEGASYNC_LANE" = gpu ] && with_gpus=true
   "$PYTHON" -m ruff check . || status=1
-  "$PYTHON" -m mypy >"${types:=$(mktemp)}" 2>&1 & # beside the tests: it takes one core
+  types=$(mktemp)
+  "$PYTHON" -m mypy >"$types" 2>&1 & # beside the tests: it takes one core
   mypy=$!
   workers=$((($(env -u OMP_NUM_THREADS nproc) * 3 + 1) / 2)) most=$(($(awk '/MemTotal/ {print $2}' /proc/meminfo) / 1024 / 6144))
   [ "$workers" -le "$most" ] || workers=$most

@@ -1,4 +1,6 @@
-"""This rank's memory: the setting of torch's allocator, and how much is in use. Leaves out offloading (offload.py)."""
+"""This rank's memory: settings of torch's allocator, what malloc gives back, and how much is in use. Leaves out offloading
+(offload.py).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ import torch
 
 from engine.runtime.device import has_cuda
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 LIBC = ctypes.CDLL(None)
 MALLINFO_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-MUCH_FREE_BYTES = 2**28
+MUCH_FREE_BYTES = 2**28  # in the heap; a step of a tiny model has less, and would take a tenth longer to get it anew
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
 
 
@@ -43,8 +46,7 @@ def return_free_memory() -> None:
     glibc.
 
     Activations differ in size from step to step, so that holes between what lives on fit little of the next step's. malloc gives
-    back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD). A step of a tiny model would take a
-    tenth longer to get its memory anew.
+    back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD).
     """
     if has_cuda() or not hasattr(LIBC, "mallinfo2"):
         return
@@ -54,7 +56,7 @@ def return_free_memory() -> None:
 
 
 def after_return(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, once the kernel has what is free."""
+    """`function`, after `return_free_memory`: for what takes much memory at once."""
 
     @functools.wraps(function)
     def call(*given: P.args, **named: P.kwargs) -> T:

@@ -24,7 +24,7 @@ ROWS = 64  # of the output layer at a time: its float64 logits are large
 @dataclass(frozen=True)
 class Local:
     """One module of one side against its reference. `ratio`: the largest error by its bound, or that of all elements together;
-    above 1 it is no rounding. `num_uncalled`: see there; `value` and `expected` are NaN then.
+    above 1 it is no rounding. `num_uncalled`: see the function; unless it is 0 `value` and `expected` are NaN.
     """
 
     site: str

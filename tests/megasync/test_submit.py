@@ -92,12 +92,12 @@ def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus
 
 def test_interrupted_leaves_no_process(config: str) -> None:
     """Two at once, each with a cluster of its own: nearly all of it is waiting."""
-    command = [sys.executable, "-m", "megasync.submit", config, "run.name=hang", "--num-ranks", "1", *PROGRAM]
+    command = [sys.executable, "-m", "megasync.submit", config, "run.name=hang", *PROGRAM]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = {kind: subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **options) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         for kind, process in running.items():
-            lines = list(itertools.takewhile(lambda line: "counts 1 ranks" not in line, process.stdout))
+            lines = list(itertools.takewhile(lambda line: "counts 2 ranks" not in line, process.stdout))
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) > 5, "".join(lines)
             process.send_signal(kind)
@@ -201,13 +201,12 @@ def write_rewards(folder: Path) -> Path:
 @pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
 def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str, tmp_path: Path) -> None:
     path = ROOT / "tests" / "data" / "submit.yaml"
-    num_ranks = 1 if what == "succeed" else 2
-    arguments = [str(path), f"run.name={what}", "--num-ranks", str(num_ranks), "--address", cluster.address, *PROGRAM]
+    arguments = [str(path), f"run.name={what}", "--num-ranks", "2", "--address", cluster.address, *PROGRAM]
     if what == "code":
         arguments += ["--include", str(write_rewards(tmp_path / "mine")), "rollout.reward=my_rewards:score"]
     done = submit(*arguments, environment=ENVIRONMENT | cluster.token)
     expected = {
-        "succeed": (0, "rank 0 counts 1 ranks"),
+        "succeed": (0, "rank 1 counts 2 ranks"),
         "raise": (1, "ValueError: broken on purpose"),
         "die": (1, "trainer rank 1 failed:\nThe actor "),
         "code": (7, "rank 1 says why: its reward is 7.0"),

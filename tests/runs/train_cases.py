@@ -65,7 +65,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def environment(config: Path, **more: str) -> dict[str, str]:
-    """This process's; without a TMPDIR in `more` one below which no socket's path would be short enough."""
+    """This process's. Its TMPDIR, unless `more` has one, is so long that no socket's path below it would be short enough."""
     folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"
     folder.mkdir(exist_ok=True)
     own = {"MEGASYNC_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), TEST_FOLDER: str(config.parent)}
