@@ -10,5 +10,6 @@ copies.py         copies between memory and a bucket, on either side,
 copy_kernel.py    and on CUDA
 digest.py         the 64-bit digest of bytes
 digest_kernel.py  the same on CUDA
+upload.py         small tables put on a GPU
 splitmix.py       the pseudo-random numbers of digests, seeds and data order
 """

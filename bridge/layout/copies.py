@@ -15,6 +15,7 @@ import torch
 from bridge.layout.bucket import Piece
 from bridge.layout.digest import TILE_WORDS, BucketDigests
 from bridge.layout.regions import Copy, Region, slice_copy
+from bridge.layout.upload import upload
 
 WORD_BYTES = 8
 MAX_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster
@@ -79,7 +80,7 @@ class BucketCopies:
         """False where foreach copies have to do it."""
         if self._names is None:
             tiles = lay_tiles(self._matches(), memory)
-            self._names, self._table = tiles.names, torch.from_numpy(tiles.table).to(data.device)
+            self._names, self._table = tiles.names, upload(torch.from_numpy(tiles.table), data.device)
             if tiles.covered_bytes == sum(piece.num_bytes for piece in self._pieces):
                 self._covered_bytes = self._end - self._pieces[0].bucket_offset
         bases = self._bases_of(self._names, memory, data.device)
@@ -99,7 +100,7 @@ class BucketCopies:
         addresses = [flat.data_ptr() for flat in flats]
         if not addresses or any(flat.device != device for flat in flats) or any(each % WORD_BYTES for each in addresses):
             return None
-        self._bases = memory, torch.tensor(addresses, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        self._bases = memory, upload(torch.tensor(addresses, dtype=torch.int64), device)
         return self._bases[1]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bridge.layout.splitmix import FOLD_FACTOR, GAMMA, splitmix64
+from bridge.layout.upload import upload
 
 MASK = 2**64 - 1
 CHUNK_WORDS = 4096  # 32 KiB: the multipliers, one a position, stay in a GPU core's cache
@@ -28,7 +29,7 @@ def multipliers(device: torch.device) -> torch.Tensor:
     """One odd 64-bit number a position in a chunk, the same on every machine; the low 14 bits are all different."""
     positions = np.arange(CHUNK_WORDS, dtype=np.uint64)
     numbers = splitmix64(positions) & ~np.uint64(0x3FFF) | (positions * np.uint64(2) + np.uint64(1))
-    return torch.from_numpy(numbers.view(np.int64)).to(device)
+    return upload(torch.from_numpy(numbers.view(np.int64)), device)
 
 
 def powers(device: torch.device, count: int) -> torch.Tensor:
@@ -41,7 +42,7 @@ def powers(device: torch.device, count: int) -> torch.Tensor:
 def _powers(device: torch.device, count: int) -> torch.Tensor:
     factors = np.full(count, CHUNK_FACTOR, np.uint64)
     factors[0] = 1
-    return torch.from_numpy(np.multiply.accumulate(factors).view(np.int64)).to(device)
+    return upload(torch.from_numpy(np.multiply.accumulate(factors).view(np.int64)), device)
 
 
 def digest_bytes(data: torch.Tensor) -> int:
@@ -86,7 +87,7 @@ class BucketDigests:
         sizes, self._sizes = self._sizes, []
         if self._lengths[0] != sizes:
             lengths = np.array(sizes, np.uint64) * np.uint64(LENGTH_FACTOR)
-            self._lengths = sizes, torch.from_numpy(lengths.view(np.int64)).to(self._sums.device)
+            self._lengths = sizes, upload(torch.from_numpy(lengths.view(np.int64)), self._sums.device)
         digests = self._sums[: len(sizes)] + self._lengths[1]
         self._sums.zero_()
         return digests

@@ -32,12 +32,15 @@ STORE_TIMEOUT = timedelta(seconds=60)
 GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
 GLOO_MARGIN_SECONDS = 5.0  # gloo's own limit comes after the sync's, which says who waits for what
 SCHEME = "tcp://"
-MAX_UNDER_WAY = 8
+MAX_UNDER_WAY = 8  # broadcasts: on CUDA a call waits where too much is queued, and nobody looks for aborts then
 ABORT, JOINED = "abort", "joined"
 
 
 class Channel:
-    """Broadcasts from rank 0. On CUDA everything is queued on `stream` and nothing blocks but `meet` and `wait`."""
+    """Broadcasts from rank 0.
+
+    On CUDA everything is queued on `stream`, and nothing blocks but `meet`, `wait` and a broadcast after MAX_UNDER_WAY others.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, name: str = "") -> None:
         """`name`: of one of several groups that find each other through one store."""
@@ -46,7 +49,7 @@ class Channel:
         self._store, self._name = store, name
         self._group: Any = None
         self._next_look = 0.0
-        self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # gloo's broadcasts, of which the last may not be over
+        self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # the last broadcasts, which may not be over
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -111,15 +114,17 @@ class Channel:
         options.rootRank = 0
         left = max(0.0, deadline - time.monotonic()) + GLOO_MARGIN_SECONDS
         options.timeout = timedelta(seconds=left) if self.stream is None else GROUP_TIMEOUT
+        if self.stream is not None and len(self._under_way) == MAX_UNDER_WAY:
+            self.wait(self._under_way[0], deadline, f"the broadcast {MAX_UNDER_WAY} before the next one")
         with self.on_stream():
             if self.stream is not None and after is not None:
                 self.stream.wait_event(after)
-            work = self._group.broadcast([data], options)
-            if self.stream is None:
-                self._under_way.append(work)
-                return work
-            work.wait()  # of the stream, not of this thread
-            return self.stream.record_event()
+            done = self._group.broadcast([data], options)
+            if self.stream is not None:
+                done.wait()  # of the stream, not of this thread
+                done = self.stream.record_event()
+        self._under_way.append(done)
+        return done
 
     def on_stream(self) -> Any:
         """The scope in which work is queued on `stream`."""

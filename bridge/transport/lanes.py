@@ -43,7 +43,9 @@ class LaneWriter(GroupWriter):
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
         """Tell the digests and wait until all is sent."""
         if self._verify:
-            self._channel.tell(_digests_key(self._num_passes), self._digests.join().cpu().numpy().tobytes())
+            digests = self._digests.join()
+            self._channel.wait(self._channel.mark(), deadline, self._waits(self._count), check)  # `cpu` would wait for ever
+            self._channel.tell(_digests_key(self._num_passes), digests.cpu().numpy().tobytes())
             if self._num_passes:
                 self._channel.forget(_digests_key(self._num_passes - 1))
         for done in self._sent:

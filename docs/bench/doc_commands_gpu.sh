@@ -5,6 +5,7 @@
 # About five minutes: nothing begins after $TIME seconds (240), none takes more than $LIMIT (200), and $BESIDE (5) share the GPU at the end.
 # tests/doc_commands_gpu.py says what is made shorter.
 set -uo pipefail
+unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 mkdir -p "$out"

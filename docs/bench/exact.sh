@@ -19,6 +19,7 @@
 #   seeds          three seeds on sums, with and without exact, in turns: 300 s each; SEEDS="0 1 2", EXACT="false true"
 # KILL_AT=80 is another step for delta-link. MODEL_DATA=FOLDER is where `megasync assets --model smollm2-135m-instruct` wrote; STEPS=20, EXTRA="key=value ..." goes to all runs.
 set -uo pipefail
+unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}

@@ -3,6 +3,7 @@
 # Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere, RANKS=1 gives a GRPO run so many trainer ranks,
 # EXTRA="key=value ..." goes to all. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
 set -uo pipefail
+unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}

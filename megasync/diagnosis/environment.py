@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from megasync.config.errors import some
@@ -22,6 +23,7 @@ class Place:
     is_colocated: bool = False
     interfaces: tuple[str, ...] = ("lo",)
     has_rollouts: bool = True
+    has_compiled_torch: bool = True
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,21 @@ RULES = (
         "holds a libnccl that is loaded in the place of torch's own",
         "take that folder out",
     ),
+    Rule(
+        "PYTHONDONTWRITEBYTECODE",
+        "warning",
+        lambda v, p: v != "" and not p.has_compiled_torch,
+        "torch was installed without its compiled files, which each process makes anew: some ten seconds a start",
+        "unset it, or run python -m compileall over the folder that torch is in",
+    ),
     Rule("PYTHONOPTIMIZE", "warning", _is_on, "asserts are left out: mistakes of ours stay unseen", _UNSET),
 )
+
+
+def has_compiled(package: str) -> bool:
+    """Whether Python finds the package's first file compiled, or the package not at all."""
+    found = find_spec(package)
+    return found is None or found.origin is None or Path(cache_from_source(found.origin)).is_file()
 
 
 def check_environment(environment: Mapping[str, str], place: Place) -> list[Finding]:

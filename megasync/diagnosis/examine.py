@@ -148,6 +148,7 @@ def _of_machine(machine: Machine, config: Config | None, needs: Needs, given: Ma
         is_colocated=config is not None and config.rollout.is_colocated,
         interfaces=tuple(psutil.net_if_addrs()),
         has_rollouts=config is None or config.algorithm.name == "grpo",
+        has_compiled_torch=environment.has_compiled("torch"),
     )
     yield from environment.check_environment(given, place)
     yield from leftovers.check_ray(given, machine.processes, config.rollout.ray_address if config is not None else "local")

@@ -315,6 +315,11 @@ def variable_for_debugging(_: Path) -> list[Finding]:
     return check_environment({"CUDA_LAUNCH_BLOCKING": "1"}, ON_GPUS)
 
 
+@case("warning", "PYTHONDONTWRITEBYTECODE=1: torch was installed without its compiled files", "compileall")
+def torch_compiled_at_each_start(_: Path) -> list[Finding]:
+    return check_environment({"PYTHONDONTWRITEBYTECODE": "1"}, Place(has_compiled_torch=False))
+
+
 @case("warning", "holds a libnccl", "take that folder out")
 def another_nccl(folder: Path) -> list[Finding]:
     (folder / "libnccl.so.2").touch()
