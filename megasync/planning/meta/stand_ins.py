@@ -23,6 +23,7 @@ from engine.model import lora
 from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
+from engine.runtime import device
 from engine.runtime.megatron import MoEAlltoAllTokenDispatcher, bias_swiglu_impl, parallel_state
 from megasync.planning.meta.operations import Operation, Shape
 from megasync.planning.meta.tracker import Tracker
@@ -173,8 +174,16 @@ def _sorted_chunks(
 
 @contextmanager
 def installed(tracker: Tracker, *, use_fused: bool, on_cpu: bool = False) -> Iterator[None]:
-    """Within the block the engine's code runs on meta tensors, with the kernels of GPUs or of CPUs."""
+    """Within the block the engine's code runs on meta tensors, with the kernels of GPUs or of CPUs.
+
+    Nothing compiled may be called: torch's compiler leaves alone for good what it first meets under a dispatch mode
+    (torch/_dynamo/convert_frame.py:_handle_skip), and a run that has made its plan would train without its kernels.
+    """
     with ExitStack() as stack:
+        if device.compiles():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if use_fused:
+            stack.enter_context(patch.object(torch._dynamo, "maybe_mark_dynamic", lambda *_: None))
         for module, names in COMPILED:
             for name in names if use_fused else ():
                 stack.enter_context(patch.object(module, name, tracker.opaque(getattr(module, name))))
@@ -199,7 +208,6 @@ def installed(tracker: Tracker, *, use_fused: bool, on_cpu: bool = False) -> Ite
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
             (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),
             (torch.autograd, "backward", _backward),
-            (torch._dynamo, "maybe_mark_dynamic", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(tracker.counting_resizes())

@@ -12,6 +12,7 @@ also counts what is computed (operations.py).
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as one kernel: its results count, what is made on the way does not."""
-        plain = getattr(function, "_torchdynamo_orig_callable", function)
+        plain = inspect.unwrap(function)  # what is compiled is as it was written: see stand_ins.py:installed
 
         def run(*args: Any, **kwargs: Any) -> Any:
             was_paused, self._is_paused = self._is_paused, True

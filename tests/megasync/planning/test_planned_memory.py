@@ -186,3 +186,13 @@ def test_experts_in_float32_are_traced_as_those_in_bfloat16(tmp_path: Path) -> N
         with world(1, 0, engine.parallel):
             held[dtype] = trace(build_rank(ModelConfig(path=str(folder), dtype=dtype), engine), engine, (32, 32)).held
     assert held["bfloat16"] < held["float32"] < 2.05 * held["bfloat16"]
+
+
+@pytest.mark.parametrize("shapes", ["tiny", "tiny-moe"])
+def test_kernels_are_compiled_after_a_plan_in_the_same_process(shapes: str, tmp_path: Path) -> None:
+    """As in a run, which makes its plan before its first step; torch's compiler gives up on what it meets in a trace."""
+    folder = write_model(tmp_path / "model", SHAPES[shapes].hf_config(64))
+    command = [sys.executable, "-m", "tests.megasync.planning.kernels_after_plan", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert "not compiled: []" in done.stdout, done.stdout + done.stderr
