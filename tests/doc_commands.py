@@ -127,6 +127,8 @@ def main() -> int:
     commands = [command for command in collect() if given.only in command.page]
     if given.run is not None and not given.run.exists():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(given.run)], check=True)
+        if given.only:  # else the README's first command does it
+            subprocess.run(["./launch/setup.sh"], cwd=given.run, check=True)
     failed = 0
     for command in commands:
         if command.needs or given.run is None:
