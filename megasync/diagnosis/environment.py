@@ -105,7 +105,7 @@ RULES = (
         "TORCHDYNAMO_DISABLE",
         "warning",
         lambda v, p: p.has_gpus and _is_on(v, p),
-        "vLLM compiles nothing, and generates more slowly",
+        "neither vLLM nor the trainer compiles kernels: both are slower",
         _UNSET,
     ),
     Rule(
