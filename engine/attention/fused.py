@@ -30,6 +30,13 @@ def describe(fusions: str) -> str:
     return f"engine.fusions={fusions}: {what}"
 
 
+def problem() -> str | None:
+    """Of this process, which has used the kernels: a line where torch's compiler has made none of them."""
+    if not device.compiles() or torch._dynamo.utils.counters["frames"]["ok"]:
+        return None
+    return "engine.fusions: torch has compiled none of the kernels above, so that steps are slower; TORCH_LOGS=+dynamo says why"
+
+
 def _mark_dynamic(x: torch.Tensor, dimension: int) -> None:
     """Compile once for all sizes of this dimension."""
     torch._dynamo.maybe_mark_dynamic(x, dimension)

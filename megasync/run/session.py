@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from engine.attention import fused
 from engine.batch.batch import SampleTable
 from engine.engine import Engine
 from engine.minibatch import MiniBatch
@@ -130,6 +131,9 @@ class Session:
         times = self.clock.take(generates=self.config.algorithm.name == "grpo")
         seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
         times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
+        is_first, uses_kernels = self.step == self.first_step, self.engine.use_fused and not self.config.model.exact
+        if is_first and uses_kernels and (problem := fused.problem()):
+            self.log.note(problem)
         self.log.step(self.step + 1, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
 
     def compare(self, trained: Sequence[MiniBatch]) -> dict[str, float]:

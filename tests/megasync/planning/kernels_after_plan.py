@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore[assignment]  # no C++ compiler is needed
 
+from engine.attention import fused  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from megasync.planning.meta import stand_ins  # noqa: E402
 from megasync.planning.meta.activations import trace  # noqa: E402
@@ -45,9 +46,11 @@ def main(folder: str) -> None:
     model = ModelConfig.model_validate({"path": folder, "dtype": "bfloat16"})
     with world(1, 0, engine.parallel):
         trace(build_rank(model, engine), engine, (24, 24), has_entropy=True)
+    assert fused.problem()
     functions = {name: getattr(module, name) for module, names in stand_ins.COMPILED for name in names}
     left = [name for name, function in functions.items() if not is_compiled(function, ARGUMENTS[name])]
     print(f"not compiled: {left}")
+    assert left or not fused.problem()
 
 
 if __name__ == "__main__":
