@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megasync.config.files import lock
 from megasync.diagnosis import gpus, inputs, limits, packages, storage
-from megasync.diagnosis.environment import check_environment
+from megasync.diagnosis.environment import check_environment, has_compiled
 from megasync.diagnosis.finding import exit_code
 from megasync.diagnosis.gpus import parse_gpus, parse_links
 from megasync.diagnosis.needs import Needs, needs_of
@@ -151,3 +152,12 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert main([str(write_runnable(tmp_path)), f"data.train={tmp_path}/gone.jsonl"]) == 1
     said = capsys.readouterr().out
     assert "error   data" in said and "error   environment" in said and "2 errors" in said and "remedy:" in said
+
+
+def test_a_package_is_compiled_where_python_finds_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "not_compiled_yet.py"
+    file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_compiled("not_compiled_yet")
+    py_compile.compile(str(file))
+    assert has_compiled("not_compiled_yet") and has_compiled("no_such_package")
