@@ -27,7 +27,7 @@ from megasync.config.schema import Config
 from megasync.data.data import load_examples
 from megasync.data.prompts import Prompts, load_data
 from megasync.rewards.failure import RewardError
-from megasync.rewards.resolve import resolve_rewards
+from megasync.rewards.resolve import require_packages, resolve_rewards
 from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations
 from megasync.serving import answers
 from megasync.serving.interval import Estimate, estimates
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
                 load_examples(given.data, *keys, split=given.split, split_key="--split")
             answers.check_servable(config)
             resolve_rewards(config.rollout.reward)
+            require_packages(config.rollout.reward)
             data = load_data(config, trains=False)
             chosen = evaluations(config, data)
             config = config if source.is_of_run else answers.with_length(config, chosen, data.prompts)

@@ -1,8 +1,9 @@
 """A process group of one sender and its readers, beside torch.distributed's own: NCCL on CUDA devices, gloo on CPUs.
 
 The sender is rank 0 and holds the store through which the members find each other. A member that aborts writes its reason there;
-the others look while they wait, so that nobody waits for one who is gone. Leaves out what
-is sent (nccl.py).
+the others look while they wait, so that nobody waits for one who is gone. On CUDA a call that queues work can itself wait for a
+broadcast whose other side is gone, for example where it loads a kernel for the first time; a thread looks too, and ends the
+group. Leaves out what is sent (nccl.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ dist: Any = distributed  # its stores and backends are not typed
 
 POLL_SECONDS = 50e-6
 STORE_SECONDS = 10e-3  # between two looks into the store
+WATCH_SECONDS = 0.25  # between two looks of the thread
+WATCH_MARGIN_SECONDS = 5.0  # after the deadline, which whoever waits sees first
 STORE_TIMEOUT = timedelta(seconds=60)
 GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
 GLOO_MARGIN_SECONDS = 5.0  # gloo's own limit comes after the sync's, which says who waits for what
@@ -50,6 +53,9 @@ class Channel:
         self._group: Any = None
         self._next_look = 0.0
         self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # the last broadcasts, which may not be over
+        self._deadline = 0.0  # of the last of them
+        self._ended = ""  # why the thread ended the group: nothing that came is to be trusted
+        self._closed = threading.Event()
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -91,9 +97,29 @@ class Channel:
             with torch.cuda.device(self.device):
                 store = dist.PrefixStore(f"{self._name}nccl", self._store)
                 self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            threading.Thread(target=self._watch, args=(self._group,), name="megasync-watch", daemon=True).start()
         else:
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(f"{self._name}gloo", self._store), self.rank, self.size, left)
+
+    def _watch(self, group: Any) -> None:
+        """End `group` on an abort, and where a broadcast is not over long after its deadline: then all calls return.
+
+        `_ended` is written first: a broadcast that is over because of this is not taken for one that arrived.
+        """
+        while not self._closed.wait(WATCH_SECONDS):
+            try:
+                self.raise_if_aborted()
+                late = bool(self._under_way) and time.monotonic() > self._deadline + WATCH_MARGIN_SECONDS
+                if not late or self._under_way[-1].query():
+                    continue
+                self._ended = f"deadline passed: waits for {self.others}"
+            except TransportError as error:
+                self._ended = str(error)
+            except IndexError:  # closed in between
+                return
+            group.abort()
+            return
 
     def tell(self, key: str, value: bytes) -> None:
         """For all that know the store, members of groups or not."""
@@ -108,7 +134,11 @@ class Channel:
         return bytes(self._store.get(key))
 
     def broadcast(self, data: torch.Tensor, deadline: float, after: Any = None) -> Any:
-        """Send or take `data` [n] uint8, on CUDA after the event `after`; what `arrived` and `wait` take."""
+        """Send or take `data` [n] uint8, on CUDA after the event `after`; what `order` and `wait` take.
+
+        Raises:
+            TransportError: on CUDA: as `wait` does.
+        """
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -116,10 +146,15 @@ class Channel:
         options.timeout = timedelta(seconds=left) if self.stream is None else GROUP_TIMEOUT
         if self.stream is not None and len(self._under_way) == MAX_UNDER_WAY:
             self.wait(self._under_way[0], deadline, f"the broadcast {MAX_UNDER_WAY} before the next one")
+        self._deadline = deadline
         with self.on_stream():
             if self.stream is not None and after is not None:
                 self.stream.wait_event(after)
-            done = self._group.broadcast([data], options)
+            try:
+                done = self._group.broadcast([data], options)
+            except RuntimeError:
+                self._raise_if_ended()
+                raise
             if self.stream is not None:
                 done.wait()  # of the stream, not of this thread
                 done = self.stream.record_event()
@@ -165,6 +200,7 @@ class Channel:
             if time.monotonic() > deadline:
                 raise TransportError(f"deadline passed: waits for {what}")
             time.sleep(POLL_SECONDS)
+        self._raise_if_ended()
 
     def look(self) -> None:
         """As `raise_if_aborted`, but into the store only every STORE_SECONDS."""
@@ -180,6 +216,10 @@ class Channel:
         if reason is not None:
             raise TransportError(f"aborted: {reason}")
 
+    def _raise_if_ended(self) -> None:
+        if self._ended:
+            raise TransportError(self._ended)
+
     def abort(self, reason: str) -> None:
         """Tell the others, the first reason stays, and leave the group."""
         with suppress(RuntimeError):  # the sender is gone, and with it the store: there is nobody to tell
@@ -189,6 +229,7 @@ class Channel:
     def close(self) -> None:
         """Leave the group. What is under way in it ends: NCCL's kernels at once, gloo's calls soon after the sync's deadline."""
         group, self._group = self._group, None
+        self._closed.set()
         if group is not None and self.stream is not None:
             group.abort()
         elif group is not None:

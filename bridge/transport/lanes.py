@@ -87,8 +87,9 @@ class LaneReader:
             port.give_back()
         for port in ports:
             port.finish()
-        channel = self._channels[lanes[0][0]]
-        channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage.index}", self._progress)
+        for index, _ in lanes:  # each may have been aborted
+            channel = self._channels[index]
+            channel.wait(channel.mark(), deadline, f"the last bucket of stage {stage.index}", self._progress)
         if verify:
             self._compare(stage, sync_index, digests.join().cpu(), deadline)
 

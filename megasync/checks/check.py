@@ -25,7 +25,7 @@ from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data, read_files
 from megasync.hf.folder import check_model_folder
 from megasync.reporting.loggers import missing_loggers
-from megasync.rewards.resolve import resolve_rewards
+from megasync.rewards.resolve import require_packages, resolve_rewards
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True, makes_folder: bool = False) -> RunData | None:
@@ -40,6 +40,8 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     check_layout(config, check_model_folder(config.model.path), world_size)
     if config.algorithm.name == "grpo":
         resolve_rewards(config.rollout.reward)
+        if find_spec("torch"):  # as for kernels
+            require_packages(config.rollout.reward)
         check_episodes(config)
         check_engine_arguments(config)
     check_data(config)

@@ -21,11 +21,10 @@ from megasync.diagnosis.finding import Finding, error, ok, warning
 from megasync.hf.folder import check_model_config, check_weights, model_shape, read_json_object
 from megasync.hf.model_shape import ModelShape
 from megasync.hf.tensors import check_tensors
-from megasync.rewards.resolve import resolve_rewards, weights
+from megasync.rewards.resolve import require_packages, resolve_rewards
 
 LFS = b"version https://git-lfs"
 POINTER_BYTES = 1024
-PACKAGES = {"math_verify": "math_verify"}  # that a reward of ours imports when it is called
 DOWNLOAD = "download the model again: hf download NAME --local-dir FOLDER"
 
 
@@ -170,11 +169,7 @@ def check_reward(config: Config, has_module: Callable[[str], object] = find_spec
         return []
     try:
         rewards = resolve_rewards(config.rollout.reward)
+        require_packages(config.rollout.reward, has_module)
     except ValueError as problem:
         return refused("reward", problem)
-    for name in weights(config.rollout.reward):
-        if name in PACKAGES and not has_module(PACKAGES[name]):
-            return error(
-                "reward", f"{name} needs the package {PACKAGES[name]}, which is not installed", "pip install math-verify"
-            )
     return ok("reward", some([reward.name for reward in rewards]))

@@ -10,10 +10,12 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.named import IMPORT_PATH, digest_of_module, import_named
+from megasync.examples.packages import add_packages
 from megasync.rewards import functions
 from megasync.rewards.functions import exact_match, math_verify, reasoning_gym, token_count
 
@@ -50,6 +52,23 @@ def resolve_rewards(reward: str | Mapping[str, float]) -> list[Reward]:
         ConfigError: there is no such function, or it does not take one argument.
     """
     return [_resolve(name, weight) for name, weight in weights(reward).items()]
+
+
+def require_packages(reward: str | Mapping[str, float], has_module: Callable[[str], object] = find_spec) -> None:
+    """Find, or fetch by pip, what our own functions import when they are called.
+
+    Raises:
+        ConfigError: a package is missing and cannot be fetched.
+    """
+    for name in weights(reward):
+        if name == "math_verify" and not has_module("math_verify"):
+            message = f"rollout.reward = {name}: needs the package math_verify, which is not installed"
+            raise ConfigError(message, remedy="pip install math-verify")
+        if name == "reasoning_gym":
+            try:
+                add_packages("reasoning_gym")
+            except ConfigError as error:
+                raise ConfigError(f"rollout.reward = {name}: {error}") from error
 
 
 def identity(rewards: Sequence[Reward]) -> str:

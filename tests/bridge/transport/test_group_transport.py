@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bridge.layout.bucket import StagePlan, SyncPlan
+from bridge.transport.channel import ABORT, WATCH_SECONDS, Channel
 from bridge.transport.errors import DamagedError, TransportError
 from bridge.transport.nccl import GroupReader, GroupWriter
 from tests.support.manifests import make_manifest
@@ -140,6 +141,50 @@ def test_nobody_listens() -> None:
     reader = GroupReader(("tcp://127.0.0.1:9",), 0, 1, CPU)
     with pytest.raises((TransportError, RuntimeError), match=r"cannot reach the sender|timed out|refused"):
         next(reader.buckets(stage_of([1], 64), 0, time.monotonic() + 1, verify=False))
+
+
+class UnderWay:
+    """Stands for a CUDA group with a broadcast whose other side is gone: it is over once the group is ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def abort(self) -> None:
+        self.ended.set()
+
+    def query(self) -> bool:
+        return self.ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("aborts", "deadline", "told"),
+    [(True, 60.0, "aborted: a reader died"), (False, -60.0, "deadline passed: waits for the others")],
+)
+def test_what_waits_in_a_call_is_freed_and_nothing_is_taken_for_arrived(aborts: bool, deadline: float, told: str) -> None:
+    """On GPUs a call can wait where a kernel is loaded behind a broadcast that never ends; nobody looks for aborts then."""
+    channel, _ = Channel.listen(1, CPU)
+    channel.others, channel.stream, under_way = "the others", UnderWay(), UnderWay()
+    channel._deadline = time.monotonic() + deadline
+    channel._under_way.append(under_way)
+    watch = threading.Thread(target=channel._watch, args=(under_way,))
+    watch.start()
+    time.sleep(2 * WATCH_SECONDS)
+    if aborts:
+        assert not under_way.ended.is_set()
+        channel.tell(ABORT, b"a reader died")
+    assert under_way.ended.wait(10)
+    with pytest.raises(TransportError, match=told):
+        channel.wait(under_way, time.monotonic() + 60, "a broadcast")
+    watch.join()
+
+
+def test_nobody_watches_a_group_that_was_left() -> None:
+    channel, _ = Channel.listen(1, CPU)
+    watch = threading.Thread(target=channel._watch, args=(UnderWay(),))
+    watch.start()
+    channel.close()
+    watch.join(10)
+    assert not watch.is_alive()
 
 
 @pytest.mark.gpu(2)
