@@ -105,7 +105,7 @@ def reward_that_is_not_there(folder: Path) -> list[Finding]:
     return inputs.check_reward(broken.config(folder, "rollout.reward=no_such_package.module:score"))
 
 
-@case("error", "math_verify needs the package", "pip install math-verify")
+@case("error", "needs the package math_verify", "pip install math-verify")
 def reward_without_its_package(folder: Path) -> list[Finding]:
     return inputs.check_reward(broken.config(folder, "rollout.reward=math_verify"), lambda _: None)
 
