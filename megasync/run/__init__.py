@@ -16,6 +16,7 @@ clock.py       where the time goes, by phase
 ending.py      the last checkpoint and evaluation, the summary, the last lines
 rank_zero.py   work that rank 0 does for all ranks
 distribute.py  the tokens of a batch to the ranks that train on them
+step_log.py    what is written of each step
 sameness.py    tokens on whose log-probs both sides agree
 heartbeat.py   ranks that are alive but stuck are found and ended
 """

@@ -27,10 +27,10 @@ def train_grpo(session: Session) -> None:
             batch = engine.prepare(rollout.samples)
         with session.span("train"):
             metrics = {**rollout.metrics, **engine.update(batch)}
-        metrics |= session.compare(batch)
+        metrics |= session.step_log.compare(step, batch)
         session.log_samples(rollout, batch)
         synced = session.publish(version=step + 1, trained=metrics)
-        session.log_step({**metrics, **synced})
+        session.step_log.write(step, {**metrics, **synced})
         session.evaluate_if_due(step + 1)
         session.checkpoint_if_due(step + 1)
 
@@ -44,7 +44,7 @@ def train_sft(session: Session) -> None:
             batch = engine.prepare(session.supervised_batch(step))
         with session.span("train"):
             metrics = engine.update(batch)
-        session.log_step(metrics)
+        session.step_log.write(step, metrics)
         accuracy = session.evaluate_if_due(step + 1)
         session.checkpoint_if_due(step + 1)
         if accuracy is not None and 0 < session.config.run.stop_at_accuracy <= accuracy:

@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from engine.attention import fused
-from engine.batch.batch import SampleTable
 from engine.engine import Engine
 from engine.minibatch import MiniBatch
-from engine.runtime import memory, parallel
+from engine.runtime import parallel
 from engine.runtime.device import has_cuda
 from engine.sample import Sample
 from megasync.checks.unused import unused_keys
@@ -34,7 +31,6 @@ from megasync.rollouts.evaluation import evaluations
 from megasync.rollouts.progress import Progress, save_progress
 from megasync.rollouts.restore import order_notes
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
-from megasync.rollouts.token_lines import rows_of_first_members, with_trainer_log_probs
 from megasync.run.canary import build_canary
 from megasync.run.checkpoints import Checkpoints
 from megasync.run.clock import StepClock
@@ -42,9 +38,9 @@ from megasync.run.distribute import TokenScatter
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import RankZeroError, TooFewReplicasError, on_rank_zero
 from megasync.run.replica_start import ReplicaStart
-from megasync.run.sameness import compare
 from megasync.run.saving import Saving
 from megasync.run.scaling import Scaling
+from megasync.run.step_log import StepLog
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
@@ -83,14 +79,14 @@ class Session:
         of_data = [*data.notes, *order_notes(self.progress, data.order(config))] if data is not None else []
         for note in (*resumed, *unused_keys(config), *of_data):
             self.log.note(note)
+        of_step = (config, self.engine, self.log, self.clock)
+        self.step_log = StepLog(*of_step, first_step=self.first_step, is_writer=self.layout.rank == 0)
         self.weights = Weights(config, self.engine, self.log, replica_start)
         parts = (self.engine, self.weights, self.log, self.clock, self.heartbeat)
         self.saving = Saving(self.checkpoints, *parts, save_progress=self._save_progress)
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.is_stopped = False  # before all steps were done, because it was asked to
-        self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
-        self.unlogged: list[dict[str, Any]] = []  # lines for samples.jsonl of the step that is trained
         self.evaluated: dict[int, dict[str, float]] = {}  # by the number of steps before it
         self._write_plan(has_timed_calls=False)
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
@@ -126,35 +122,9 @@ class Session:
         with self.clock.phase(name), self.log.timeline.span(name, "trainer", step=self.step + 1):
             yield
 
-    def log_step(self, metrics: dict[str, float]) -> None:
-        """Write the step's line. Not collective; rank 0 writes."""
-        times = self.clock.take(generates=self.config.algorithm.name == "grpo")
-        seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
-        times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
-        is_first, uses_kernels = self.step == self.first_step, self.engine.use_fused and not self.config.model.exact
-        if is_first and uses_kernels and (problem := fused.problem()):
-            self.log.note(problem)
-        self.log.step(self.step + 1, {"version": self.step + 1, **metrics, **times, **memory.memory_metrics()})
-
-    def compare(self, trained: Sequence[MiniBatch]) -> dict[str, float]:
-        """model.exact: what sameness.compare finds in the step's batch, on rank 0; else nothing. Collective."""
-        if not self.config.model.exact or self.generated is None:
-            return {}
-        everyone = range(len(self.generated))
-        log_probs = self.engine.old_log_probs(trained, self.generated, everyone)
-        recomputes = self.config.rollout.cache_on_update == "recompute"
-        return compare(self.generated.samples, log_probs, self.step, recomputes=recomputes) if self.layout.rank == 0 else {}
-
     def log_samples(self, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
-        """Write the step's first responses down, with what both sides say of their tokens."""
-        columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
-        rows = rows_of_first_members(columns["group"], columns["member"], number)
-        lines, self.unlogged = self.unlogged, []
-        if chosen := [row for of_member in rows for row in of_member]:
-            log_probs = iter(self.engine.old_log_probs(trained, rollout.samples, chosen))
-            told = [list(islice(log_probs, len(of_member))) for of_member in rows]
-            lines = [with_trainer_log_probs(*each) for each in zip(lines, told, strict=True)] if lines else []
-        self.log.samples(self.step + 1, lines)
+        """Write the step's first responses down, and that its groups are trained."""
+        self.step_log.samples(self.step, rollout, trained)
         if self.rollouts is not None:
             self.rollouts.record(self.step + 1)
 
@@ -196,7 +166,7 @@ class Session:
                 metrics = self.weights.publish(version)
         except TooFewReplicasError:
             if trained is not None:
-                self.log_step(trained)
+                self.step_log.write(self.step, trained)
             self.saving.write_before_stop(version)
             raise
         on_rank_zero(lambda: self._rollouts.stream.serve(version))
@@ -216,7 +186,7 @@ class Session:
             batch: RolloutBatch = self._with_replicas(step, lambda: self._take_rollout(step), without_tokens)
             with self.span("scatter"):
                 samples = self.scatter(batch.samples, self.engine.needed_samples(batch.samples))
-            self.generated = batch.samples
+            self.step_log.generated = batch.samples
             self.weights.devices.acquire_for_training()
         return RolloutBatch(samples, batch.metrics)
 
@@ -224,7 +194,7 @@ class Session:
         """On rank 0."""
         batch = self._rollouts.take(step)
         if batch is not None:
-            self.unlogged = batch.lines
+            self.step_log.lines = batch.lines
         return batch
 
     def _with_replicas(self, version: int, work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda it: it) -> Any:
@@ -327,7 +297,7 @@ class Session:
                 ends.callback(self.rollouts.close)
             ends.callback(self.checkpoints.give_up)
             if not is_done:
-                ends.callback(self.log.samples, self.step + 1, self.unlogged)  # of the step that failed
+                ends.callback(self.step_log.give_up, self.step)
                 ends.callback(self.heartbeat.close)
 
     @property

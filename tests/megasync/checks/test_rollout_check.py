@@ -13,6 +13,7 @@ from megasync.checks.settings import check_layout
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError
 from megasync.hf.folder import model_shape
+from megasync.rewards.resolve import require_packages
 from tests.support.config_files import cannot_run, command, refused, write_model, write_runnable
 
 
@@ -151,6 +152,18 @@ def test_several_rewards(runnable: Path, tmp_path: Path) -> None:
     assert "dump cannot be called with one argument" in cannot_run(runnable, "rollout.reward={json:dump: 1}")
     done = command("-m", "megasync.train", "--check", str(runnable), "rollout.reward={json:dmp: 1}")
     assert done.returncode == 2 and "dmp is not in" in done.stderr and "nearest: dump" in done.stderr
+
+
+def test_packages_of_our_rewards_are_looked_for(runnable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before vLLM starts: the first call of a reward comes minutes later."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    message = cannot_run(runnable, "rollout.reward={exact_match: 1, reasoning_gym: 1}")
+    assert message.startswith("rollout.reward = reasoning_gym: pip cannot install") and "PIP_FIND_LINKS=FOLDER" in message
+    with pytest.raises(ConfigError, match=r"math_verify: needs the package math_verify[\s\S]*pip install math-verify"):
+        require_packages("math_verify", lambda name: None)
+    require_packages({"exact_match": 1.0, "math_verify": 0.5})
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "node:port", "http://node:8265", "node:70000", "ray://", "", "a b:1"])
