@@ -16,6 +16,7 @@ from megasync.comparing.judge import rms
 
 SAME = 0.02  # of a column's rms: two columns are one
 VARIES = 0.1  # of the size of what is expected: from token to token
+CAPPED, MOST_CAPPED = 64, 50.0  # logits by which a cap is found, the largest ones; of them at most, in caps
 COLUMNS = 64  # looked up at a time: an output layer has very many
 LARGEST_FLOAT8, LARGEST_INT8 = 448.0, 127.0
 SWAPPED = {
@@ -34,6 +35,8 @@ def linear_guesses(case: Case) -> Iterator[Guess]:
     yield from _swapped(case)
     if case.site == "lm_head" and not case.reference.shape.is_tied:
         yield Guess(WRONG_WEIGHTS, "those of model.embed_tokens", x @ case.reference.parameters["model.embed_tokens.weight"].t())
+    if case.site == "lm_head":
+        yield from _capped(case)
     yield from other_weights(case)
     yield from _adapter(case, x)
     yield from _bias(case, bias, wrong)
@@ -59,6 +62,21 @@ def _swapped(case: Case) -> Iterator[Guess]:
             other = f"{layer}.{pair[1 - pair.index(name)]}"
             if case.side[other].shape == case.out.shape:
                 yield Guess("swapped", told, case.reference.expected(other, case.side).value)
+
+
+def _capped(case: Case) -> Iterator[Guess]:
+    """Logits that are drawn in by cap * tanh(logit / cap), as in Gemma 2."""
+    expected = case.expected.flatten()
+    largest = expected.abs().topk(min(CAPPED, len(expected))).indices
+    expected, out = expected[largest], case.out.flatten()[largest]
+    low, high = torch.zeros_like(expected), expected.new_full(expected.shape, MOST_CAPPED)  # tanh(u) / u falls from 1
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_below = torch.tanh(middle) / middle > out / expected
+        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+    cap = float((expected.abs() / high).median())
+    if cap < float("inf"):
+        yield Guess("soft cap", f"results are {cap:.4g} * tanh(result / {cap:.4g})", cap * torch.tanh(case.expected / cap))
 
 
 def _adapter(case: Case, x: torch.Tensor) -> Iterator[Guess]:

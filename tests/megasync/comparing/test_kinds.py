@@ -163,6 +163,8 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     ),
     "one column: of the weight: [:, 4]": (f"{LAYER}.mlp.down_proj", by_weight(scaled_column)),
     "transposed: the weight": (f"{LAYER}.mlp.down_proj", by_weight(torch.t)),
+    "soft cap: results are 0.4 * tanh(result / 0.4)": ("lm_head", lambda _, __, value: 0.4 * torch.tanh(value / 0.4)),
+    "soft cap: results are 30 * tanh(result / 30)": ("lm_head", lambda _, __, value: 30 * torch.tanh(value / 30)),
     "precision: the weights were rounded to int8, a scale for each row": (f"{LAYER}.mlp.down_proj", by_weight(int8)),
     "precision: the weights were rounded to bfloat16": (
         f"{LAYER}.mlp.down_proj",
@@ -225,6 +227,21 @@ def test_a_rope_without_its_scaling_is_told(tmp_path: Path) -> None:
     reference = Reference(Shape.of(folder), Parameters(folder, torch.float32, torch.device("cpu")), 0.7)
     plain = turned(lambda _: 500.0 ** -(torch.arange(0, 32, 2).double() / 32))
     assert told(reference, f"{ATTENTION}.rotary_emb.q", plain) == "wrong rope: the scaling of its frequencies is left out"
+
+
+@pytest.mark.parametrize("quantise", [int8, lambda weight: weight.float().to(torch.float8_e4m3fn).double()])
+def test_weights_in_eight_bits_of_a_bfloat16_model(tmp_path: Path, quantise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Their error is not much more than what is rounded of each result."""
+    folder = write_tiny_model(tmp_path, "qwen2", num_hidden_layers=3, intermediate_size=128)
+    reference = Reference(Shape.of(folder), Parameters(folder, torch.bfloat16, torch.device("cpu")), 0.7)
+    side, site = random_side(reference.shape), f"{LAYER}.mlp.down_proj"
+    side.tensors.update({name: tensor.bfloat16() for name, tensor in side.tensors.items()})
+    fault = by_weight(lambda weight: quantise(weight).bfloat16().double())
+    side.tensors[site] = fault(reference, side, torch.empty(0)).bfloat16()
+    assert judge([site], {"replica": (reference, side)}).culprit is not None
+    kind = explain(site, reference, side, Known())
+    name = "int8" if quantise is int8 else "float8_e4m3fn"
+    assert kind.name == "precision" and f"the weights were rounded to {name}" in kind.detail, kind
 
 
 def test_what_gets_nan_is_not_wrong(reference: Reference) -> None:
