@@ -108,18 +108,19 @@ class Channel:
         `_ended` is written first: a broadcast that is over because of this is not taken for one that arrived.
         """
         while not self._closed.wait(WATCH_SECONDS):
-            try:
-                self.raise_if_aborted()
-                late = bool(self._under_way) and time.monotonic() > self._deadline + WATCH_MARGIN_SECONDS
-                if not late or self._under_way[-1].query():
-                    continue
-                self._ended = f"deadline passed: waits for {self.others}"
-            except TransportError as error:
-                self._ended = str(error)
-            except IndexError:  # closed in between
+            reason = ""
+            with suppress(RuntimeError):  # the sender is gone, or stopped and may go on: then the deadline decides
+                reason = self._abort_reason()
+            if reason := reason or self._late():
+                self._ended = reason
+                group.abort()
                 return
-            group.abort()
-            return
+
+    def _late(self) -> str:
+        with suppress(IndexError):  # closed in between
+            if time.monotonic() > self._deadline + WATCH_MARGIN_SECONDS and not self._under_way[-1].query():
+                return f"deadline passed: waits for {self.others}"
+        return ""
 
     def tell(self, key: str, value: bytes) -> None:
         """For all that know the store, members of groups or not."""
@@ -210,11 +211,15 @@ class Channel:
 
     def raise_if_aborted(self) -> None:
         try:
-            reason = self._store.get(ABORT).decode(errors="replace") if self._store.check([ABORT]) else None
+            reason = self._abort_reason()
         except RuntimeError as error:
             raise TransportError(f"{self.owner} is gone: {_first_line(error)}") from None
-        if reason is not None:
-            raise TransportError(f"aborted: {reason}")
+        if reason:
+            raise TransportError(reason)
+
+    def _abort_reason(self) -> str:
+        """Empty where nobody has aborted."""
+        return f"aborted: {self._store.get(ABORT).decode(errors='replace')}" if self._store.check([ABORT]) else ""
 
     def _raise_if_ended(self) -> None:
         if self._ended:
