@@ -39,6 +39,7 @@ from megasync.reporting.log import read_summary
 
 if TYPE_CHECKING:
     from megasync.run.replica_start import ReplicaStart
+    from megasync.run.session import Session
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -189,7 +190,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     finally:
         try:
             if session is not None:
-                session.close(is_done=is_well)
+                close(session, is_done=is_well)
         finally:
             if replicas is not None:
                 replicas.close()
@@ -199,6 +200,15 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     if told and config.run.progress != "none":
         print(told, flush=True)  # once all that could say something is down
     return 0
+
+
+def close(session: Session, *, is_done: bool) -> None:
+    """What cannot be written at the end of a run that failed, because the disk is full, does not bury why it did."""
+    try:
+        session.close(is_done=is_done)
+    except OSError as error:
+        if is_done or error.errno not in DISK_FULL:
+            raise
 
 
 if __name__ == "__main__":

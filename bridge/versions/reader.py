@@ -33,6 +33,11 @@ class VersionReader:
         """Those that every stage has a file of."""
         return [version for version, files in self._files.items() if self._is_whole(files)]
 
+    @property
+    def with_weights(self) -> list[int]:
+        """Of these the ones that hold more than digests: a run may have gone on with another `sync.log`."""
+        return [version for version in self.versions if all(header.kind != DIGESTS for header in self._headers(version))]
+
     def _is_whole(self, files: dict[int, Path]) -> bool:
         try:
             return set(files) == set(range(self._header(next(iter(files.values()))).num_stages))

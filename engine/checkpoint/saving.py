@@ -60,7 +60,7 @@ class Save:
         """Wait until the checkpoint is whole; returns its folder.
 
         Raises:
-            CheckpointError: a rank failed; the folder is not there.
+            CheckpointError: a rank failed; nothing of the folder is there.
         """
         self._join()
         if self._error is not None:
@@ -127,7 +127,16 @@ def save(  # noqa: PLR0913
         _commit(folder, final, keep)
 
     pending = list(jobs) if asynchronous else jobs
-    return Save(final, lambda: _write(pending, part, group, finish), asynchronous=asynchronous)
+
+    def write() -> None:
+        try:
+            _write(pending, part, group, finish)
+        except CheckpointError:  # by now all ranks have written what they could: where the disk is full there is room again
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    return Save(final, write, asynchronous=asynchronous)
 
 
 Job = Callable[[], Path]

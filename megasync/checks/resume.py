@@ -1,7 +1,7 @@
-"""Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its prompts. No torch
-in here.
+"""Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its model; its prompts.
+No torch in here.
 
-Leaves out tensors and layout, which resuming looks at (engine/checkpoint/resuming.py).
+Leaves out the optimizer's tensors and layout, which resuming looks at (engine/checkpoint/resuming.py).
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from bridge.versions.file import VersionLogError, shapes_of
+from engine.peft.folder import check_peft_folder
 from engine.resume import model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
 from megasync.hf.folder import model_shape, read_json_object
-from megasync.hf.tensors import check_held
+from megasync.hf.tensors import check_held, check_tensors
 from megasync.rollouts.progress import load_progress
+
+HF, ADAPTER = "hf", "adapter"  # what a checkpoint holds of a run without LoRA, and with it
 
 
 def resumed_checkpoint(config: Config) -> Path | None:
@@ -55,9 +58,15 @@ def check_resume(config: Config) -> None:
         _check_marked(config)
     try:
         read_index(folder, model_of(config.model.dtype, config.engine.lora))
+        if config.engine.lora.rank:
+            check_peft_folder(folder / ADAPTER, config.engine.lora, config.model.path)
         load_progress(folder)
     except ValueError as error:
         raise ConfigError(str(error), remedy="or write checkpoint.resume=never, which moves the former results aside") from error
+    if not config.engine.lora.rank:
+        base = Path(config.model.path)
+        remedy = "write the model.path that the run began with, or run.name=NAME for another run"
+        check_tensors(folder / HF, model_shape(base), read_json_object(base / "config.json"), remedy)
 
 
 def _check_marked(config: Config) -> None:

@@ -18,7 +18,7 @@ import psutil
 from bridge.processes import MEMORY_FOLDER, SHARED_MEMORY
 from megasync.config.errors import some
 from megasync.diagnosis.finding import Finding, error, gib, ok, warning
-from megasync.launch.scope import unreachable
+from megasync.launch.scope import is_of_run, unreachable
 
 SEGMENTS = (*SHARED_MEMORY, "cuda.shm.*", "torch_*")
 # of launch/scope.py, launch/ray_cluster.py, bridge/processes.py and serving/scratch.py, as Python's tempfile ends their names
@@ -82,12 +82,13 @@ def check_ray(environment: Mapping[str, str], processes: Sequence[Process], addr
             found += warning("Ray", seen, remedy)
         return found or ok("Ray", "none here; a run starts its own")
     target = given or ("" if address == "auto" else address)
-    if not target and not raylets:
+    others = [each for each in raylets if not is_of_run(each.command)]
+    if not target and not others:
         return error("Ray", f"rollout.ray_address={address}: no Ray runs here", "ray start --head, or rollout.ray_address=local")
     if target and (problem := unreachable(target)):
         remedy = "start that Ray, correct the address, or write rollout.ray_address=local"
         return error("Ray", f"{target} does not answer: {problem}", remedy)
-    return ok("Ray", target or f"raylet, process {raylets[0].pid}")
+    return ok("Ray", target or f"raylet, process {others[0].pid}")
 
 
 def check_segments(folder: Path, in_use: Iterable[int]) -> list[Finding]:

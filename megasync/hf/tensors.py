@@ -22,13 +22,13 @@ WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMM
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
 
 
-def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) -> None:
+def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any], remedy: str = OTHER_CONFIG) -> None:
     """The folder holds what its config.json asks for, in these shapes, and nothing that the model would leave out.
 
     A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
     predict further tokens.
     """
-    check_held(folder, _held(folder), shape, fields)
+    check_held(folder, _held(folder), shape, fields, remedy)
 
 
 def check_held(

@@ -10,10 +10,12 @@ The two launchers (torchrun.py, submit.py) run within `run_scope`. Linux only.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -35,6 +37,8 @@ LOOPBACK = "127.0.0.1"
 LAST_PORT = 2**16 - 1
 CONNECT_SECONDS = 3.0
 RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # what launchers of several nodes tell the ranks
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 # of the last `ray start` (ray 2.60.0 _private/utils.py)
+OWN_RAY = re.compile(r"--temp_dir=\S*/ray-[a-z0-9_]{8}(?=\s|$)")
 ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -63,11 +67,39 @@ def unreachable(address: str) -> str:
 
 
 def check_ray(config: Config) -> None:
-    """ConfigError where nobody listens at the address of the config: Ray itself would try for minutes."""
+    """ConfigError where nobody listens at the address of the config, or `auto` finds none: Ray itself would try for minutes."""
     address = config.rollout.ray_address
-    if config.algorithm.name == "grpo" and RAY_ADDRESS not in os.environ and (problem := unreachable(address)):
+    if config.algorithm.name != "grpo" or RAY_ADDRESS in os.environ or _is_within_ray():
+        return
+    problem = unreachable(address) if address != "auto" else not_found()
+    if problem:
         remedy = "start that Ray (ray start --head), correct the address, or write rollout.ray_address=local"
         raise ConfigError(f"rollout.ray_address = {address}: {problem}", choices="local, auto, HOST:PORT", remedy=remedy)
+
+
+def not_found() -> str:
+    """Why ray_address=auto finds no Ray; empty where it does. By itself Ray takes that of another run, which lets nobody in."""
+    given = os.environ.get("RAY_ADDRESS", "")
+    if not given and CURRENT_CLUSTER.is_file():
+        given = CURRENT_CLUSTER.read_text(encoding="utf-8").strip()
+    if given not in ("", "auto"):
+        problem = unreachable(given)
+        return f"{given}: {problem}" if problem else ""
+    commands = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    raylets = [command for command in commands if command.partition(" ")[0].endswith("/raylet")]
+    if not raylets:
+        return "no Ray runs here"
+    return "the Ray that runs here is of another run, and for that alone" if all(map(is_of_run, raylets)) else ""
+
+
+def is_of_run(raylet: str) -> bool:
+    """By its command: whether it is of a Ray that a run has started for itself (ray_cluster.py)."""
+    return OWN_RAY.search(raylet) is not None
+
+
+def _is_within_ray() -> bool:
+    """Whether this process is one of Ray's, which needs to look for none."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def is_one_machine(config: Config) -> bool:

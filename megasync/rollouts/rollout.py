@@ -71,7 +71,7 @@ class Rollouts:
         """Go on from `progress` with `step`."""
         self.config, self.prompts, self.examples = config, data.prompts, data.train
         self.rewards, self.timeline, self.note = rewards, log.timeline, log.note
-        self.ties = TieWatch()
+        self.ties = TieWatch(filters_groups=config.algorithm.filter_groups)
         self.order = data.order(config)
         settings = stream_settings(config, scores_groups=rewards.takes_groups)
         self.episodes = EpisodePool(config) if config.rollout.episode else None

@@ -20,9 +20,10 @@ def tied_fraction(groups: Sequence[Sequence[float]]) -> float:
 
 
 class TieWatch:
-    """Over the steps of a run."""
+    """Over the steps of a run. `filters_groups`: whether it already takes other prompts for tied ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, filters_groups: bool = False) -> None:
+        self._filters_groups = filters_groups
         self._in_a_row = 0
 
     def look(self, step: int, fraction: float, rewards: Sequence[float]) -> str:
@@ -38,4 +39,6 @@ class TieWatch:
             look = "Raise rollout.temperature or rollout.group_size."
         told = f"nothing is learnt since step {step - PATIENCE + 1}: {what}, so that every advantage is 0"
         told += f" (groups/tied_fraction = 1). {look}"
+        if self._filters_groups:
+            return f"{told} algorithm.filter_groups found no other prompts: some of middling difficulty are needed"
         return f"{told} Prompts of middling difficulty teach most; algorithm.filter_groups=true replaces tied groups"

@@ -99,13 +99,13 @@ def versions_there(run: Path) -> set[int]:
 
 
 def _logged(run: Path) -> list[int]:
-    """The versions that its log lists, where it keeps weights."""
+    """The versions that its log has weights of, whatever `sync.log` it went on with."""
     log = run / VERSIONS
-    if load_config(run / CONFIG_FILE).sync.log != "deltas" or not log.is_dir():
+    if not log.is_dir():
         return []
     from bridge.versions.reader import VersionReader
 
-    return VersionReader(log).versions
+    return VersionReader(log).with_weights
 
 
 class Weights:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -94,7 +95,9 @@ def failing_save(path: str, root: str) -> dict[str, Any]:
         try:
             saving.wait()
         except checkpoint.CheckpointError as error:
-            told, left = str(error), sorted(file.name for file in Path(root).glob("step_*"))
+            told = str(error)
+            dist.barrier()  # rank 0 takes away what there is
+            left = sorted(file.name for file in Path(root).iterdir())
         whole = save(built, Path(root), path, digest=digest_tensor, asynchronous=True).wait()
         files = sorted(file.name for file in Path(root).iterdir())
         return {"told": told, "left": left, "then": files, "hf": len(list((whole / "hf").glob("*.safetensors")))}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from engine.resume import model_of
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
-from tests.support.config_files import cannot_run, write, write_runnable
+from tests.support.config_files import cannot_run, write, write_model, write_runnable
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def told(path: Path, *overrides: str, num_ranks: int = 2) -> dict[str, str]:
 def write_checkpoint(run: Path, step: int, model: dict[str, Any], **more: object) -> Path:
     """As far as a check looks at it."""
     folder = run / "checkpoints" / f"step_{step:08d}"
-    (folder / "hf").mkdir(parents=True)
+    shutil.copytree(run.parents[1] / "model", folder / "hf")
     (folder / "index.json").write_text(json.dumps({"format": 2, "model": model, **more}))
     return folder
 
@@ -94,3 +97,30 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
         assert words in cannot_run(runnable)
     (newest / "index.json").unlink()
     assert "has no index.json" in cannot_run(runnable)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_start(runnable: Path) -> None:
+    config = load_config(runnable)
+    newest = write_checkpoint(config.run.folder, 3, model_of(config.model.dtype, config.engine.lora))
+    check_config(config, 2)
+    other = runnable.parent / "other"
+    shutil.copytree(config.model.path, other)
+    write_model(other, num_hidden_layers=5)
+    message = cannot_run(runnable, f"model.path={other}")
+    assert f"{newest / 'hf'}: the weights lack 11 of the tensors" in message
+    assert "the model.path that the run began with" in message
+    check_config(load_config(runnable, [f"model.path={other}", "checkpoint.resume=never"]), 2)
+
+
+@pytest.mark.parametrize("other", ["engine.lora.alpha=16", "engine.lora.rslora=true"])
+def test_an_adapter_of_another_scale_is_refused_before_the_start(runnable: Path, other: str) -> None:
+    own = ["engine.lora.rank=4", "engine.lora.alpha=6"]
+    config = load_config(runnable, own)
+    adapter = write_checkpoint(config.run.folder, 3, model_of(config.model.dtype, config.engine.lora)) / "adapter"
+    write(adapter / "adapter_config.json", json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: np.zeros((4, 128), np.float32)}, adapter / "adapter_model.safetensors")
+    check_config(config, 2)
+    message = cannot_run(runnable, *own, other)
+    assert f"the one in {adapter} was trained with 1.5; write engine.lora.alpha=" in message
+    assert "checkpoint.resume=never" in message

@@ -339,6 +339,12 @@ def ray_that_is_gone(_: Path) -> list[Finding]:
     return leftovers.check_ray({"RAY_ADDRESS": f"127.0.0.1:{broken.closed_port()}"}, [], "auto")
 
 
+@case("error", "rollout.ray_address=auto: no Ray runs here", "rollout.ray_address=local")
+def ray_of_another_run(_: Path) -> list[Finding]:
+    command = "/usr/lib/ray/core/src/ray/raylet/raylet --temp_dir=/tmp/ms-7fruaoq5/ray-sw0imdn9 --port=1"
+    return leftovers.check_ray({}, [Process(99, 1, command)], "auto")
+
+
 @case("warning", "a Ray of others (raylet, process 99)", "ray stop")
 def foreign_ray(_: Path) -> list[Finding]:
     return leftovers.check_ray(

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from engine.config import AlgorithmConfig
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config, RolloutConfig
+from megasync.launch import scope
 from megasync.launch.scope import RAY_ADDRESS, check_ray
 
 STARTS_PROCESSES = True  # see ranks.py
@@ -47,8 +50,43 @@ def test_a_ray_that_does_not_answer_is_refused_before_anything_starts(monkeypatc
     monkeypatch.delenv(RAY_ADDRESS, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
         for there in (address, f"ray://{address}", "local", "auto"):
             check_ray(Config(rollout=RolloutConfig(ray_address=there)))
     with pytest.raises(ConfigError, match=f"rollout.ray_address = {address}: Connection refused"):
         check_ray(Config(rollout=RolloutConfig(ray_address=address)))
     check_ray(Config(rollout=RolloutConfig(ray_address=address), algorithm=AlgorithmConfig(name="sft")))  # starts no replica
+
+
+OF_RUN = "--temp_dir=/tmp/ms-7fruaoq5/ray-sw0imdn9"
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        ((), "no Ray runs here"),
+        ((OF_RUN,), "is of another run"),
+        (("--temp_dir=/tmp/ray-n8_78as7",), "is of another run"),
+        (("--temp_dir=/tmp/ray",), ""),
+        ((OF_RUN, "--temp_dir=/scratch/ray-of-mine"), ""),
+    ],
+)
+def test_auto_takes_no_ray_of_another_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: tuple[str, ...], told: str
+) -> None:
+    """Which lets nobody in: `ray.init` would wait for many minutes."""
+    commands = [["/lib/ray/core/src/ray/raylet/raylet", folder, "--port=1"] for folder in folders]
+    there = [SimpleNamespace(info={"cmdline": each}) for each in (["sleep", OF_RUN], None, *commands)]
+    monkeypatch.setattr(scope.psutil, "process_iter", lambda _: there)
+    monkeypatch.setattr(scope, "CURRENT_CLUSTER", tmp_path / "none")
+    for name in (RAY_ADDRESS, "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    config = Config(rollout=RolloutConfig(ray_address="auto"))
+    with pytest.raises(ConfigError, match=f"rollout.ray_address = auto: .*{told}") if told else nullcontext():
+        check_ray(config)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        (tmp_path / "none").write_text(address)
+        with pytest.raises(ConfigError, match=f"rollout.ray_address = auto: {address}: "):
+            check_ray(config)

@@ -43,6 +43,12 @@ def test_what_is_said_depends_on_the_rewards() -> None:
     assert all("algorithm.filter_groups=true" in hint for hint in (all_zero, by_group))
 
 
+def test_what_the_config_has_already_is_not_advised() -> None:
+    watch = TieWatch(filters_groups=True)
+    hints = [watch.look(step, 1.0, [0.0, 0.0]) for step in range(1, PATIENCE + 1)]
+    assert "nothing is learnt" in hints[-1] and "algorithm.filter_groups=true" not in hints[-1]
+
+
 def test_a_penalty_unties_a_group() -> None:
     """Rewards are compared as the advantages are made of them."""
     prompt, places = np.zeros(2, np.int32), ((0, 1), (0, 8), (1, 2), (1, 3))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.files import lock
 from megasync.launch.processes import run_and_leave
 from megasync.quickstart import MARKER, afresh
+from megasync.train import close
 from megasync.train import main as train_by_hand
 from tests.runs.train_cases import TORCHRUN, endless_run, environment, launch, left_running, metrics, train, write_config
 
@@ -177,3 +181,16 @@ def test_ranks_that_hear_nothing_end_with_their_launcher(tmp_path: Path) -> None
 
 if __name__ == "__main__":
     run_and_leave(deaf)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_done", "is_told"), [(errno.ENOSPC, False, False), (errno.ENOSPC, True, True), (errno.EIO, False, True)]
+)
+def test_a_full_disk_does_not_bury_why_a_run_failed(number: int, is_done: bool, is_told: bool) -> None:
+    """The report of a run that stopped for want of room needs room, too."""
+
+    def full(**_: bool) -> None:
+        raise OSError(number, os.strerror(number), "report.html")
+
+    with pytest.raises(OSError, match=r"report\.html") if is_told else nullcontext():
+        close(SimpleNamespace(close=full), is_done=is_done)  # type: ignore[arg-type]
