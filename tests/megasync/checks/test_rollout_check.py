@@ -95,6 +95,15 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(runnable: Path, monkeypatc
     check_layout(load_config(runnable, []), model_shape(folder), 2)
 
 
+def test_a_cache_larger_than_the_memory_of_a_host_without_gpus(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says so once it has started; the memory of GPUs is vLLM's to judge."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    message = cannot_run(runnable, "rollout.kv_cache_bytes=900TiB")
+    assert "rollout.kv_cache_bytes = 989560464998400: more than the memory of this machine\n  memory: " in message
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    check_config(load_config(runnable, ["rollout.kv_cache_bytes=900TiB"]), 2)
+
+
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
     overrides = [
         "algorithm.name=sft",
