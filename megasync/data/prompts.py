@@ -204,7 +204,7 @@ def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example
             continue
         columns = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
         section = key if key.startswith("data.eval.") else "data"
-        split_key = f"{key}.NAME.split" if key == "data.eval" else f"{section}.split"
+        split_key = key if key == "data.eval" else f"{section}.split"
         try:
             found = load_examples(source.path, *columns, split=source.split, section=section, split_key=split_key)
             examples[key] = found[: source.limit]
