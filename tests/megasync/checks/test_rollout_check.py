@@ -13,7 +13,7 @@ from megasync.checks.settings import check_layout
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError
 from megasync.hf.folder import model_shape
-from tests.support.config_files import cannot_run, command, refused, write_model, write_runnable
+from tests.support.config_files import cannot_run, command, refused, write, write_model, write_runnable
 
 
 @pytest.fixture
@@ -124,6 +124,25 @@ def test_reward_names(runnable: Path) -> None:
         message = cannot_run(runnable, f"rollout.reward={path}")
         assert f"rollout.reward = '{path}'" in message and words in message
     check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("", None, "start where the module can be imported, or set PYTHONPATH"),
+        (".py", "", "write {module}:f, without the file's .py"),
+        ("", "import nothing_of_this_name", "until `python -c 'import {module}'` works"),
+        ("", "def f(sample) return 1", "until `python -c 'import {module}'` works"),
+    ],
+)
+def test_a_module_that_is_there_is_not_looked_for_elsewhere(
+    runnable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, remedy: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = "its_rewards_" + tmp_path.name.rpartition("_")[2][-8:]
+    if content is not None:
+        write(tmp_path / f"{module}.py", content)
+    assert remedy.format(module=module) in cannot_run(runnable, f"rollout.reward={module}{name}:f")
 
 
 @pytest.mark.parametrize(
