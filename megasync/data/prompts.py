@@ -246,7 +246,9 @@ def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompt
         notes.append(f"{what} and dropped: {of} together have more than {name} = {limit} tokens")
         return fitting
     length, line = max(zip(lengths, (example.line for example in examples), strict=True))
-    remedy = f"take out or shorten what is longer, or raise {name}" if drops else "write data.too_long=drop"
+    ways = [] if is_sft else [f"lower {response_key}"]  # of a model and its tokenizer the limit is what it is
+    ways += [f"raise {name}"] if not name.startswith("the ") else []
+    remedy = ", or ".join(["take out or shorten what is longer", *ways]) if drops else "write data.too_long=drop"
     left = f"{len(fitting)}, {least} are needed" if drops else ""
     longest = f"line {line}, {length} tokens of {of}"
     raise ConfigError(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy)
