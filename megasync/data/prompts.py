@@ -25,7 +25,9 @@ from megasync.config.schema import Config
 from megasync.data.data import Example, PromptOrder, load_examples
 from megasync.data.tokenizer import check_template, load_tokenizer, stop_token_ids
 from megasync.hf.folder import model_shape
+from megasync.rewards.resolve import weights
 
+BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that compare with the answer alone
 CHUNK = 4096  # texts that the tokenizer's threads share
 
 
@@ -183,6 +185,8 @@ def load_data(config: Config, *, trains: bool = True) -> RunData:
     """
     prompts, notes = Prompts(config.model.path, config.data), list[str]()
     read = read_files(config, trains=trains)
+    for key, examples in read.items():
+        _check_answers(config, key, examples)
     fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read.items()}
     counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
@@ -215,6 +219,17 @@ def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example
             message = f"{key}: {source.path}: line {turns.line} holds a list of messages, and data.chat_template = false"
             raise ConfigError(message, remedy="write data.chat_template=true, or make one text of it")
     return examples
+
+
+def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
+    """ConfigError where all answers are empty, and what trains or scores has nothing else to go by."""
+    scored = {name for name, weight in weights(config.rollout.reward).items() if weight}
+    is_sft, by_answers = config.algorithm.name == "sft", scored <= BY_ANSWERS and not config.rollout.episode
+    why = "supervised steps train on them" if is_sft else f"rollout.reward = {', '.join(scored)} is always 0 without"
+    is_empty = not any(example.answer.strip() for example in examples)
+    remedy = "write data.answer_key=KEY" if is_sft else "write data.answer_key=KEY, or a rollout.reward that needs no answers"
+    message, answer_key = f"{key}: all {len(examples)} answers are empty, and {why}", config.data.answer_key or "none"
+    refuse_if(is_empty and (is_sft or by_answers), message, answer_key=answer_key, remedy=remedy)
 
 
 def _sources(config: Config) -> dict[str, EvalSet]:

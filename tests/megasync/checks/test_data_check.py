@@ -72,6 +72,19 @@ def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
     assert "the tokenizer's model_max_length = 16" in kept.notes[0] and len(kept.held_out) == 4
 
 
+def test_answers_are_there_for_what_needs_them(runnable: Path, tmp_path: Path) -> None:
+    """Supervised steps would train on the end of the sequence alone, and every reward would be 0."""
+    empty = write(tmp_path / "empty.jsonl", '{"question": "1+1=", "answer": " "}\n' * 4)
+    sft, is_empty = ["algorithm.name=sft"], "data.train: all 4 answers are empty, and "
+    assert cannot_run(runnable, f"data.train={empty}", *sft).startswith(f"{is_empty}supervised steps train on them")
+    assert "answer key: none" in cannot_run(runnable, "data.answer_key=", *sft)
+    message = cannot_run(runnable, f"data.train={empty}")
+    assert message.startswith(f"{is_empty}rollout.reward = exact_match is always 0 without")
+    for reward in ("token_count", "{exact_match: 1, token_count: 0.1}"):
+        assert load_data(load_config(runnable, [f"data.train={empty}", f"rollout.reward={reward}"])).train
+    assert "is always 0" in cannot_run(runnable, f"data.eval={empty}", "rollout.reward={exact_match: 1, token_count: 0}")
+
+
 def test_lengths_are_those_of_the_samples(runnable: Path) -> None:
     data = load_data(load_config(runnable, ["algorithm.name=sft"]))
     samples = [data.prompts.supervised(example) for example in data.train]
