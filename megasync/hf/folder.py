@@ -135,7 +135,10 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
 def _refuse_unsupported(path: Path, shape: ModelShape, fields: dict[str, Any]) -> None:
     """What the engine's layers would compute wrongly is refused."""
     family = shape.model_type
+    named = fields.get("architectures")
+    generates = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
     refused = {
+        f"architectures = {named!r}, of which vLLM knows none that generates,": "architectures" in fields and not generates,
         **_refused_heads(shape),
         **refused_rope(family, fields),
         **refused_router(family, fields),

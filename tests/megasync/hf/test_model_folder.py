@@ -101,6 +101,8 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"head_dim": 33}, "head_dim = 33, an odd number,"),
         ({"dtype": "torch.float32"}, "dtype = 'torch.float32': is no dtype\n  choices: float64, float32"),
         ({"intermediate_size": [1, 2]}, "intermediate_size"),
+        ({"architectures": None}, "architectures = None, of which vLLM knows none that generates"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures = ['Qwen3ForSequenceClassification'], of which"),
     ],
 )
 def test_unsupported_models(tmp_path: Path, changes: dict[str, object], word: str) -> None:
