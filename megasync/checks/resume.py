@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.file import VersionLogError, shapes_of
 from engine.resume import model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
@@ -56,8 +57,27 @@ def check_resume(config: Config) -> None:
     try:
         read_index(folder, model_of(config.model.dtype, config.engine.lora))
         load_progress(folder)
+        _check_model(config, folder)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error), remedy="or write checkpoint.resume=never, which moves the former results aside") from error
+
+
+def _check_model(config: Config, folder: Path) -> None:
+    """ConfigError where the checkpoint's weights are not of a model like that of model.path. One of adapters holds none.
+
+    ValueError where they cannot be read.
+    """
+    weights, base = folder / "hf", Path(config.model.path)
+    if not (weights / "config.json").is_file():
+        return
+    fields, saved = read_json_object(base / "config.json"), read_json_object(weights / "config.json")
+    remedy = "write the model.path that is in the run's config.yaml, run.name=NAME for another run, or checkpoint.resume=never"
+    own, other = fields.get("model_type"), saved.get("model_type")
+    refuse_if(own != other, f"{folder}: holds a {other}, and model.path = {base} is a {own}", remedy=remedy)
+    held = {spec.name: spec.shape for spec in read_folder_manifest(weights).tensors}
+    check_held(folder, held, model_shape(base), fields, remedy)
 
 
 def _check_marked(config: Config) -> None:

@@ -13,7 +13,7 @@ from engine.resume import model_of
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
-from tests.support.config_files import cannot_run, write, write_runnable
+from tests.support.config_files import cannot_run, write, write_model, write_runnable
 
 
 @pytest.fixture
@@ -87,6 +87,13 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
     assert f"model.path={newest}/hf" in message and "checkpoint.resume=never" in message
     check_config(load_config(runnable, ["checkpoint.resume=never"]), 2)
     newest = write_checkpoint(run, 3, model)
+    write_model(newest / "hf")
+    check_config(config, 2)
+    write_model(newest / "hf", num_hidden_layers=3)
+    assert f"{newest}: the weights lack " in cannot_run(runnable) and "run.name=NAME for another run" in cannot_run(runnable)
+    write_model(newest / "hf", model_type="llama")
+    assert f"{newest}: holds a llama, and model.path = {config.model.path} is a qwen3" in cannot_run(runnable)
+    write_model(newest / "hf")
     (newest / "rollouts.npz").write_bytes(b"PK of another version")
     assert f"{newest / 'rollouts.npz'}: cannot be read: " in cannot_run(runnable)
     for text, words in (("{", "is damaged"), (json.dumps({"format": 1}), "this version reads 2")):
