@@ -25,7 +25,6 @@ from megasync.config.schema import Config
 from megasync.data.data import Example, PromptOrder, load_examples
 from megasync.data.tokenizer import check_template, load_tokenizer, stop_token_ids
 from megasync.hf.folder import model_shape
-from megasync.rewards.resolve import weights
 
 BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that compare with the answer alone
 CHUNK = 4096  # texts that the tokenizer's threads share
@@ -223,7 +222,8 @@ def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example
 
 def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
     """ConfigError where all answers are empty, and what trains or scores has nothing else to go by."""
-    scored = {name for name, weight in weights(config.rollout.reward).items() if weight}
+    reward = config.rollout.reward
+    scored = {reward} if isinstance(reward, str) else {name for name, weight in reward.items() if weight}
     is_sft, by_answers = config.algorithm.name == "sft", scored <= BY_ANSWERS and not config.rollout.episode
     why = "supervised steps train on them" if is_sft else f"rollout.reward = {', '.join(scored)} is always 0 without"
     is_empty = not any(example.answer.strip() for example in examples)
