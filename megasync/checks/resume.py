@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.file import VersionLogError, shapes_of
+from engine.peft.folder import check_peft_folder
 from engine.resume import model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
@@ -65,11 +66,13 @@ def check_resume(config: Config) -> None:
 
 
 def _check_model(config: Config, folder: Path) -> None:
-    """ConfigError where the checkpoint's weights are not of a model like that of model.path. One of adapters holds none.
+    """ConfigError where the checkpoint's weights are not of a model like that of model.path, or its adapters of another base.
 
     ValueError where they cannot be read.
     """
     weights, base = folder / "hf", Path(config.model.path)
+    if (folder / "adapter" / "adapter_config.json").is_file():
+        check_peft_folder(folder / "adapter", config.engine.lora, base)
     if not (weights / "config.json").is_file():
         return
     fields, saved = read_json_object(base / "config.json"), read_json_object(weights / "config.json")

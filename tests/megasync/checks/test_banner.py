@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from engine.resume import model_of
 from megasync.checks.banner import banner
@@ -73,6 +74,18 @@ def test_where_it_goes_on_and_what_it_will_do(runnable: Path) -> None:
     assert found["resumes"] == f"from {checkpoint}" and found["folder"] == str(config.run.folder)
     assert found["will do"] == "steps 4 to 5; checkpoint every step, after the last"
     assert told(runnable, "run.steps=3")["will do"].startswith("nothing but the end of step 3")
+
+
+def test_adapters_go_on_with_their_own_base_alone(runnable: Path) -> None:
+    config = load_config(runnable, ["engine.lora.rank=4", "engine.lora.targets=[linear_proj]"])
+    checkpoint = write_checkpoint(config.run.folder, 1, model_of(config.model.dtype, config.engine.lora))
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["o_proj"]}
+    path, keys = checkpoint / "adapter" / "adapter_config.json", ["engine.lora.rank=4", "engine.lora.targets=[linear_proj]"]
+    write(path, json.dumps(adapter | {"base_model_name_or_path": config.model.path}))
+    save_file({}, path.with_name("adapter_model.safetensors"))
+    check_config(config, 2)
+    write(path, json.dumps(adapter | {"base_model_name_or_path": "models/other"}))
+    assert "the adapter was trained on another base model, models/other" in cannot_run(runnable, *keys)
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnable: Path) -> None:
