@@ -81,7 +81,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             require_packages(config.rollout.reward)
             data = load_data(config, trains=False)
             chosen = evaluations(config, data)
-            config = config if source.is_of_run else answers.with_length(config, chosen, data.prompts)
+            config = answers.with_length(source, config, chosen, data.prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else None
         for note in [*answers.unused_overrides(given.overrides), *data.notes]:
             print(note, file=sys.stderr)

@@ -107,6 +107,7 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     Raises:
         ConfigError: nothing to copy, a file of it is cut off, or `target` is in use or cannot be written.
     """
+    run, step = _run_of(run, step)
     source = find_weights(run, step)
     if adapter or merge:
         source = find_adapter(source, "--merge" if merge else "--adapter")
@@ -157,6 +158,18 @@ def export_version(run: Path, target: Path, version: int) -> Path:
     return log
 
 
+def _run_of(folder: Path, step: int | None) -> tuple[Path, int | None]:
+    """The run and the step of a checkpoint's folder, which may be named, too; others as they are."""
+    place = folder.resolve()
+    match = CHECKPOINT.fullmatch(place.name)
+    if not match or place.parent.name != "checkpoints" or not place.is_dir():
+        return folder, step
+    own = int(match[1])
+    message, remedy = f"--step {step}: {folder} is the checkpoint of step {own}", "leave --step out, or name the run"
+    refuse_if(step not in (None, own), message, remedy=remedy)
+    return place.parents[1], own
+
+
 def _check_free(target: Path) -> None:
     """ConfigError where it is neither new nor empty."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -200,7 +213,7 @@ def _num_bytes(folder: Path) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0, and 2 where nothing was written."""
     parser = argparse.ArgumentParser(prog="megasync export", description="A run's weights as a Hugging Face folder.")
-    parser.add_argument("run", type=Path, help="the run's folder, such as runs/rl")
+    parser.add_argument("run", type=Path, help="the run's folder, such as runs/rl, or a checkpoint's")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--adapter", action="store_true", help="the adapter of a run with LoRA, as a PEFT folder")

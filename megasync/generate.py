@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
                 Evaluation("generate", examples(config, given), sampling(config, given)),
             )
             answers.check_lengths(config, asked, prompts)
-            config = config if source.is_of_run else answers.with_length(config, [asked], prompts)
+            config = answers.with_length(source, config, [asked], prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else sys.stdout
         for note in answers.unused_overrides(given.overrides):
             print(note, file=sys.stderr)

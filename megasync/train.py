@@ -128,7 +128,7 @@ def why_done(config: Config) -> str:
     summary = read_summary(folder)
     steps, accuracy = summary.get("steps", 0), summary.get("eval_accuracy_after") or 0.0
     if steps >= run.steps:
-        return f"all {run.steps} steps are done; for more of them write run.steps=NUMBER"
+        return f"all {run.steps} steps are done; for more of them write run.steps=NUMBER, for another run run.name=NAME"
     if 0 < run.stop_at_accuracy <= accuracy:
         return f"the accuracy is {accuracy:g} after {steps} steps; for more of them raise run.stop_at_accuracy"
     return ""

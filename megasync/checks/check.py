@@ -17,6 +17,7 @@ from megasync.checks.data import check_data, check_engine_arguments
 from megasync.checks.episodes import check_episodes
 from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
+from megasync.checks.sizes import check_cache_memory
 from megasync.checks.unused import unused_keys
 from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.files import CHECKPOINTS, has_results
@@ -42,6 +43,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
         resolve_rewards(config.rollout.reward)
         if find_spec("torch"):  # as for kernels
             require_packages(config.rollout.reward)
+        check_cache_memory(config)
         check_episodes(config)
         check_engine_arguments(config)
     check_data(config)

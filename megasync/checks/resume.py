@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.file import VersionLogError, shapes_of
 from engine.peft.folder import check_peft_folder
 from engine.resume import model_of, read_index
@@ -15,10 +16,8 @@ from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
 from megasync.hf.folder import model_shape, read_json_object
-from megasync.hf.tensors import check_held, check_tensors
+from megasync.hf.tensors import check_held
 from megasync.rollouts.progress import load_progress
-
-HF, ADAPTER = "hf", "adapter"  # what a checkpoint holds of a run without LoRA, and with it
 
 
 def resumed_checkpoint(config: Config) -> Path | None:
@@ -58,15 +57,30 @@ def check_resume(config: Config) -> None:
         _check_marked(config)
     try:
         read_index(folder, model_of(config.model.dtype, config.engine.lora))
-        if config.engine.lora.rank:
-            check_peft_folder(folder / ADAPTER, config.engine.lora, config.model.path)
         load_progress(folder)
+        _check_model(config, folder)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error), remedy="or write checkpoint.resume=never, which moves the former results aside") from error
-    if not config.engine.lora.rank:
-        base = Path(config.model.path)
-        remedy = "write the model.path that the run began with, or run.name=NAME for another run"
-        check_tensors(folder / HF, model_shape(base), read_json_object(base / "config.json"), remedy)
+
+
+def _check_model(config: Config, folder: Path) -> None:
+    """ConfigError where the checkpoint's weights are not of a model like that of model.path, or its adapters of another base.
+
+    ValueError where they cannot be read.
+    """
+    weights, base = folder / "hf", Path(config.model.path)
+    if (folder / "adapter" / "adapter_config.json").is_file():
+        check_peft_folder(folder / "adapter", config.engine.lora, base)
+    if not (weights / "config.json").is_file():
+        return
+    fields, saved = read_json_object(base / "config.json"), read_json_object(weights / "config.json")
+    remedy = "write the model.path that is in the run's config.yaml, run.name=NAME for another run, or checkpoint.resume=never"
+    own, other = fields.get("model_type"), saved.get("model_type")
+    refuse_if(own != other, f"{folder}: holds a {other}, and model.path = {base} is a {own}", remedy=remedy)
+    held = {spec.name: spec.shape for spec in read_folder_manifest(weights).tensors}
+    check_held(folder, held, model_shape(base), fields, remedy)
 
 
 def _check_marked(config: Config) -> None:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+import psutil
+
 from engine import rules
 from engine.config import DTYPE_BYTES
 from engine.model import stages
@@ -18,6 +20,7 @@ from megasync.checks.memory import check_context, check_recompute, refuse
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
+from megasync.launch.devices import visible_devices
 
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
@@ -36,12 +39,28 @@ def check_engine(config: Config, shape: ModelShape) -> None:
 
 def check_rollout(config: Config, shape: ModelShape, world_size: int, *, on_gpus: bool) -> None:
     """Heads divide over vLLM's workers, a sequence fits into every limit, the workers onto the ranks' devices."""
+    check_served(config, shape, on_gpus=on_gpus)
+    _check_lengths(config, shape)
+    check_cache(config, shape)
+    _check_placement(config, world_size)
+
+
+def check_served(config: Config, shape: ModelShape, *, on_gpus: bool) -> None:
+    """vLLM can serve a model of this shape here; what `check_rollout` asks where nothing is trained, too."""
     check_latent_rollout(config, shape)
     if not on_gpus and find_spec("vllm") is not None:  # a machine that only submits has none
         _check_head_size(config, shape)
     _check_vllm_heads(config, shape)
-    _check_lengths(config, shape)
-    _check_placement(config, world_size)
+    _check_positions(config, shape)
+
+
+def check_cache_memory(config: Config) -> None:
+    """On CPUs vLLM refuses a worker's KV cache that its host has no memory for, once it has started."""
+    size, memory = config.rollout.kv_cache_bytes or 0, psutil.virtual_memory().total
+    is_served_here = find_spec("vllm") is not None and not visible_devices()
+    message = f"rollout.kv_cache_bytes = {size}: more than the memory of this machine"
+    remedy = "write less, such as rollout.kv_cache_bytes=1GiB"
+    refuse_if(is_served_here and size >= memory, message, memory=f"{memory} bytes, for all processes together", remedy=remedy)
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -148,7 +167,7 @@ def _check_vllm_heads(config: Config, shape: ModelShape) -> None:
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:
-    """A response and one token of a prompt fit everywhere, and one sequence fits into the KV cache. Prompts: prompts.py."""
+    """A response and one token of a prompt fit everywhere. Prompts: prompts.py."""
     rollout, positions = config.rollout, shape.max_position_embeddings
     allowed = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}"
     limits = {"rollout.max_model_len": rollout.max_model_len, "engine.tokens_per_microbatch": config.engine.tokens_per_microbatch}
@@ -157,13 +176,23 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
         remedy = f"write {key}={rollout.max_new_tokens + 256} or more, or a lower rollout.max_new_tokens"
         refuse_if(is_short, f"{key} = {limit}: leaves no room for a prompt", allowed=allowed, remedy=remedy)
     model = f"max_position_embeddings = {positions} in {config.model.path}"
-    message = f"rollout.max_model_len = {rollout.max_model_len}: more than the model has positions"
-    is_long = rollout.max_model_len is not None and 0 < positions < rollout.max_model_len
-    refuse_if(is_long, message, model=model, remedy=f"write rollout.max_model_len={positions} or less")
     message = f"rollout.max_new_tokens = {rollout.max_new_tokens}: leaves no room for a prompt"
     remedy = f"write rollout.max_new_tokens={positions // 2}"
     refuse_if(0 < positions <= rollout.max_new_tokens, message, model=model, remedy=remedy)
-    longest = rollout.max_model_len or positions
+
+
+def _check_positions(config: Config, shape: ModelShape) -> None:
+    length, positions = config.rollout.max_model_len, shape.max_position_embeddings
+    message = f"rollout.max_model_len = {length}: more than the model has positions"
+    model = f"max_position_embeddings = {positions} in {config.model.path}"
+    is_long = length is not None and 0 < positions < length
+    refuse_if(is_long, message, model=model, remedy=f"write rollout.max_model_len={positions} or less")
+
+
+def check_cache(config: Config, shape: ModelShape) -> None:
+    """One sequence fits into the KV cache."""
+    rollout = config.rollout
+    longest = rollout.max_model_len or shape.max_position_embeddings
     numbers = shape.num_hidden_layers * shape.cached_numbers(rollout.tensor_parallel)
     needed = numbers * DTYPE_BYTES[config.model.dtype] * longest
     message = f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes}: too small for one sequence of {longest} tokens"

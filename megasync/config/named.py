@@ -30,7 +30,12 @@ def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        remedy = "start where the module can be imported, or set PYTHONPATH"
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        remedy = f"the module was found: correct it, or install what it imports, until `python -c 'import {module_name}'` works"
+        if is_missing:
+            remedy = "start where the module can be imported, or set PYTHONPATH"
+        if module_name.endswith(".py"):
+            remedy = f"write {module_name.removesuffix('.py')}:{name}, without the file's .py"
         raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error
     return module, getattr(module, name, None)
 

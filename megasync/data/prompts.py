@@ -26,6 +26,7 @@ from megasync.data.data import Example, PromptOrder, load_examples
 from megasync.data.tokenizer import check_template, load_tokenizer, stop_token_ids
 from megasync.hf.folder import model_shape
 
+BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that compare with the answer alone
 CHUNK = 4096  # texts that the tokenizer's threads share
 
 
@@ -183,6 +184,8 @@ def load_data(config: Config, *, trains: bool = True) -> RunData:
     """
     prompts, notes = Prompts(config.model.path, config.data), list[str]()
     read = read_files(config, trains=trains)
+    for key, examples in read.items():
+        _check_answers(config, key, examples)
     fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read.items()}
     counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
@@ -204,7 +207,7 @@ def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example
             continue
         columns = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
         section = key if key.startswith("data.eval.") else "data"
-        split_key = f"{key}.NAME.split" if key == "data.eval" else f"{section}.split"
+        split_key = key if key == "data.eval" else f"{section}.split"
         try:
             found = load_examples(source.path, *columns, split=source.split, section=section, split_key=split_key)
             examples[key] = found[: source.limit]
@@ -215,6 +218,18 @@ def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example
             message = f"{key}: {source.path}: line {turns.line} holds a list of messages, and data.chat_template = false"
             raise ConfigError(message, remedy="write data.chat_template=true, or make one text of it")
     return examples
+
+
+def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
+    """ConfigError where all answers are empty, and what trains or scores has nothing else to go by."""
+    reward = config.rollout.reward
+    scored = {reward} if isinstance(reward, str) else {name for name, weight in reward.items() if weight}
+    is_sft, by_answers = config.algorithm.name == "sft", scored <= BY_ANSWERS and not config.rollout.episode
+    why = "supervised steps train on them" if is_sft else f"rollout.reward = {', '.join(scored)} is always 0 without"
+    is_empty = not any(example.answer.strip() for example in examples)
+    remedy = "write data.answer_key=KEY" if is_sft else "write data.answer_key=KEY, or a rollout.reward that needs no answers"
+    message, answer_key = f"{key}: all {len(examples)} answers are empty, and {why}", config.data.answer_key or "none"
+    refuse_if(is_empty and (is_sft or by_answers), message, answer_key=answer_key, remedy=remedy)
 
 
 def _sources(config: Config) -> dict[str, EvalSet]:
@@ -246,7 +261,9 @@ def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompt
         notes.append(f"{what} and dropped: {of} together have more than {name} = {limit} tokens")
         return fitting
     length, line = max(zip(lengths, (example.line for example in examples), strict=True))
-    remedy = f"take out or shorten what is longer, or raise {name}" if drops else "write data.too_long=drop"
+    ways = [] if is_sft else [f"lower {response_key}"]  # of a model and its tokenizer the limit is what it is
+    ways += [f"raise {name}"] if not name.startswith("the ") else []
+    remedy = ", or ".join(["take out or shorten what is longer", *ways]) if drops else "write data.too_long=drop"
     left = f"{len(fitting)}, {least} are needed" if drops else ""
     longest = f"line {line}, {length} tokens of {of}"
     raise ConfigError(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy)

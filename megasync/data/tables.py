@@ -27,6 +27,7 @@ SHAPE_REMEDY = 'every line is one JSON object, such as {"question": "1+2=", "ans
 FOLDER_REMEDY = "name a file, a folder of *.parquet or *.jsonl, or one that datasets.save_to_disk wrote"
 SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")  # train-00000-of-00002.parquet
 SUFFIXES = (".parquet", ".jsonl")
+TRAIN_KEY = "data.split"  # the others are of held-out data
 ROWS_AT_ONCE = 4096
 SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_POINTER = b"version https://git-lfs"
@@ -116,8 +117,20 @@ def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> st
         return splits[0]
     near = nearest_name(split, splits) if split else ""
     problem = f"has no split {split!r}" if split else "holds several splits"
-    remedy = f"write {split_key}={near or (splits[0] if splits else 'NAME')}"
+    remedy = f"write {_setting(path, split_key, near or _likeliest(splits, split_key))}"
     raise ConfigError(f"{path}: {problem}", splits=", ".join(splits) or "none", nearest=near, remedy=remedy)
+
+
+def _likeliest(splits: Sequence[str], split_key: str) -> str:
+    """The one to train on for data.split, for others the first of the rest, so that nobody is told to train on the test."""
+    of_training = [name for name in splits if name.startswith("train")]
+    others = [name for name in splits if name not in of_training]
+    return next(iter([*of_training, *others] if split_key == TRAIN_KEY else [*others, *of_training]), "NAME")
+
+
+def _setting(path: Path, split_key: str, split: str) -> str:
+    """How the split is written: with a data.eval that is a path there is no key for it yet."""
+    return f"data.eval='{{NAME: {{path: {path}, split: {split}}}}}'" if split_key == "data.eval" else f"{split_key}={split}"
 
 
 def _json_of(path: Path) -> dict[str, Any]:

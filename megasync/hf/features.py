@@ -34,6 +34,7 @@ ROUTER_DEFAULTS = {  # where config.json says nothing: transformers 5.19, Deepse
 QUERY_RANK = 1536  # transformers 5.19, DeepseekV3Config.q_lora_rank
 REMEDIES = {  # for features that begin like this
     "a quantised checkpoint": "convert its weights to bfloat16 and leave quantization_config out of config.json",
+    "architectures": "where its weights are those of a language model, write the one ending in ForCausalLM, as its family has it",
     "routers with topk_method": "if it was trained so, write them into config.json: noaux_tc and sigmoid",
 }
 

@@ -30,6 +30,7 @@ from megasync.hf.types import check_types
 from megasync.hf.windows import refused_gemma, refused_windows
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
+MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
 UNSUPPORTED_REMEDY = "take a model without it"
 
 OPTIONAL_SIZES = (
@@ -80,9 +81,18 @@ def model_shape(folder: str | Path) -> ModelShape:
 def _read_model_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         message = f"model.path = {path.parent}: the folder holds no config.json"
-        remedy = "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
-        raise ConfigError(message, holds=_holds(path.parent), remedy=remedy)
+        raise ConfigError(message, holds=_holds(path.parent), remedy=_folder_remedy(path.parent))
     return read_json_object(path)
+
+
+def _folder_remedy(folder: Path) -> str:
+    """Of a run, a checkpoint, a folder of the hub's cache or an adapter what of it is meant."""
+    inner = (sorted(folder.glob(f"{pattern}/config.json")) for pattern in MODELS_WITHIN)
+    if found := next((files[-1].parent for files in inner if files), None):
+        return f"write model.path={found}"
+    if (folder / "adapter_config.json").is_file():
+        return f"write engine.lora.adapter_path={folder}, and model.path=FOLDER of its base model"
+    return "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -135,7 +145,10 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
 def _refuse_unsupported(path: Path, shape: ModelShape, fields: dict[str, Any]) -> None:
     """What the engine's layers would compute wrongly is refused."""
     family = shape.model_type
+    named = fields.get("architectures")
+    generates = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
     refused = {
+        f"architectures = {named!r}, of which vLLM knows none that generates,": "architectures" in fields and not generates,
         **_refused_heads(shape),
         **refused_rope(family, fields),
         **refused_router(family, fields),

@@ -11,24 +11,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.layout.manifest import read_folder_manifest
+from bridge.layout.manifest import TensorSpec, read_folder_manifest
 from engine.config import BIASED_ROUTERS, GEMMA
 from megasync.config.errors import ConfigError, some
 from megasync.hf.model_shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
+DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that are no other numbers than they seem
 EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
 WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA)
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
 
 
-def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any], remedy: str = OTHER_CONFIG) -> None:
+def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) -> None:
     """The folder holds what its config.json asks for, in these shapes, and nothing that the model would leave out.
 
     A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
     predict further tokens.
     """
-    check_held(folder, _held(folder), shape, fields, remedy)
+    held = _held(folder)
+    check_held(folder, {name: spec.shape for name, spec in held.items()}, shape, fields)
+    expected = expected_tensors(shape, fields)
+    if wrong := [f"{name} ({spec.dtype})" for name, spec in held.items() if name in expected and spec.dtype not in DTYPES]:
+        message = f"{folder}: {len(wrong)} tensors are not of a dtype that can be trained"
+        remedy = "take a folder whose weights are not quantised, or convert them, with their scales, to bfloat16"
+        raise ConfigError(message, tensors=some(wrong, 3), choices=", ".join(DTYPES), remedy=remedy)
 
 
 def check_held(
@@ -55,10 +62,10 @@ def num_parameters(folder: Path) -> int:
     return sum(math.prod(spec.shape) for spec in read_folder_manifest(folder).tensors)
 
 
-def _held(folder: Path) -> Shapes:
+def _held(folder: Path) -> dict[str, TensorSpec]:
     """Of the files that the index names, or of model.safetensors: other files beside them are not read by anyone."""
     try:
-        return {spec.name: spec.shape for spec in read_folder_manifest(folder).tensors}
+        return {spec.name: spec for spec in read_folder_manifest(folder).tensors}
     except ValueError as problem:
         remedy = f"name the file model.safetensors, or write an index: {folder / 'model.safetensors.index.json'}"
         raise ConfigError(str(problem), remedy=remedy) from problem

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 NUM_NOTED = 3  # failures of a reward that are logged where they are worth 0, of each kind: raised, returned, took, had, ended
 PARSERS = {"math_verify", "reasoning_gym"}  # what hangs or kills one is a model's output; what one raises is of the data
+# what functions do that take a list, and do not say so, with a single sample
+WANTS_LIST = re.compile(r"raised TypeError: ('RewardInput' object is not|object of type 'RewardInput' has no len)|returned \[")
 GO_ON = "or write rollout.reward_on_failure=zero to go on with 0 for such samples"
 
 
@@ -95,6 +98,8 @@ class RewardPool:
         is_of_output = name in PARSERS and not failure.what.startswith("raised")
         if self.rollout.reward_on_failure == "stop" and not is_of_output:
             remedy = f"raise {LIMIT_KEY}, {GO_ON}" if LIMIT_KEY in failure.what else f"mend the function, {GO_ON}"
+            if not pending.reward.takes_list and WANTS_LIST.match(failure.what):
+                remedy = "annotate its first parameter as list[RewardInput], and it gets all samples of a prompt"
             pending.values.set_exception(RewardError(describe(name, failure, samples, remedy)))
             return
         kind = name, failure.what.partition(" ")[0]

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from megasync.checks.data import check_data, check_engine_arguments
+from megasync.checks.exact import check_exact
+from megasync.checks.sizes import check_cache, check_cache_memory, check_served
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
 from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.task import Played
 from megasync.hf.folder import check_model_folder
+from megasync.launch.devices import visible_devices
 from megasync.launch.scope import check_ray
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import Evaluation, requests_of
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
     from megasync.data.prompts import Prompts
     from megasync.rewards.functions import RewardInput
+    from megasync.serving.source import Source
 
 Answers = Sequence[Sequence["Completion | Played"]]
 # Of these sections what has an effect where weights are served and not trained, and of the two others what has none.
@@ -80,7 +84,10 @@ def _temperature(text: str) -> float:
 
 def check_servable(config: Config) -> None:
     """ConfigError where model, sets, vLLM's arguments or the address of a Ray cannot be used."""
-    check_model_folder(config.model.path)
+    shape, on_gpus = check_model_folder(config.model.path), bool(visible_devices())
+    check_exact(config, shape, on_gpus=on_gpus)
+    check_served(config, shape, on_gpus=on_gpus)
+    check_cache_memory(config)
     check_data(config)
     check_engine_arguments(config)
     check_ray(config)
@@ -99,20 +106,23 @@ def unused_overrides(overrides: Sequence[str]) -> list[str]:
     return [f"without effect: {', '.join(unused)}: nothing is trained here"] if unused else []
 
 
-def with_length(config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
-    """rollout.max_model_len, where nothing is given, as long as the longest of what is asked: vLLM's cache is to hold it.
+def with_length(source: Source, config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
+    """Where nothing is given rollout.max_model_len of a folder is that of the longest of what is asked: the cache has to hold it.
 
-    How long an episode gets nobody knows: it may have what it has in a run.
+    How long an episode gets nobody knows: it may have what it has in a run. ConfigError where the cache cannot hold a sequence.
     """
-    if config.rollout.max_model_len is not None:
+    shape = check_model_folder(config.model.path)
+    if config.rollout.max_model_len is not None or source.is_of_run:
+        check_cache(config, shape)
         return config
     lengths = [
         len(prompts.prompt_ids(example)) + each.sampling.max_new_tokens for each in evaluations for example in each.examples
     ]
     lengths = [config.engine.tokens_per_microbatch] if config.rollout.episode else lengths
-    shape = check_model_folder(config.model.path)
     most = min(max(lengths), shape.max_position_embeddings or max(lengths))
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_model_len": most})})
+    found = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_model_len": most})})
+    check_cache(found, shape)
+    return found
 
 
 def check_lengths(config: Config, evaluation: Evaluation, prompts: Prompts) -> None:

@@ -183,6 +183,16 @@ def adapter_run(folder: Path, family: str, dtype: str, **lora: object) -> Path:
     return folder / "run"
 
 
+def test_a_checkpoint_may_be_named_as_for_evaluate(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "checkpoints" / "step_00000010"
+    assert export(checkpoint, tmp_path / "old") == checkpoint / "hf"
+    assert "is the checkpoint of step 10" in complaint(capsys, checkpoint, "--to", tmp_path / "new", "--step", 20)
+    lora = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    assert main([str(lora / "checkpoints" / "step_00000003"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert main([str(lora), "--to", str(tmp_path / "of_run"), "--merge"]) == 0
+    assert same(tmp_path / "merged", tmp_path / "of_run")
+
+
 def test_files_beside_the_weights_have_no_part_in_them(tmp_path: Path) -> None:
     """Mistral's folders hold all weights once more, under other names; nothing that is read from a folder is of such files."""
     run = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])

@@ -175,6 +175,10 @@ def of_sets(source: Source, sets: dict[str, EvalSet] | str) -> Source:
         (["--pass-reward", "nan"], "nan: a number above 0"),
         (["--to", "{folder}/test.jsonl/x"], "cannot be written"),
         (["rollout.temprature=1"], "rollout.temperature"),
+        (["rollout.tensor_parallel=3"], "rollout.tensor_parallel = 3: does not divide the model's"),
+        (["rollout.max_model_len=100000"], "more than the model has positions"),
+        (["rollout.kv_cache_bytes=64"], "too small for one sequence"),
+        (["model.exact=true", "rollout.top_k=4"], "rollout.top_k = 4: is not exact"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_starts(
@@ -184,6 +188,19 @@ def test_wrong_use_is_refused_before_anything_starts(
         evaluate.main([str(run), *(word.replace("{folder}", str(tmp_path)) for word in arguments)], serve=no_replicas)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and re.search(told, said), said
+
+
+def test_a_folder_that_vllm_cannot_serve_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    small = write_tiny_model(tmp_path / "small", "qwen3", head_dim=16)
+    good = write_tiny_model(tmp_path / "good", "qwen3")
+    for arguments, told in (([small], "head_dim = 16 in"), ([good, "rollout.kv_cache_bytes=64"], "too small for one sequence")):
+        with pytest.raises(SystemExit) as stop:
+            generate.main([*map(str, arguments), "--prompt", "1+1=", "--max-new-tokens", "8"], serve=no_replicas)
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and told in said, said
 
 
 def test_what_is_wrong_with_the_file_is_told_by_what_mends_it(

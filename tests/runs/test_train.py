@@ -86,7 +86,8 @@ def test_a_finished_run_says_so_before_anything_is_started(first_run: Path) -> N
     for command in (["train"], ["train", "--check"], ["submit"]):
         done = subprocess.run([*COMMAND, *command, str(config)], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0
-        assert done.stdout == f"{first_run}: all 6 steps are done; for more of them write run.steps=NUMBER\n"
+        more = "for more of them write run.steps=NUMBER, for another run run.name=NAME"
+        assert done.stdout == f"{first_run}: all 6 steps are done; {more}\n"
 
 
 def test_check_says_what_would_start_and_refuses_what_the_checkpoint_does_not_fit(first_run: Path) -> None:

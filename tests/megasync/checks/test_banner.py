@@ -78,6 +78,18 @@ def test_where_it_goes_on_and_what_it_will_do(runnable: Path) -> None:
     assert told(runnable, "run.steps=3")["will do"].startswith("nothing but the end of step 3")
 
 
+def test_adapters_go_on_with_their_own_base_alone(runnable: Path) -> None:
+    config = load_config(runnable, ["engine.lora.rank=4", "engine.lora.targets=[linear_proj]"])
+    checkpoint = write_checkpoint(config.run.folder, 1, model_of(config.model.dtype, config.engine.lora))
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["o_proj"]}
+    path, keys = checkpoint / "adapter" / "adapter_config.json", ["engine.lora.rank=4", "engine.lora.targets=[linear_proj]"]
+    write(path, json.dumps(adapter | {"base_model_name_or_path": config.model.path}))
+    save_file({}, path.with_name("adapter_model.safetensors"))
+    check_config(config, 2)
+    write(path, json.dumps(adapter | {"base_model_name_or_path": "models/other"}))
+    assert "the adapter was trained on another base model, models/other" in cannot_run(runnable, *keys)
+
+
 def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnable: Path) -> None:
     config = load_config(runnable)
     run, model = config.run.folder, model_of(config.model.dtype, config.engine.lora)
@@ -90,6 +102,13 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
     assert f"model.path={newest}/hf" in message and "checkpoint.resume=never" in message
     check_config(load_config(runnable, ["checkpoint.resume=never"]), 2)
     newest = write_checkpoint(run, 3, model)
+    write_model(newest / "hf")
+    check_config(config, 2)
+    write_model(newest / "hf", num_hidden_layers=3)
+    assert f"{newest}: the weights lack " in cannot_run(runnable) and "run.name=NAME for another run" in cannot_run(runnable)
+    write_model(newest / "hf", model_type="llama")
+    assert f"{newest}: holds a llama, and model.path = {config.model.path} is a qwen3" in cannot_run(runnable)
+    write_model(newest / "hf")
     (newest / "rollouts.npz").write_bytes(b"PK of another version")
     assert f"{newest / 'rollouts.npz'}: cannot be read: " in cannot_run(runnable)
     for text, words in (("{", "is damaged"), (json.dumps({"format": 1}), "this version reads 2")):
@@ -107,8 +126,8 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_start(runnable: Pat
     shutil.copytree(config.model.path, other)
     write_model(other, num_hidden_layers=5)
     message = cannot_run(runnable, f"model.path={other}")
-    assert f"{newest / 'hf'}: the weights lack 11 of the tensors" in message
-    assert "the model.path that the run began with" in message
+    assert f"{newest}: the weights lack 11 of the tensors" in message
+    assert "the model.path that is in the run's config.yaml" in message
     check_config(load_config(runnable, [f"model.path={other}", "checkpoint.resume=never"]), 2)
 
 

@@ -32,6 +32,8 @@ def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path,
         "rollout.max_model_len = 32 tokens"
         for key in ("data.train", "data.eval")
     ]
+    raised = "shorten what is longer, or lower rollout.max_new_tokens, or raise rollout.max_model_len"
+    assert raised in cannot_run(runnable, *fits, "data.batch_size=5")
     message = cannot_run(runnable, *fits, "data.too_long=refuse")
     assert message.startswith("data.train: 2 of 6 examples are too long")
     assert "longest: line 4, 44 tokens" in message and "allowed: 32 tokens: rollout.max_model_len" in message
@@ -62,10 +64,25 @@ def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
     kept = load_data(load_config(runnable, data))
     assert (len(kept.train), len(kept.held_out)) == (5, 5)
     assert "the model's max_position_embeddings = 32" in kept.notes[0]
+    refused = cannot_run(runnable, *data, "data.batch_size=6")
+    assert refused.endswith("shorten what is longer, or lower rollout.max_new_tokens"), "a model has the positions that it has"
     tokenizer = runnable.parent / "model" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 16}))
     kept = load_data(load_config(runnable, data))
     assert "the tokenizer's model_max_length = 16" in kept.notes[0] and len(kept.held_out) == 4
+
+
+def test_answers_are_there_for_what_needs_them(runnable: Path, tmp_path: Path) -> None:
+    """Supervised steps would train on the end of the sequence alone, and every reward would be 0."""
+    empty = write(tmp_path / "empty.jsonl", '{"question": "1+1=", "answer": " "}\n' * 4)
+    sft, is_empty = ["algorithm.name=sft"], "data.train: all 4 answers are empty, and "
+    assert cannot_run(runnable, f"data.train={empty}", *sft).startswith(f"{is_empty}supervised steps train on them")
+    assert "answer key: none" in cannot_run(runnable, "data.answer_key=", *sft)
+    message = cannot_run(runnable, f"data.train={empty}")
+    assert message.startswith(f"{is_empty}rollout.reward = exact_match is always 0 without")
+    for reward in ("token_count", "{exact_match: 1, token_count: 0.1}"):
+        assert load_data(load_config(runnable, [f"data.train={empty}", f"rollout.reward={reward}"])).train
+    assert "is always 0" in cannot_run(runnable, f"data.eval={empty}", "rollout.reward={exact_match: 1, token_count: 0}")
 
 
 def test_lengths_are_those_of_the_samples(runnable: Path) -> None:

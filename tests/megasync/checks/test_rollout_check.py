@@ -14,7 +14,7 @@ from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError
 from megasync.hf.folder import model_shape
 from megasync.rewards.resolve import require_packages
-from tests.support.config_files import cannot_run, command, refused, write_model, write_runnable
+from tests.support.config_files import cannot_run, command, refused, write, write_model, write_runnable
 
 
 @pytest.fixture
@@ -96,6 +96,15 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(runnable: Path, monkeypatc
     check_layout(load_config(runnable, []), model_shape(folder), 2)
 
 
+def test_a_cache_larger_than_the_memory_of_a_host_without_gpus(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says so once it has started; the memory of GPUs is vLLM's to judge."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    message = cannot_run(runnable, "rollout.kv_cache_bytes=900TiB")
+    assert "rollout.kv_cache_bytes = 989560464998400: more than the memory of this machine\n  memory: " in message
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    check_config(load_config(runnable, ["rollout.kv_cache_bytes=900TiB"]), 2)
+
+
 def test_rollout_keys_are_unused_for_sft(runnable: Path) -> None:
     overrides = [
         "algorithm.name=sft",
@@ -116,6 +125,25 @@ def test_reward_names(runnable: Path) -> None:
         message = cannot_run(runnable, f"rollout.reward={path}")
         assert f"rollout.reward = '{path}'" in message and words in message
     check_config(load_config(runnable, ["rollout.reward=math:sqrt"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("", None, "start where the module can be imported, or set PYTHONPATH"),
+        (".py", "", "write {module}:f, without the file's .py"),
+        ("", "import nothing_of_this_name", "until `python -c 'import {module}'` works"),
+        ("", "def f(sample) return 1", "until `python -c 'import {module}'` works"),
+    ],
+)
+def test_a_module_that_is_there_is_not_looked_for_elsewhere(
+    runnable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, remedy: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = "its_rewards_" + tmp_path.name.rpartition("_")[2][-8:]
+    if content is not None:
+        write(tmp_path / f"{module}.py", content)
+    assert remedy.format(module=module) in cannot_run(runnable, f"rollout.reward={module}{name}:f")
 
 
 @pytest.mark.parametrize(

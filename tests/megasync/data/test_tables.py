@@ -110,6 +110,16 @@ def test_what_datasets_saves(tmp_path: Path) -> None:
     assert "data-00000-of-00001.arrow: cut off, or not an Arrow file" in refused(alone)
 
 
+def test_nobody_is_told_to_train_on_the_test(tmp_path: Path) -> None:
+    """Splits of a folder come in the order of their names."""
+    for name in ("test", "train"):
+        write_jsonl(tmp_path / "a" / f"{name}.jsonl", ROWS)
+    assert "splits: test, train\n  remedy: write data.split=train" in refused(tmp_path / "a")
+    for key, remedy in {"data.eval.math.split": "data.eval.math.split=test", "--split": "--split=test"}.items():
+        with pytest.raises(ValueError, match=f"write {remedy}$"):
+            data_files(tmp_path / "a", "", key)
+
+
 def test_a_folder_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a" / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "a" / "test.jsonl", ROWS)

@@ -10,7 +10,7 @@ import pytest
 from engine.attention.windows import layer_windows
 from megasync.hf.features import QUERY_RANK, ROUTER_DEFAULTS
 from megasync.hf.folder import DEFAULT_SIZES, check_model_folder
-from tests.support.config_files import MODEL, cannot_run, model_refused, write_model, write_runnable
+from tests.support.config_files import MODEL, cannot_run, model_refused, write, write_model, write_runnable
 
 
 @pytest.fixture
@@ -29,6 +29,20 @@ def test_model_path(runnable: Path, tmp_path: Path) -> None:
     assert "is a file" in cannot_run(runnable, f"model.path={runnable}")
     (tmp_path / "void").mkdir()
     assert "holds no config.json" in cannot_run(runnable, f"model.path={tmp_path}/void")
+
+
+@pytest.mark.parametrize("within", ["hf", "checkpoints/step_00000020/hf", "snapshots/0123abcd"])
+def test_a_folder_that_holds_a_model_is_told_which_part_is_meant(runnable: Path, tmp_path: Path, within: str) -> None:
+    """Of a run or a checkpoint the final or newest weights, of the hub's cache a snapshot."""
+    if within != "snapshots/0123abcd":
+        write_model(tmp_path / "outer" / "checkpoints" / "step_00000010" / "hf")
+    model = write_model(tmp_path / "outer" / within)
+    assert f"remedy: write model.path={model}" in cannot_run(runnable, f"model.path={tmp_path}/outer")
+
+
+def test_an_adapter_is_no_model(runnable: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "lora" / "adapter_config.json", "{}").parent
+    assert f"write engine.lora.adapter_path={folder}, and model.path=" in cannot_run(runnable, f"model.path={folder}")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -101,6 +115,8 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"head_dim": 33}, "head_dim = 33, an odd number,"),
         ({"dtype": "torch.float32"}, "dtype = 'torch.float32': is no dtype\n  choices: float64, float32"),
         ({"intermediate_size": [1, 2]}, "intermediate_size"),
+        ({"architectures": None}, "architectures = None, of which vLLM knows none that generates"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures = ['Qwen3ForSequenceClassification'], of which"),
     ],
 )
 def test_unsupported_models(tmp_path: Path, changes: dict[str, object], word: str) -> None:

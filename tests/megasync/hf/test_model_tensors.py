@@ -55,6 +55,18 @@ def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
     check_model_folder(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused_also_where_config_json_is_silent(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They would be taken for numbers without their scales."""
+    path = write_tiny_model(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(dtype)
+    save_file(tensors, path, {"format": "pt"})
+    told = rf"1 tensors are not of a dtype that can be trained[\s\S]*up_proj.weight \({str(dtype).removeprefix('torch.')}\)"
+    with pytest.raises(ConfigError, match=told):
+        check_model_folder(tmp_path)
+
+
 def test_what_may_be_there_beside_the_model(tmp_path: Path) -> None:
     """A head beside tied embeddings, frequencies of rotary embeddings, layers that predict further tokens; nothing else."""
     folder = write_tiny_model(tmp_path, "llama", tied=True)

@@ -34,6 +34,14 @@ def too_few(samples: list[RewardInput]) -> list[float]:
     return [0.0] * (len(samples) - 1)
 
 
+def not_annotated(samples):  # type: ignore[no-untyped-def] # as people write it
+    return [1.0 for _ in samples]
+
+
+def returns_a_list(sample: RewardInput) -> list[float]:
+    return [1.0]
+
+
 async def judge(sample: RewardInput) -> float:
     await asyncio.sleep(0.2)
     return length(sample)

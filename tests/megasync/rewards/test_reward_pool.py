@@ -162,6 +162,11 @@ def test_a_reward_that_fails_stops_with_its_sample(deed: str) -> None:
     assert "rewards/program.py" not in text
 
 
+@pytest.mark.parametrize("name", ["not_annotated", "returns_a_list"])
+def test_a_function_of_a_list_that_does_not_say_so_is_told_to(name: str) -> None:
+    assert "remedy:    annotate its first parameter as list[RewardInput], " in failure(f"{CASES}:{name}", *given("good"))
+
+
 @pytest.mark.parametrize("name", ["deed", "async_deed"])
 def test_or_is_worth_zero_and_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The others are scored all the same, once more where they were in a process that died."""

@@ -139,8 +139,10 @@ def test_a_folder_with_several_splits_is_evaluated_on_one(runnable: Path) -> Non
     config = load_config(runnable, [f"data.train={folder}", "data.split=train", f"data.eval.gsm={{path: {folder}, split: test}}"])
     data = load_data(config)
     assert [e.prompt for e in (*data.train, *data.eval_sets["gsm"])] == ["train", "test"]
-    assert "write data.split=t" in cannot_run(runnable, f"data.train={folder}")
-    assert "write data.eval.NAME.split=t" in cannot_run(runnable, f"data.eval={folder}")
+    assert "write data.split=train" in cannot_run(runnable, f"data.train={folder}")
+    message = cannot_run(runnable, f"data.eval={folder}")
+    assert f"write data.eval='{{NAME: {{path: {folder}, split: test}}}}'" in message
+    load_data(load_config(runnable, [message.partition("write ")[2].replace("'", "").replace("NAME", "gsm")]))
     limited = [f"data.eval={{gsm: {{path: {runnable.parent / 'train.jsonl'}, limit: 1}}}}"]
     data = load_data(load_config(runnable, limited))
     assert data.eval_sets["gsm"] == data.train[:1] and data.counts["data.eval.gsm"] == (1, 1)

@@ -123,7 +123,8 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(tmp_path: Path, capsys: p
     folder = tmp_path / "runs" / "run"
     before = content(folder)
     code, said = train(config, "run.steps=2", ranks=1)
-    assert (code, said) == (0, f"{folder}: all 2 steps are done; for more of them write run.steps=NUMBER\n")
+    more = "for more of them write run.steps=NUMBER, for another run run.name=NAME"
+    assert (code, said) == (0, f"{folder}: all 2 steps are done; {more}\n")
     assert content(folder) == before
     (folder / "summary.json").write_text("{")
     with pytest.raises(SystemExit) as left:
