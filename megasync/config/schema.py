@@ -77,7 +77,7 @@ class RunConfig(Section):
     """How the terminal shows progress."""
     stop_at_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """sft: stop once held-out accuracy is there; 0: run all steps."""
-    hung_rank_timeout_seconds: Annotated[float, Field(ge=1)] = 300.0
+    hung_rank_timeout_seconds: Annotated[float, Field(ge=5)] = 300.0
     """A trainer rank that gives no sign of life for so long, because it was stopped or its machine is gone, ends the run."""
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore[0], AfterValidator(_each_once)] = (
         "tensorboard",
