@@ -6,6 +6,7 @@ Leaves out names, files and data (check.py).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -21,6 +22,7 @@ from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
 from megasync.launch.devices import visible_devices
+from megasync.launch.scope import RAY_ADDRESS
 
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
@@ -57,7 +59,8 @@ def check_served(config: Config, shape: ModelShape, *, on_gpus: bool) -> None:
 def check_cache_memory(config: Config) -> None:
     """On CPUs vLLM refuses a worker's KV cache that its host has no memory for, once it has started."""
     size, memory = config.rollout.kv_cache_bytes or 0, psutil.virtual_memory().total
-    is_served_here = find_spec("vllm") is not None and not visible_devices()
+    is_here = RAY_ADDRESS not in os.environ and config.rollout.ray_address == "local"
+    is_served_here = is_here and find_spec("vllm") is not None and not visible_devices()
     message = f"rollout.kv_cache_bytes = {size}: more than the memory of this machine"
     remedy = "write less, such as rollout.kv_cache_bytes=1GiB"
     refuse_if(is_served_here and size >= memory, message, memory=f"{memory} bytes, for all processes together", remedy=remedy)

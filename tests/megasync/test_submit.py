@@ -29,7 +29,8 @@ from megasync.launch.included import as_packages, import_roots, included_modules
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.stop_request import launched
-from megasync.submit import absolute_paths, job, main, parse
+from megasync.submit import absolute_paths, check, job, main, parse
+from tests.support.config_files import write_runnable
 from tests.support.processes import name_of
 
 if TYPE_CHECKING:
@@ -149,6 +150,13 @@ def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypat
     found = absolute_paths(config)
     keys = {"run.dir": "runs", "model.path": "model", "engine.lora.adapter_path": "adapter", "data.train": "a.jsonl"}
     assert found == [f'{key}="{tmp_path / name}"' for key, name in {**keys, "data.eval.math.path": "held_out"}.items()]
+
+
+@pytest.mark.parametrize("override", ["rollout.ray_address=auto", "rollout.kv_cache_bytes=900GiB"])
+def test_what_the_cluster_has_is_not_looked_for_here(tmp_path: Path, override: str) -> None:
+    """Where nothing is submitted, a machine without a Ray or with less memory is refused."""
+    options = parse([str(write_runnable(tmp_path)), override, "--address", "http://cluster:8265", "--num-ranks", "2"])
+    assert check(options, 2) == 0
 
 
 def test_a_job_of_this_machine_knows_that_a_former_stop_is_forgotten(tmp_path: Path) -> None:
