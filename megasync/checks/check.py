@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +42,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     check_layout(config, check_model_folder(config.model.path), world_size)
     if config.algorithm.name == "grpo":
         resolve_rewards(config.rollout.reward)
-        if find_spec("torch"):  # as for kernels
+        if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # as for kernels; rank 0 alone has rewards
             require_packages(config.rollout.reward)
         check_cache_memory(config)
         check_episodes(config)
