@@ -108,6 +108,7 @@ WITHOUT_KEY = {  # what has no key of ours: their names, and what to do
     "max_length max_seq_len max_seq_length": "write rollout.max_model_len, a prompt with its response",
     "use_vllm": "rollouts are always vLLM's",
 }
+SHORT = 3  # letters of a word that is near to some word of any section, as `foo` to `floor`
 ALIASES = {name: key for key, names in OTHERS_NAMES.items() for name in names.split()}
 ADVICE = {name: text for names, text in WITHOUT_KEY.items() for name in names.split()}
 ANY_NAME = "NAME"  # stands for a name that the config gives, in keys below a mapping of such names
@@ -201,4 +202,4 @@ def nearest_key(keys: Iterable[str], unknown: str) -> str:
         return alias if alias in keys else ""
     if near := nearest_name(name, siblings):
         return siblings[near]
-    return by_last.get(nearest_name(name, by_last), "")
+    return by_last.get(nearest_name(name, by_last), "") if len(name) > SHORT else ""

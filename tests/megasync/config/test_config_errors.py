@@ -259,7 +259,7 @@ def test_ranges_in_words() -> None:
     assert RANGES["sync.bucket_bytes"] == "at least 4096"
 
 
-@pytest.mark.parametrize("key", ["rollout.backend", "algorithm.gamma"])
+@pytest.mark.parametrize("key", ["rollout.backend", "algorithm.gamma", "engine.foo", "data.eval.t.foo"])
 def test_no_key_is_suggested_that_is_not_alike(empty: Path, key: str) -> None:
     message = refused(empty, f"{key}=1")
     assert "nearest:" not in message and "take the key out, or write one of the choices" in message
