@@ -98,6 +98,7 @@ def failing_save(path: str, root: str) -> dict[str, Any]:
             told = str(error)
             dist.barrier()  # rank 0 takes away what there is
             left = sorted(file.name for file in Path(root).iterdir())
+        dist.barrier()  # before it begins the next one
         whole = save(built, Path(root), path, digest=digest_tensor, asynchronous=True).wait()
         files = sorted(file.name for file in Path(root).iterdir())
         return {"told": told, "left": left, "then": files, "hf": len(list((whole / "hf").glob("*.safetensors")))}
