@@ -275,7 +275,10 @@ def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(run), "--prompt", "3"], "has no such response"),
         ([str(run), "--swap", "self_atn.attn"], "the model has no such module\n  nearest: self_attn.attn\n"),
         ([str(run), "--swap", "model.layers.9"], "the model has no such module"),
-        ([str(run), "--swap", "rotary_emb.q", "model.exact=true"], "attention turns queries and keys itself"),
+        (
+            [str(run), "--swap", "rotary_emb.q", "model.exact=true", "model.dtype=float32"],
+            "attention turns queries and keys itself",
+        ),
     ):
         with pytest.raises(SystemExit) as caught:
             bisect.main(arguments)
