@@ -8,6 +8,7 @@ group. Leaves out what is sent (nccl.py).
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -53,7 +54,7 @@ class Channel:
         self._group: Any = None
         self._next_look = 0.0
         self._under_way: deque[Any] = deque(maxlen=MAX_UNDER_WAY)  # the last broadcasts, which may not be over
-        self._deadline = 0.0  # of the last of them
+        self._deadline = math.inf  # of the last of them
         self._ended = ""  # why the thread ended the group: nothing that came is to be trusted
         self._closed = threading.Event()
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -117,9 +118,15 @@ class Channel:
                 return
 
     def _late(self) -> str:
+        """What is over is not looked at again: a query from this thread would break a CUDA graph that another one captures."""
+        deadline = self._deadline
+        if time.monotonic() < deadline + WATCH_MARGIN_SECONDS:
+            return ""
         with suppress(IndexError):  # closed in between
-            if time.monotonic() > self._deadline + WATCH_MARGIN_SECONDS and not self._under_way[-1].query():
+            if not self._under_way[-1].query():
                 return f"deadline passed: waits for {self.others}"
+        if self._deadline == deadline:
+            self._deadline = math.inf
         return ""
 
     def tell(self, key: str, value: bytes) -> None:
