@@ -9,6 +9,7 @@ nccl.py      process groups: NCCL between GPUs, gloo between CPUs; over
 lanes.py     from several senders to several hosts, and on inside of each, by
 ports.py     where one reader gets a lane's buckets from; over
 delta.py     what changed since the last sync, for slow links; over
-channel.py   one such group, its store, deadlines and aborts
+channel.py   one such group, its deadlines and aborts; over
+store.py     where its members find each other
 errors.py    what goes wrong in all of them
 """

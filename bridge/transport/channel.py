@@ -9,22 +9,19 @@ group. Leaves out what is sent (nccl.py).
 from __future__ import annotations
 
 import math
-import os
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 from torch import distributed
 
 from bridge.transport.errors import TransportError
+from bridge.transport.store import ABORT, SCHEME, STORE_TIMEOUT, connect_store, open_store, own_address
 
 dist: Any = distributed  # its stores and backends are not typed
 
@@ -32,12 +29,10 @@ POLL_SECONDS = 50e-6
 STORE_SECONDS = 10e-3  # between two looks into the store
 WATCH_SECONDS = 0.25  # between two looks of the thread
 WATCH_MARGIN_SECONDS = 5.0  # after the deadline, which whoever waits sees first
-STORE_TIMEOUT = timedelta(seconds=60)
 GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
 GLOO_MARGIN_SECONDS = 5.0  # gloo's own limit comes after the sync's, which says who waits for what
-SCHEME = "tcp://"
 MAX_UNDER_WAY = 8  # broadcasts: on CUDA a call waits where too much is queued, and nobody looks for aborts then
-ABORT, JOINED = "abort", "joined"
+JOINED = "joined"
 
 
 class Channel:
@@ -69,10 +64,9 @@ class Channel:
     @staticmethod
     def connect(endpoint: str, rank: int, size: int, device: torch.device, deadline: float) -> Channel:
         """A reader's side. Raises TransportError when nobody listens there."""
-        host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
         left = min(STORE_TIMEOUT, timedelta(seconds=max(1.0, deadline - time.monotonic())))
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=left)
+            store = connect_store(endpoint, left)
             store.set_timeout(STORE_TIMEOUT)
         except RuntimeError as error:
             raise TransportError(f"cannot reach the sender at {endpoint}: {_first_line(error)}") from None
@@ -255,54 +249,6 @@ def _leave(group: list[Any], under_way: list[Any]) -> None:
         time.sleep(STORE_SECONDS)
     under_way.clear()
     group.clear()
-
-
-def abort_all(endpoints: Collection[str], reason: str) -> None:
-    """`abort_at` all of them at once: each may take its time, where a sender was stopped."""
-    with ThreadPoolExecutor(max(1, len(endpoints)), thread_name_prefix="megasync-abort") as threads:
-        list(threads.map(lambda endpoint: abort_at(endpoint, reason), endpoints))
-
-
-def abort_at(endpoint: str, reason: str) -> None:
-    """Tell the members of a group that this process is not in; nothing where the sender is gone."""
-    host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
-    try:
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
-        store.compare_set(ABORT, "", reason)
-    except RuntimeError:
-        return
-
-
-def open_store(address: str) -> Any:
-    """A store that listens on `address` alone, on any free port; torch's own listens on all of the machine's addresses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        listener = socket.create_server((address, 0), family=family)
-    except OSError:  # the address of a gateway before this machine
-        listener = socket.create_server(("", 0), family=family)
-    with listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT, master_listen_fd=listener.detach()
-        )
-
-
-def own_address() -> str:
-    """The address under which the other members reach this host: that of the interface which gloo is told to use, if any, else
-    the one with the route to MASTER_ADDR; the loopback's where there is no network.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    for entry in psutil.net_if_addrs().get(interface, []):
-        if entry.family == socket.AF_INET:
-            return str(entry.address)
-    target = os.environ.get("MASTER_ADDR", "")
-    target = target if target not in ("", "localhost", "127.0.0.1", "::1") else "192.0.2.1"  # RFC 5737: never sent to
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import torch
 from bridge.config import Transport
 from bridge.layout.bucket import StagePlan
 from bridge.layout.lanes import LanePlan
-from bridge.transport import channel, delta, ipc, shm
+from bridge.transport import delta, ipc, shm, store
 from bridge.transport.delta import DeltaReader, DeltaWriter
 from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.lanes import LaneReader
@@ -68,7 +68,7 @@ def open_reader(
     """The side of worker `reader` of the `num_readers` workers of all replicas, which computes on `device`."""
     if lanes is not None:
         return LaneReader(endpoints, reader, lanes, device)
-    if endpoints[0].startswith(channel.SCHEME):
+    if endpoints[0].startswith(store.SCHEME):
         return GroupReader(endpoints, reader, num_readers, device)
     if endpoints[0].startswith(delta.SCHEME):
         return DeltaReader(endpoints, reader, num_readers, device)
@@ -78,7 +78,7 @@ def open_reader(
 
 def abort_endpoints(endpoints: Collection[str], reason: str) -> None:
     """Wake up everyone who waits at other processes' writers, all at once; nothing where one is gone."""
-    groups = {endpoint for endpoint in endpoints if endpoint.startswith((channel.SCHEME, delta.SCHEME))}
+    groups = {endpoint for endpoint in endpoints if endpoint.startswith((store.SCHEME, delta.SCHEME))}
     for endpoint in set(endpoints) - groups:
         abort_segment(shm.segment_path(endpoint), reason)
-    channel.abort_all([endpoint.removeprefix(delta.SCHEME) for endpoint in groups], reason)
+    store.abort_all([endpoint.removeprefix(delta.SCHEME) for endpoint in groups], reason)

@@ -57,7 +57,7 @@ class TrainerRank:
 
     def open_store(self) -> tuple[str, int]:
         """Address and port of a new store through which the ranks find each other; it lives as long as this process."""
-        from bridge.transport.channel import open_store
+        from bridge.transport.store import open_store
 
         address = ray.util.get_node_ip_address()
         self._store = open_store(address)

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU
-from bridge.transport.channel import open_store
+from bridge.transport.store import open_store
 from megasync.config.errors import main_errors, refuse_if
 from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config, save_config

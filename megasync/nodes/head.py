@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.transport.channel import open_store
+from bridge.transport.store import open_store
 from engine.config import ParallelConfig
 from engine.rules import ranks_problem
 from megasync.config.files import is_asked_to_stop

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import psutil
 
-from bridge.transport.channel import own_address
+from bridge.transport.store import own_address
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices

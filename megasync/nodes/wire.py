@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bridge.transport.channel import own_address
+from bridge.transport.store import own_address
 
 dist: Any = distributed  # its stores are not typed
 

@@ -72,7 +72,7 @@ class Ranks:
     """Processes that take one call after another from a folder."""
 
     def __init__(self, num_ranks: int) -> None:
-        from bridge.transport.channel import open_store
+        from bridge.transport.store import open_store
         from megasync.launch.driver import Place, rank_environments
         from megasync.launch.scope import LOOPBACK
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bridge.transport.channel import Channel, own_address
+from bridge.transport.channel import Channel
+from bridge.transport.store import own_address
 from megasync.launch.ray_cluster import free_port
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.transport.channel import open_store
+from bridge.transport.store import open_store
 from megasync.run.heartbeat import Heartbeat, LastSeen, watched_ranks
 from tests.support.ranks import ROOT, run_ranks
 
