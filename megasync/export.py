@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
-from megasync.config.files import VERSIONS, flush
+from megasync.config.files import CHECKPOINTS, VERSIONS, flush
 from megasync.config.load import load_config
 from megasync.hf.folder import check_weights, model_shape, read_json_object
 from megasync.hf.merge import merge_adapter
@@ -32,9 +32,15 @@ from megasync.reporting.log import CONFIG_FILE
 CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint/folder.py names them
 
 
+def run_and_step(folder: Path) -> tuple[Path, int | None]:
+    """Those of a checkpoint's folder; of any other the folder itself and None."""
+    match = CHECKPOINT.fullmatch(folder.name)
+    return (folder.parents[1], int(match[1])) if match and folder.parent.name == CHECKPOINTS else (folder, None)
+
+
 def checkpoints_of(run: Path) -> dict[int, Path]:
     """The finished checkpoints of a run by their number of steps, in order."""
-    folders = sorted((run / "checkpoints").glob("step_*"))
+    folders = sorted((run / CHECKPOINTS).glob("step_*"))
     return {int(match[1]): folder for folder in folders if (match := CHECKPOINT.fullmatch(folder.name))}
 
 
@@ -107,8 +113,10 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     Raises:
         ConfigError: nothing to copy, a file of it is cut off, or `target` is in use or cannot be written.
     """
-    run, step = _run_of(run, step)
-    source = find_weights(run, step)
+    folder, (run, own) = run, run_and_step(run)
+    message, remedy = f"--step {step}: {folder} is the checkpoint of step {own}", "leave --step out, or name the run"
+    refuse_if(own is not None and step not in (None, own), message, remedy=remedy)
+    source = find_weights(run, step if own is None else own)
     if adapter or merge:
         source = find_adapter(source, "--merge" if merge else "--adapter")
     elif source.with_name("adapter").is_dir():
@@ -156,18 +164,6 @@ def export_version(run: Path, target: Path, version: int) -> Path:
     except VersionLogError as error:
         raise ConfigError(str(error), remedy="take another version, or a checkpoint with --step") from error
     return log
-
-
-def _run_of(folder: Path, step: int | None) -> tuple[Path, int | None]:
-    """The run and the step of a checkpoint's folder, which may be named, too; others as they are."""
-    place = folder.resolve()
-    match = CHECKPOINT.fullmatch(place.name)
-    if not match or place.parent.name != "checkpoints" or not place.is_dir():
-        return folder, step
-    own = int(match[1])
-    message, remedy = f"--step {step}: {folder} is the checkpoint of step {own}", "leave --step out, or name the run"
-    refuse_if(step not in (None, own), message, remedy=remedy)
-    return place.parents[1], own
 
 
 def _check_free(target: Path) -> None:

@@ -71,13 +71,13 @@ def check_ray(config: Config) -> None:
     address = config.rollout.ray_address
     if config.algorithm.name != "grpo" or RAY_ADDRESS in os.environ or _is_within_ray():
         return
-    problem = unreachable(address) if address != "auto" else not_found()
+    problem = unreachable(address) if address != "auto" else why_no_ray()
     if problem:
         remedy = "start that Ray (ray start --head), correct the address, or write rollout.ray_address=local"
         raise ConfigError(f"rollout.ray_address = {address}: {problem}", choices="local, auto, HOST:PORT", remedy=remedy)
 
 
-def not_found() -> str:
+def why_no_ray() -> str:
     """Why ray_address=auto finds no Ray; empty where it does. By itself Ray takes that of another run, which lets nobody in."""
     given = os.environ.get("RAY_ADDRESS", "")
     if not given and CURRENT_CLUSTER.is_file():

@@ -19,11 +19,11 @@ from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.config.files import VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.export import CHECKPOINT, checkpoints_of, export, export_version, find_weights
+from megasync.export import checkpoints_of, export, export_version, find_weights, run_and_step
 from megasync.hf.folder import check_model_folder, read_json_object
 from megasync.reporting.log import CONFIG_FILE
 
-HF, ADAPTER, CHECKPOINTS = "hf", "adapter", "checkpoints"
+HF, ADAPTER = "hf", "adapter"
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,13 @@ def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Pat
     """
     folder = target if target.name == HF else None
     inner = target.parent if target.name in (HF, ADAPTER) else target
-    match = CHECKPOINT.fullmatch(inner.name)
-    run = inner.parents[1] if match and inner.parent.name == CHECKPOINTS else inner
+    run, own = run_and_step(inner)
     if not (run / CONFIG_FILE).is_file():
         return None
-    own = int(match[1]) if match else None
     message = f"--step {step}: {target} names the weights itself"
     remedy = f"leave --step out, or name the run: {_short(run)} --step {step}"
-    refuse_if(step is not None and step != own and (match or folder), message, remedy=remedy)
-    return run, own if match else step, folder
+    refuse_if(step is not None and step != own and (own is not None or folder is not None), message, remedy=remedy)
+    return run, step if own is None else own, folder
 
 
 def _weights_of(run: Path, step: int | None, scratch: Path) -> Path:
