@@ -38,7 +38,8 @@ JOINED = "joined"
 class Channel:
     """Broadcasts from rank 0.
 
-    On CUDA everything is queued on `stream`; while all members are there nothing blocks but `meet`, `wait` and a broadcast after MAX_UNDER_WAY others.
+    On CUDA everything is queued on `stream`; while all members are there nothing blocks but `meet`, `wait` and a broadcast after
+    MAX_UNDER_WAY others.
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, name: str = "") -> None:
