@@ -67,13 +67,15 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         threading.Thread(target=import_engine, daemon=True).start()
         try:
             with serve(config) as pool:
+                started = time.monotonic()
                 response, passes = traced(pool, response, prompts, config, scratch)
-            replica_seconds = time.monotonic() - begin
+                passed = time.monotonic()
+            ended = time.monotonic()
             found = judged(chosen, passes, response, given.swap)
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return FAILED
-        found.seconds["replica"] = replica_seconds
+        found.seconds.update({"replica's start": started - begin, "its passes": passed - started, "its end": ended - passed})
     tell(chosen, response, found, given)
     return WRONG if found.culprit is not None else 0
 
