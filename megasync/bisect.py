@@ -6,26 +6,26 @@
 
 Both sides, the trainer's megatron-core model and a real vLLM replica, are led through one response; each module is compared with
 what it should give for what it got, in float64. Exit codes: 0 nothing but rounding; 1 a module is wrong; 2 nothing was started;
-3 failed while it was going on. On one device: the replica first, then the trainer's model. Leaves out experts, Gemma 3,
-multi-latent attention and replicas of several workers.
+3 failed while it was going on. Leaves out experts, Gemma 3, multi-latent attention and replicas of several workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasync.comparing.response import Response, generated, recorded
-from megasync.comparing.weights import Chosen, adapter_of, choose
+from megasync.comparing.weights import Chosen, choose
 from megasync.config.errors import main_errors
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
+from megasync.hf.folder import model_shape
+from megasync.planning.replicas import cache_bytes_per_token
 from megasync.reporting.log import json_text
 from megasync.serving import answers
 from megasync.serving.replicas import served
@@ -33,10 +33,17 @@ from megasync.serving.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
-    from megasync.comparing.compare import Found, Passes, References
+    from megasync.comparing.compare import Found, Passes
 
 WRONG, FAILED = 1, 3
+SPARE_TOKENS = 1024  # of a KV cache: blocks that are not full, and one that vLLM keeps for itself
+LEAST_UTILIZATION = 0.01  # of a GPU's memory, which vLLM only asks for at its start where the cache's size is given
 Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+
+
+def served_cold(config: Config) -> AbstractContextManager[ReplicaPool]:
+    """One response needs few of the kernels that vLLM would compile at its start."""
+    return served(config, warms_up=False)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -51,10 +58,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(arguments))
 
 
-def main(arguments: Sequence[str], serve: Serve = served) -> int:
+def main(arguments: Sequence[str], serve: Serve = served_cold) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
-    begin = time.monotonic()
     with scratch_folder() as scratch:
         with main_errors():
             chosen = choose(given.run, scratch, given.step, given.overrides)
@@ -64,18 +70,11 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             response = recorded(given.run, prompts, chosen.step, given.prompt)
             if given.swap:
                 refuse_unknown(given.swap, chosen)
-        threading.Thread(target=import_engine, daemon=True).start()
         try:
-            with serve(config) as pool:
-                started = time.monotonic()
-                response, passes = traced(pool, response, prompts, config, scratch)
-                passed = time.monotonic()
-            ended = time.monotonic()
-            found = judged(chosen, passes, response, given.swap)
+            response, found = compared(chosen, config, response, prompts, given.swap, serve, scratch)
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return FAILED
-        found.seconds.update({"replica's start": started - begin, "its passes": passed - started, "its end": ended - passed})
     tell(chosen, response, found, given)
     return WRONG if found.culprit is not None else 0
 
@@ -89,10 +88,43 @@ def refuse_unknown(swap: str, chosen: Chosen) -> None:
 
 
 def for_one_replica(config: Config) -> Config:
-    """Of one worker, whose modules are called one by one: neither compiled nor in CUDA graphs."""
-    changes = {"replicas": 1, "min_replicas": 1, "tensor_parallel": 1, "enforce_eager": True, "ray_address": "local"}
-    data = config.data.model_copy(update={"eval": ""})
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=changes), "data": data})
+    """Of one worker, whose modules are called one by one: neither compiled nor in CUDA graphs. Its cache has room for two of the
+    longest sequences, so that it leaves some for the trainer's model.
+    """
+    config = _changed(config, replicas=1, min_replicas=1, tensor_parallel=1, max_num_seqs=1)
+    config = _changed(config, enforce_eager=True, ray_address="local")
+    if longest := config.rollout.max_model_len:
+        needed = cache_bytes_per_token(config, model_shape(Path(config.model.path))) * (2 * longest + SPARE_TOKENS)
+        cache = min(needed, config.rollout.kv_cache_bytes or needed)
+        config = _changed(config, kv_cache_bytes=cache, gpu_memory_utilization=LEAST_UTILIZATION)
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval": ""})})
+
+
+def _changed(config: Config, **keys: Any) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})
+
+
+def compared(
+    chosen: Chosen, config: Config, response: Response | None, prompts: Prompts, swap: str, serve: Serve, scratch: Path
+) -> tuple[Response, Found]:
+    """`config`: the replica's. Both sides at once where the device has room for both, else the replica first.
+
+    Raises:
+        RuntimeError, ValueError: one of them did not start, or failed.
+    """
+    from megasync.comparing.trainer_side import TrainerSide
+
+    begin = time.monotonic()
+    with TrainerSide(chosen, config, response) as trainer:
+        with serve(config) as pool:
+            started = time.monotonic()
+            response, passes = traced(pool, response, prompts, config, scratch)
+            passed = time.monotonic()
+            trainer.judge(passes, response, swap)
+        ended = time.monotonic()
+        found = trainer.found()
+    found.seconds.update({"replica's start": started - begin, "its passes": passed - started, "its end": ended - passed})
+    return response, found
 
 
 def traced(
@@ -102,44 +134,6 @@ def traced(
 
     response = response or generated(pool, prompts, config)
     return response, trace_replica(pool, response, config.rollout.temperature, scratch)
-
-
-def import_engine() -> None:
-    """What the trainer's side needs, while the replica starts: seconds of either."""
-    import engine.trace  # noqa: F401
-    import megasync.comparing.compare  # noqa: F401
-
-
-def judged(chosen: Chosen, passes: Passes, response: Response, swap: str) -> Found:
-    """With the trainer's model, in this process."""
-    from engine.config import ParallelConfig
-    from engine.runtime import parallel
-    from engine.trace import Forward
-    from megasync.comparing.compare import compare
-
-    config = chosen.config
-    parallel.initialize(ParallelConfig(), config.run.seed)
-    try:
-        forward = Forward(config.model, config.engine, temperature=config.rollout.temperature, **chosen.engine_arguments)
-        return compare(forward, passes, response, references(chosen), swap)
-    finally:
-        parallel.shutdown()
-
-
-def references(chosen: Chosen) -> References:
-    import torch
-
-    from engine.runtime.device import compute_device
-    from megasync.comparing.cases import Known
-    from megasync.comparing.compare import References
-    from megasync.comparing.reference import Reference
-    from megasync.comparing.shape import Parameters, Shape
-
-    dtype, device, adapter = getattr(torch, chosen.config.model.dtype), compute_device(), adapter_of(chosen.adapter)
-    shape, temperature = Shape.of(Path(chosen.served.model.path)), chosen.config.rollout.temperature
-    trainer, replica = Parameters(chosen.base, dtype, device, adapter), Parameters(Path(chosen.served.model.path), dtype, device)
-    formers = {name: Parameters(path, dtype, device) for name, path in chosen.formers.items()}
-    return References(Reference(shape, trainer, temperature), Reference(shape, replica, temperature), Known(adapter, formers))
 
 
 def tell(chosen: Chosen, response: Response, found: Found, given: argparse.Namespace) -> None:

@@ -10,5 +10,6 @@ kinds.py            guesses for all, and patterns where none fits
 response.py         the response
 weights.py          the weights, as each side has them
 compare.py          all of it together
+trainer_side.py     the trainer's model and the references, beside a replica
 text.py             what was found, in words
 """

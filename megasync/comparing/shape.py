@@ -99,7 +99,8 @@ def layer_of(site: str) -> int | None:
 class Parameters:
     """The tensors of a folder in float64, rounded to the dtype that they are computed in; read when they are asked for.
 
-    `adapter`: low-rank updates by linear, each (A, B, scale), which one side adds unmerged.
+    `adapter`: low-rank updates by linear, each (A, B, scale), which one side adds unmerged. `keep_bytes`: so much of what was
+    read stays on the device, in `dtype`.
     """
 
     def __init__(
@@ -108,9 +109,12 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         adapter: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]] | None = None,
+        keep_bytes: int = 0,
     ) -> None:
         self.dtype, self.device, self.adapter = dtype, device, dict(adapter or {})
         self._file_of: dict[str, Path] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._keep_bytes = keep_bytes  # that are left
         self._layer: int | None = None  # whose parameters are given for any layer's
         for path in weight_files(folder):
             with safe_open(path, framework="pt") as file:
@@ -127,8 +131,22 @@ class Parameters:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self._place(name)
+        return (self._kept[place] if place in self._kept else self._read(place)).double()
+
+    def read_ahead(self) -> None:
+        """As much as is to stay on the device."""
+        for place in self._file_of:
+            if self._keep_bytes <= 0:
+                return
+            self._read(place)
+
+    def _read(self, place: str) -> torch.Tensor:
         with safe_open(self._file_of[place], framework="pt") as file:
-            return self._rounded(file.get_tensor(place))
+            found: torch.Tensor = file.get_tensor(place).to(self.device).to(self.dtype)
+        if found.nbytes <= self._keep_bytes:
+            self._kept[place] = found
+            self._keep_bytes -= found.nbytes
+        return found
 
     def factors(self, linear: str) -> tuple[torch.Tensor, torch.Tensor, float] | None:
         """A and B in float64, and the scale."""

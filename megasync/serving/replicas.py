@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megasync.config.schema import Config
@@ -20,17 +21,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def served(config: Config) -> Iterator[ReplicaPool]:
-    """For a command: what it starts and leaves on the disk ends with the block, whatever happens in it."""
+def served(config: Config, *, warms_up: bool = True) -> Iterator[ReplicaPool]:
+    """For a command: what it starts and leaves on the disk ends with the block, whatever happens in it.
+
+    `warms_up`: kernels are compiled at the start, not by the first requests that need them.
+    """
     if config.rollout.ray_address == "local":
         listen_on_loopback()
     end_on_sigterm()
-    with run_scope(), replicas(config) as pool:
+    with run_scope(), replicas(config, warms_up=warms_up) as pool:
         yield pool
 
 
 @contextmanager
-def replicas(config: Config) -> Iterator[ReplicaPool]:
+def replicas(config: Config, *, warms_up: bool = True) -> Iterator[ReplicaPool]:
     """`rollout.replicas` of them, as a run has them.
 
     Raises:
@@ -42,7 +46,7 @@ def replicas(config: Config) -> Iterator[ReplicaPool]:
 
     stop_ray = start_ray(config.rollout.ray_address)
     try:
-        pool = ReplicaPool.start(replica_config(config), config.rollout.replicas)
+        pool = ReplicaPool.start(replace(replica_config(config), warms_up=warms_up), config.rollout.replicas)
         try:
             yield pool
         finally:

@@ -6,6 +6,7 @@ arguments.py     which fields of its EngineArgs a config may set
 outputs.py       tokens that wait in its engine core until their request ends
 plain_tokens.py  how they pass most of its scheduler by
 trace.py         one sequence, every tensor on the way kept
+unwarmed.py      a worker that compiles kernels when they are needed
 routing.py       which experts a response's tokens had
 patches.py       what has no door in vLLM: changed in place, with reason, version and test
 """

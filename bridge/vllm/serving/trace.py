@@ -19,6 +19,7 @@ import torch
 
 Keep = Callable[[str, torch.Tensor], None]
 SECOND_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"  # the one of the model runner that 0.26 has for dense models on GPUs
+DEVICE_BYTES = 2**28  # of copies that wait on the device: one by one, some ten thousand a pass, each would be waited for
 
 
 class Tracing:
@@ -26,7 +27,9 @@ class Tracing:
 
     def __init__(self, model_runner: Any, token_ids: Sequence[int], num_prompt: int) -> None:
         self._tokens, self._num_prompt = list(token_ids), num_prompt
-        self._found: dict[str, list[torch.Tensor]] = {}
+        self._found: dict[str, list[torch.Tensor]] = {}  # in host memory
+        self._recent: dict[str, list[torch.Tensor]] = {}  # where they were computed
+        self._recent_bytes = 0
         self._handles: list[Any] = []
         self._next = 0  # the position that is computed next
         self._sampler = model_runner.sampler
@@ -46,6 +49,7 @@ class Tracing:
         from safetensors.torch import save_file
 
         self.leave()
+        self._bring()
         tensors = {name: torch.cat(rows) for name, rows in self._found.items()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         return len(tensors["positions"])
@@ -105,7 +109,7 @@ class Tracing:
     def _keep_positions(self, positions: torch.Tensor) -> None:
         """Layers may share one rotary embedding: the first call of a pass counts."""
         first = int(positions[0])
-        if first >= self._next or not self._found.get("positions"):
+        if first >= self._next or "positions" not in {**self._found, **self._recent}:
             self._keep("positions", positions)
             self._next = int(positions[-1]) + 1
 
@@ -127,7 +131,16 @@ class Tracing:
 
     def _keep(self, name: str, value: torch.Tensor) -> None:
         """A copy: what follows writes over many of these."""
-        self._found.setdefault(name, []).append(value.detach().to("cpu", copy=True))
+        self._recent.setdefault(name, []).append(value.detach().clone(memory_format=torch.contiguous_format))
+        self._recent_bytes += value.nbytes
+        if self._recent_bytes > DEVICE_BYTES:
+            self._bring()
+
+    def _bring(self) -> None:
+        """What was kept since the last time, into host memory, a copy for each module."""
+        for name, rows in self._recent.items():
+            self._found.setdefault(name, []).append(torch.cat(rows).cpu())
+        self._recent, self._recent_bytes = {}, 0
 
     # ------------------------------------------------------------------------------------------------ tokens
 

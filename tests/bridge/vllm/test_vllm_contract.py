@@ -285,3 +285,18 @@ def test_what_torchrun_told_the_trainer_is_forgotten(monkeypatch: pytest.MonkeyP
     wait = timedelta(seconds=20)
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1, timeout=wait)
     torch.distributed.destroy_process_group()
+
+
+def test_a_worker_that_compiles_nothing_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm/serving/unwarmed.py: the method that it replaces is vLLM's, as is what that returns."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert "worker_cls" not in api.engine_arguments(ReplicaConfig("model", warms_up=False))  # a CPU's has no such kernels
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "worker_cls" not in api.engine_arguments(ReplicaConfig("model"))
+    name = api.engine_arguments(ReplicaConfig("model", warms_up=False))["worker_cls"]
+    worker = resolve_obj_by_qualname(name)
+    assert issubclass(worker, Worker)
+    assert worker.compile_or_warm_up_model is not Worker.compile_or_warm_up_model
+    assert worker.compile_or_warm_up_model(None)._fields == ("language_model", "encoder")

@@ -1,0 +1,58 @@
+"""The trainer's side of bisect begins beside a replica where the device has room for both; weights are read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasync.bisect import for_one_replica
+from megasync.comparing.shape import Parameters
+from megasync.comparing.trainer_side import SPARE_BYTES, both_fit, weight_bytes
+from megasync.config.load import load_config
+from megasync.hf.folder import model_shape
+from megasync.planning.hardware import GIB
+from megasync.planning.replicas import cache_bytes_per_token
+from tests.support.config_files import write_runnable
+from tests.support.tiny_models import write_tiny_model
+
+
+def test_a_replica_to_be_compared_has_a_cache_for_two_sequences_and_no_more(tmp_path: Path) -> None:
+    given = ["rollout.max_model_len=64", "rollout.kv_cache_bytes=40GiB", "rollout.tensor_parallel=2"]
+    config = load_config(write_runnable(tmp_path), given)
+    one = for_one_replica(config)
+    per_token = cache_bytes_per_token(one, model_shape(Path(config.model.path)))
+    assert 2 * 64 * per_token < (one.rollout.kv_cache_bytes or 0) < 2 * (2 * 64 + 1024) * per_token
+    small = config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_cache_bytes": 64 * per_token})})
+    assert for_one_replica(small).rollout.kv_cache_bytes == 64 * per_token
+    assert (one.rollout.tensor_parallel, one.rollout.max_num_seqs, one.rollout.enforce_eager) == (1, 1, True)
+
+
+@pytest.mark.parametrize(("free_bytes", "expected"), [(40 * GIB, True), (SPARE_BYTES, False)])
+def test_both_fit_where_weights_are_there_three_times(tmp_path: Path, free_bytes: int, expected: bool) -> None:
+    config = for_one_replica(load_config(write_runnable(tmp_path), ["rollout.max_model_len=64"]))
+    assert both_fit(config, free_bytes) is expected
+    unknown = config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_cache_bytes": None})})
+    assert not both_fit(unknown, free_bytes)  # vLLM takes what is free
+
+
+def test_weights_that_are_kept_are_those_of_the_folder(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "qwen3")
+    plain = Parameters(folder, torch.bfloat16, torch.device("cpu"))
+    names = [name for name in plain._file_of if name.endswith("weight")]
+    some = sum(plain[name].nbytes for name in names) // 8  # half of them: two bytes an element
+    kept = Parameters(folder, torch.bfloat16, torch.device("cpu"), keep_bytes=some)
+    kept.read_ahead()
+    assert 0 < len(kept._kept) < len(names)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    for name in kept._kept:
+        assert kept[name].dtype == torch.float64
+        assert kept.as_if_all_were(0)[name].dtype == torch.float64
+
+
+def test_weights_count_in_the_dtype_that_they_are_computed_in(tmp_path: Path) -> None:
+    config = load_config(write_runnable(tmp_path), ["model.dtype=bfloat16"])
+    wide = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    assert weight_bytes(wide) == 2 * weight_bytes(config) > 0
