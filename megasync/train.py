@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.checks.unused import unused_keys
+from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import main_errors
 from megasync.config.files import lock, newest_checkpoint
 from megasync.config.load import load_config
@@ -101,6 +102,8 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         data = check_config(config, num_ranks)
         check_ray(config)
         why = why_done(config)
+        if given.check:
+            ask_vllm(config)
     if why:
         print(f"{config.run.folder}: {why}")
         return 0

@@ -11,5 +11,6 @@ memory.py     layouts that cannot hold a batch
 resume.py     the checkpoint that the run would go on from
 settings.py   keys, ranks and the model's shape: what plans are checked by, too
 sizes.py      the model's sizes against the layout and the number of ranks
+vllm_arguments.py  whether vLLM takes its arguments, asked of itself
 unused.py     keys that have no effect beside others
 """

@@ -20,6 +20,7 @@ from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.unused import unused_keys
+from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.files import CHECKPOINTS, has_results
 from megasync.config.load import load_config
@@ -115,6 +116,7 @@ def main() -> None:
     with main_errors():
         config = load_config(arguments.config, arguments.overrides)
         check_config(config, arguments.num_ranks)
+        ask_vllm(config)
     for note in unused_keys(config):
         print(note)
     print(f"{arguments.config}: can run on {arguments.num_ranks} ranks")

@@ -13,6 +13,7 @@ from megasync.checks.settings import check_layout
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError
 from megasync.hf.folder import model_shape
+from megasync.checks.vllm_arguments import ask_vllm
 from megasync.rewards.resolve import require_packages
 from tests.support.config_files import cannot_run, command, refused, write, write_model, write_runnable
 
@@ -65,6 +66,14 @@ def test_arguments_of_vllm_that_cannot_be(runnable: Path, override: str, words: 
     message = cannot_run(runnable, f"rollout.engine_arguments.{override}")
     assert message.startswith(f"rollout.engine_arguments.{override.partition('=')[0]} = ")
     assert words in message and "remedy:" in message
+
+
+def test_vllm_itself_is_asked_before_a_check_says_that_it_can_run(runnable: Path) -> None:
+    ask_vllm(load_config(runnable, ["rollout.max_model_len=1280", "rollout.engine_arguments.max_num_batched_tokens=4096"]))
+    config = load_config(runnable, ["rollout.max_model_len=1280", "rollout.engine_arguments.max_num_batched_tokens=8"])
+    check_config(config, 2)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens\): vLLM refuses them\n  vllm says: [\s\S]*1280"):
+        ask_vllm(config)
 
 
 def test_arguments_of_vllm(runnable: Path) -> None:
