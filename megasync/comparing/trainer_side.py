@@ -83,6 +83,7 @@ class TrainerSide:
         from engine.trace import Forward
 
         config = self._chosen.config
+        compile_here()
         parallel.initialize(ParallelConfig(), config.run.seed)
         self._forward = Forward(
             config.model, config.engine, temperature=config.rollout.temperature, **self._chosen.engine_arguments
@@ -101,6 +102,16 @@ class TrainerSide:
         assert self._forward is not None
         assert self._references is not None
         return compare(self._forward, passes, response, self._references, swap)
+
+
+def compile_here() -> None:
+    """torch's compiler without processes of its own, for whose end a command that ends all that it has started would wait."""
+    from engine.runtime.device import compiles
+
+    if compiles():
+        import torch._inductor.config
+
+        torch._inductor.config.compile_threads = 1
 
 
 def free_bytes() -> int:
