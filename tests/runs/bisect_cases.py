@@ -13,7 +13,7 @@ import torch
 from engine.config import ParallelConfig
 from engine.runtime import parallel
 from engine.trace import Forward
-from megasync.bisect import references
+from megasync.comparing.trainer_side import references
 from megasync.comparing.compare import Found, Passes, compare
 from megasync.comparing.response import Response
 from megasync.comparing.text import as_json, lines
@@ -35,7 +35,7 @@ def outcome(found: Found) -> dict[str, Any]:
 def replica_faults(run: Path, passes: dict[str, Passes], response: Response, scratch: Path) -> dict[str, dict[str, Any]]:
     """What is found of a sound trainer and each of these traces of replicas."""
     with forwards(run, scratch) as (chosen, forward):
-        refs = references(chosen)
+        refs = references(chosen, keep_bytes=0)
         return {name: outcome(compare(forward, each, response, refs)) for name, each in passes.items()}
 
 
@@ -43,7 +43,7 @@ def trainer_faults(run: Path, lora_run: Path, passes: Passes, response: Response
     """Of each fault alone, and without any; of one also what it adds to the gap."""
     found = {}
     with forwards(run, scratch) as (chosen, forward):
-        refs = references(chosen)
+        refs = references(chosen, keep_bytes=0)
         found["none"] = outcome(sound := compare(forward, passes, response, refs, swap="mlp.act_fn"))
         found["told"] = {"lines": list(lines(chosen.name, response, sound, "mlp.act_fn"))}
         for name, fault in FAULTS.items():
@@ -60,7 +60,7 @@ def trainer_faults(run: Path, lora_run: Path, passes: Passes, response: Response
         chosen,
         forward,
     ):
-        refs = references(chosen)
+        refs = references(chosen, keep_bytes=0)
         found["adapter"] = outcome(compare(forward, passes, response, refs))
         forward.model.decoder.layers[1].mlp.linear_fc2.lora_scale *= 2
         found["LoRA scale"] = outcome(compare(forward, passes, response, refs))
