@@ -196,7 +196,7 @@ def test_of_those_that_share_a_process_the_right_one_is_named(deed: str, words: 
 def test_those_behind_a_sample_that_ends_their_process_are_scored_by_another(deed: str) -> None:
     """Short calls are sent ahead; the limit of each begins when it does."""
     samples = given(*["good"] * 300, deed, *["fine"] * 300)
-    keys = {"reward_timeout_seconds": 0.5, "reward_processes": 1}
+    keys = {"reward_timeout_seconds": 2, "reward_processes": 1}
     assert "data line: 301" in failure(f"{CASES}:deed", *samples, **keys)
     assert totals(f"{CASES}:deed", samples, reward_on_failure="zero", **keys) == [4] * 300 + [0] + [4] * 300
 
