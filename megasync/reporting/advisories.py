@@ -1,15 +1,16 @@
 """Advisories: what a run's metrics say is going wrong, with the threshold, the evidence and what to try. Pure functions.
 
 Each condition looks at the lines of metrics.jsonl and evaluations.jsonl alone. Metrics that a run does not have, and runs that
-are too short to tell, fire nothing. Leaves out the report (sections.py).
+are too short to tell, fire nothing. What to try says which of it the run has already. Leaves out the report (sections.py).
 
-    for advisory in advisories(read_metrics(folder), read_evaluations(folder)):
+    for advisory in advisories(record.steps, record.evaluations, record.get):
         advisory.title, advisory.evidence, advisory.remedy
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 RECENT = 10  # most conditions look at so many last steps
 FEWEST = 5  # and at no run with fewer
+SETTING = re.compile(r"\b([a-z]+(?:\.[a-z_]+)+)=([a-z0-9]+(?:\.\d+)?)")  # in a remedy: a key of the config and its value
 START_STEPS = 2  # which compile, allocate and fill the replicas, and say nothing of speed
 
 Lines = Sequence[Mapping[str, Any]]
@@ -264,7 +266,7 @@ CONDITIONS = (
               "rollout.max_num_seqs large enough for two batches, or another rollout.max_staleness",
               _convoy, covers=("trainer_waits",)),
     Condition("trainer_waits", "The trainer waits for rollouts", "above 30 % of the time, asynchronous runs",
-              "more rollout.replicas, a larger rollout.max_staleness or rollout.max_num_seqs, CUDA graphs (enforce_eager=false)",
+              "more rollout.replicas, a larger rollout.max_staleness or rollout.max_num_seqs, or rollout.enforce_eager=false",
               _trainer_waits),
     Condition("replicas_paused", "The replicas stand still for syncs", "above 20 % of the time, asynchronous runs",
               "rollout.on_update=continue, which holds running samples in the place of waiting for them", _replicas_paused),
@@ -276,12 +278,22 @@ CONDITIONS = (
 )  # fmt: skip
 
 
-def advisories(steps: Lines, evaluations: Lines = ()) -> list[Advisory]:
-    """Those whose condition holds, in the order of CONDITIONS, without those that another one explains."""
+def advisories(steps: Lines, evaluations: Lines = (), setting: Callable[[str], object] = lambda key: None) -> list[Advisory]:
+    """Those whose condition holds, in the order of CONDITIONS, without those that another one explains.
+
+    `setting`: the value of a key of the run's config, None where it is not known.
+    """
     run = Series(steps, evaluations)
     found = [(each, evidence) for each in CONDITIONS if (evidence := each.check(run)) is not None]
     covered = {name for each, _ in found for name in each.covers}
-    return [Advisory(each.name, each.title, said, each.remedy) for each, said in found if each.name not in covered]
+    chosen = [(each, said) for each, said in found if each.name not in covered]
+    return [Advisory(each.name, each.title, said, each.remedy + _already(each.remedy, setting)) for each, said in chosen]
+
+
+def _already(remedy: str, setting: Callable[[str], object]) -> str:
+    """Of what a remedy says to write, what the run has; empty where that is nothing."""
+    there = [f"{key}={value}" for key, value in SETTING.findall(remedy) if str(setting(key)).lower() == value]
+    return f" (of these the run has {', '.join(there)} already)" if there else ""
 
 
 def console_lines(found: Sequence[Advisory]) -> list[str]:

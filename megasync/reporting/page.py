@@ -22,7 +22,6 @@ from megasync.reporting.html.record import Record, read_record, read_records
 from megasync.reporting.html.samples import samples
 from megasync.reporting.html.script import SCRIPT, WATCH
 from megasync.reporting.html.style import STYLE
-from megasync.reporting.log import read_evaluations, read_metrics
 
 REPORT_FILE = "report.html"
 TITLES = {"samples": "Samples", "timeline": "Timeline", "plan": "Planned and actual", "configuration": "Configuration"}
@@ -52,8 +51,8 @@ def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Pat
 
 def advice_lines(run_folder: str | Path) -> list[str]:
     """What the run's metrics advise, for the terminal: two lines each."""
-    folder = Path(run_folder)
-    return console_lines(advisories(read_metrics(folder), read_evaluations(folder)))
+    record = read_record(Path(run_folder))
+    return console_lines(advisories(record.steps, record.evaluations, record.get))
 
 
 def page(records: Sequence[Record], state: str = "") -> str:

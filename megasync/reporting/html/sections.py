@@ -109,7 +109,7 @@ def _colour(phase: str) -> str:
 
 def advice(records: Sequence[Record]) -> str:
     """The advisories of all runs, and what was looked at."""
-    found = [(record, each) for record in records for each in advisories(record.steps, record.evaluations)]
+    found = [(record, each) for record in records for each in advisories(record.steps, record.evaluations, record.get)]
     cards = "".join(
         f"<div class='advisory'><b>{html.escape(f'{record.name}: ' if len(records) > 1 else '')}{html.escape(each.title)}</b>"
         f"<p>{html.escape(each.evidence)}</p><p><em>Try</em> {html.escape(each.remedy)}</p></div>"

@@ -127,3 +127,15 @@ def test_any_metrics_are_taken(values: list[dict[str, Any]], data: st.DataObject
     lines = [{"step": step, **line} for step, line in enumerate(values)]
     for each in advisories(lines, data.draw(st.sampled_from([lines, []]))):
         assert each.evidence and each.remedy
+
+
+def test_what_a_run_has_already_is_said_of_what_to_try() -> None:
+    config = {"algorithm.filter_groups": True, "engine.optimizer.clip_grad_norm": 1.0, "rollout.enforce_eager": True}
+    metrics, _ = CASES["tied_groups"]
+    (tied,) = advisories(made(metrics), (), config.get)
+    assert tied.remedy.endswith("(of these the run has algorithm.filter_groups=true already)")
+    (spikes,) = advisories(made(CASES["gradient_spikes"][0]), (), config.get)
+    assert "has engine.optimizer.clip_grad_norm=1.0 already" in spikes.remedy
+    (waits,) = advisories(made(CASES["trainer_waits"][0]), (), config.get)
+    assert "already" not in waits.remedy, "its graphs are off"
+    assert "already" not in advisories(made(metrics))[0].remedy
