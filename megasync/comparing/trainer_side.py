@@ -42,7 +42,7 @@ class TrainerSide:
         self._chosen, self._served, self._response = chosen, served, response
         self._thread = ThreadPoolExecutor(1, "trainer's side")
         self._is_alone = threading.Event()  # the replica has ended
-        self._has_room = False
+        self._is_made = False
         self._forward: Forward | None = None
         self._references: References | None = None
         self._found: Future[Found] | None = None
@@ -69,13 +69,18 @@ class TrainerSide:
         parallel.shutdown()
 
     def _make_early(self) -> None:
-        """Imports in any case: seconds that the replica takes, too."""
+        """Imports in any case, for seconds, as the replica does. What fails is made again when the device is free, then told."""
         import megasync.comparing.compare  # noqa: F401
+        from engine.runtime import parallel
 
-        free = free_bytes()
-        self._has_room = both_fit(self._served, free)
-        if self._has_room:
+        if not both_fit(self._served, free_bytes()):
+            return
+        try:
             self._make(keep_bytes=weight_bytes(self._served))
+            self._is_made = True
+        except Exception:  # noqa: BLE001 # such as memory that somebody else took
+            self._forward = self._references = None
+            parallel.shutdown()
 
     def _make(self, keep_bytes: int) -> None:
         from engine.config import ParallelConfig
@@ -95,7 +100,7 @@ class TrainerSide:
     def _judge(self, passes: Passes, response: Response, swap: str) -> Found:
         from megasync.comparing.compare import compare
 
-        if not self._has_room:
+        if not self._is_made:
             self._is_alone.wait()
             free = free_bytes()
             self._make(keep_bytes=min(weight_bytes(self._served), max(0, free - weight_bytes(self._served) - SPARE_BYTES) // 2))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from megasync.bisect import for_one_replica
+from megasync.comparing.response import Response
 from megasync.comparing.shape import Parameters
-from megasync.comparing.trainer_side import SPARE_BYTES, both_fit, weight_bytes
+from megasync.comparing.trainer_side import SPARE_BYTES, TrainerSide, both_fit, weight_bytes
+from megasync.comparing.weights import Chosen
 from megasync.config.load import load_config
 from megasync.hf.folder import model_shape
 from megasync.planning.hardware import GIB
@@ -56,3 +59,21 @@ def test_weights_count_in_the_dtype_that_they_are_computed_in(tmp_path: Path) ->
     config = load_config(write_runnable(tmp_path), ["model.dtype=bfloat16"])
     wide = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
     assert weight_bytes(wide) == 2 * weight_bytes(config) > 0
+
+
+def test_what_fails_beside_the_replica_is_made_again_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = load_config(write_runnable(tmp_path))
+    made: list[int] = []
+
+    def fail(_: TrainerSide, keep_bytes: int) -> None:
+        made.append(keep_bytes)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(TrainerSide, "_make", fail)
+    monkeypatch.setattr("megasync.comparing.trainer_side.both_fit", lambda config, free: True)
+    chosen = Chosen(config, config, "run", None, Path(config.model.path))
+    with TrainerSide(chosen, config, None) as side:
+        side.judge(cast(Any, None), Response((1,), (2,), ""), "")
+        with pytest.raises(RuntimeError, match="no memory"):
+            side.found()
+    assert len(made) == 2
