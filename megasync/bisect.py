@@ -6,20 +6,24 @@
 
 Both sides, the trainer's megatron-core model and a real vLLM replica, are led through one response; each module is compared with
 what it should give for what it got, in float64. Exit codes: 0 nothing but rounding; 1 a module is wrong; 2 nothing was started;
-3 failed while it was going on. Leaves out experts, Gemma 3, multi-latent attention and replicas of several workers.
+3 failed while it was going on; 130 after Ctrl-C, 143 after SIGTERM. Leaves out experts, Gemma 3, multi-latent
+attention and replicas of several workers.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.comparing.response import Response, generated, recorded
+from megasync.checks.sizes import check_cache
+from megasync.comparing.response import Response, check_length, generated, recorded
 from megasync.comparing.weights import Chosen, choose
 from megasync.config.errors import main_errors
 from megasync.config.schema import Config
@@ -66,17 +70,31 @@ def main(arguments: Sequence[str], serve: Serve = served_cold) -> int:
             chosen = choose(given.run, scratch, given.step, given.overrides)
             config = for_one_replica(chosen.served)
             answers.check_servable(config)
+            check_cache(config, model_shape(Path(config.model.path)))
             prompts = Prompts(config.model.path, config.data)
             response = recorded(given.run, prompts, chosen.step, given.prompt)
+            if response is not None:
+                check_length(response, config)
             if given.swap:
                 refuse_unknown(given.swap, chosen)
         try:
             response, found = compared(chosen, config, response, prompts, given.swap, serve, scratch)
-        except (RuntimeError, ValueError) as error:
-            print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
-            return FAILED
+        except SystemExit:  # by end_on_sigterm; while Ray waits its code was seen to become 1 (ray 2.60.0)
+            return 128 + signal.SIGTERM
+        except Exception as error:  # noqa: BLE001 - Python's own exit code of an error, 1, says here that a module is wrong
+            return failed(error)
     tell(chosen, response, found, given)
     return WRONG if found.culprit is not None else 0
+
+
+def failed(error: Exception) -> int:
+    """The exit code. Tells the error, and where it is from if it is none of those that a machine or its files give."""
+    from safetensors import SafetensorError
+
+    if not isinstance(error, RuntimeError | ValueError | OSError | MemoryError | SafetensorError):
+        traceback.print_exception(error)
+    print(f"{str(error) or type(error).__name__}\n`megasync doctor` looks at this machine", file=sys.stderr)
+    return FAILED
 
 
 def refuse_unknown(swap: str, chosen: Chosen) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.generation import GenerationRequest
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.schema import Config
 from megasync.reporting.log import read_samples
 
@@ -56,6 +56,16 @@ def recorded(run: Path, prompts: Prompts, step: int | None, index: int | None) -
     return _of_line(found[index or 0], prompts, step) if found else None
 
 
+def check_length(response: Response, config: Config) -> None:
+    """ConfigError where the replica does not take so many tokens."""
+    length, limit = len(response.ids), config.rollout.max_model_len
+    refuse_if(
+        limit is not None and length > limit,
+        f"{response.told}: with its prompt {length} tokens, more than rollout.max_model_len = {limit}",
+        remedy=f"write rollout.max_model_len={length}, or --prompt with another one",
+    )
+
+
 def _of_line(line: dict[str, Any], prompts: Prompts, step: int | None) -> Response | None:
     def encode(text: str) -> list[int]:
         return prompts.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
@@ -70,9 +80,10 @@ def _of_line(line: dict[str, Any], prompts: Prompts, step: int | None) -> Respon
 
 
 def generated(pool: ReplicaPool, prompts: Prompts, config: Config, prompt_ids: Sequence[int] | None = None) -> Response:
-    """By a replica, at the run's temperature."""
+    """By a replica, at the run's temperature; of a prompt that is longer than the replica takes, the beginning."""
     ids = tuple(prompt_ids or prompts.tokenizer.encode(NEW_PROMPT, add_special_tokens=False))
-    most = min(NEW_TOKENS, config.rollout.max_new_tokens)
+    most, limit = min(NEW_TOKENS, config.rollout.max_new_tokens), config.rollout.max_model_len
+    ids = ids if limit is None else ids[: max(1, limit - most)]
     request = GenerationRequest(prompt_ids=ids, max_new_tokens=most, temperature=config.rollout.temperature)
     ((completion,),) = pool.generate([request]).result()
     tokens = tuple(int(token) for token in completion.token_ids)

@@ -12,7 +12,7 @@ Leaves out what is compared (compare.py).
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -43,6 +43,7 @@ class TrainerSide:
         self._thread = ThreadPoolExecutor(1, "trainer's side")
         self._is_alone = threading.Event()  # the replica has ended
         self._is_made = False
+        self._is_over = False  # nobody waits for what is found any more
         self._forward: Forward | None = None
         self._references: References | None = None
         self._found: Future[Found] | None = None
@@ -64,6 +65,7 @@ class TrainerSide:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         from engine.runtime import parallel
 
+        self._is_over = True
         self._is_alone.set()
         self._thread.shutdown(cancel_futures=True)
         parallel.shutdown()
@@ -73,11 +75,10 @@ class TrainerSide:
         import megasync.comparing.compare  # noqa: F401
         from engine.runtime import parallel
 
-        if not both_fit(self._served, free_bytes()):
-            return
         try:
-            self._make(keep_bytes=weight_bytes(self._served))
-            self._is_made = True
+            if both_fit(self._served, free_bytes()):
+                self._make(keep_bytes=weight_bytes(self._served))
+                self._is_made = True
         except Exception:  # noqa: BLE001 # such as memory that somebody else took
             self._forward = self._references = None
             parallel.shutdown()
@@ -102,6 +103,8 @@ class TrainerSide:
 
         if not self._is_made:
             self._is_alone.wait()
+            if self._is_over:
+                raise CancelledError
             free = free_bytes()
             self._make(keep_bytes=min(weight_bytes(self._served), max(0, free - weight_bytes(self._served) - SPARE_BYTES) // 2))
         assert self._forward is not None

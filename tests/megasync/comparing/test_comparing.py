@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +23,7 @@ from megasync import bisect
 from megasync.comparing import reference as ref
 from megasync.comparing.compare import fits, spread
 from megasync.comparing.judge import local_error, systematic
-from megasync.comparing.response import recorded
+from megasync.comparing.response import Response, check_length, generated, recorded
 from megasync.comparing.shape import Parameters, Shape
 from megasync.comparing.weights import choose
 from megasync.config.errors import ConfigError
@@ -266,6 +269,19 @@ def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: P
         choose(run, tmp_path / "c", 7, [])
 
 
+def test_responses_fit_into_what_the_replica_takes(run: Path) -> None:
+    config = load_config(run / "config.yaml", ["rollout.max_model_len=12", "rollout.max_new_tokens=4"])
+    check_length(Response((1,) * 8, (2,) * 4, "line 1"), config)
+    with pytest.raises(ConfigError, match=r"line 1: with its prompt 13 tokens, more than rollout.max_model_len = 12"):
+        check_length(Response((1,) * 8, (2,) * 5, "line 1"), config)
+    pool = MagicMock()
+    completion = SimpleNamespace(token_ids=np.array([5, 6]), log_probs=np.zeros(2, np.float32))
+    pool.generate.return_value.result.return_value = [[completion]]
+    found = generated(pool, Prompts(config.model.path, config.data), config)
+    ((request,),) = pool.generate.call_args.args
+    assert found.prompt_ids == request.prompt_ids and len(request.prompt_ids) + request.max_new_tokens == 12
+
+
 def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny_model(tmp_path / "experts", "qwen3_moe")
     for arguments, told in (
@@ -273,6 +289,7 @@ def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(run), "--step", "7"], "has no checkpoint of step 7"),
         ([str(run), f"model.path={tmp_path / 'experts'}"], "its modules are not followed one by one"),
         ([str(run), "--prompt", "3"], "has no such response"),
+        ([str(run), "rollout.kv_cache_bytes=1KiB", "rollout.max_model_len=64"], "too small for one sequence"),
         ([str(run), "--swap", "self_atn.attn"], "the model has no such module\n  nearest: self_attn.attn\n"),
         ([str(run), "--swap", "model.layers.9"], "the model has no such module"),
         (

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from megasync import bisect
 from megasync.bisect import for_one_replica
+from megasync.comparing import trainer_side
 from megasync.comparing.response import Response
 from megasync.comparing.shape import Parameters
 from megasync.comparing.trainer_side import SPARE_BYTES, TrainerSide, both_fit, weight_bytes
 from megasync.comparing.weights import Chosen
-from megasync.config.load import load_config
+from megasync.config.load import load_config, save_config
+from megasync.config.schema import Config
 from megasync.hf.folder import model_shape
 from megasync.planning.hardware import GIB
 from megasync.planning.replicas import cache_bytes_per_token
@@ -77,3 +85,46 @@ def test_what_fails_beside_the_replica_is_made_again_and_told(monkeypatch: pytes
         with pytest.raises(RuntimeError, match="no memory"):
             side.found()
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("memory"), OSError("file"), SafetensorError("tensor"), KeyError("name")])
+def test_what_the_trainers_thread_raises_while_the_replica_starts_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    config = load_config(write_runnable(tmp_path))
+    config.run.folder.mkdir(parents=True)
+    save_config(config, config.run.folder / "config.yaml")
+
+    def free_bytes() -> int:
+        raise error
+
+    @contextmanager
+    def serve(_: Config) -> Iterator[Any]:
+        yield None
+
+    monkeypatch.setattr(trainer_side, "free_bytes", free_bytes)
+    monkeypatch.setattr(bisect, "traced", lambda *_: (None, None))
+    assert bisect.main([str(config.run.folder)], serve) == bisect.FAILED
+    told = capsys.readouterr().err
+    assert f"{error}\n`megasync doctor`" in told
+    assert ("Traceback" in told) == isinstance(error, KeyError)
+
+
+def test_sigterm_is_no_module_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Ray waits its exit code becomes 1."""
+    config = load_config(write_runnable(tmp_path))
+    config.run.folder.mkdir(parents=True)
+    save_config(config, config.run.folder / "config.yaml")
+    monkeypatch.setattr(bisect, "compared", lambda *_: sys.exit(1))
+    assert bisect.main([str(config.run.folder)]) == 128 + signal.SIGTERM
+
+
+def test_nothing_is_made_for_a_replica_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write_runnable(tmp_path))
+    made: list[int] = []
+    monkeypatch.setattr(trainer_side, "free_bytes", lambda: 0)
+    monkeypatch.setattr(TrainerSide, "_make", lambda _, keep_bytes: made.append(keep_bytes))
+    given: Any = None  # which nobody looks at
+    with TrainerSide(given, config, None) as trainer:
+        trainer.judge(given, given, "")
+    assert not made
