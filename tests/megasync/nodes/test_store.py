@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from megasync.launch.ray_cluster import free_port
 from megasync.nodes.store import Beats, HeadGoneError, NodeStore, silence
+from tests.support.rewards import until
 
 LOOPBACK = "127.0.0.1"
 SERVER = f"""
@@ -37,6 +39,11 @@ def head() -> Iterator[tuple[subprocess.Popen[str], int]]:
             process.kill()
 
 
+def is_stopped(pid: int) -> bool:
+    """All of its threads, each of which stops by itself: on a busy machine one may still answer."""
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in Path(f"/proc/{pid}/task").iterdir())
+
+
 def test_who_waits_for_a_silent_head_hears_it(capfd: pytest.CaptureFixture[str]) -> None:
     with head() as (process, port):
         store, own = NodeStore.connect(LOOPBACK, port), NodeStore.connect(LOOPBACK, port)
@@ -45,6 +52,7 @@ def test_who_waits_for_a_silent_head_hears_it(capfd: pytest.CaptureFixture[str])
         store.set("key", 1)
         assert store.get("key") == 1
         os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: is_stopped(process.pid))
         begin = time.monotonic()
         with pytest.raises(HeadGoneError, match="is gone, or cannot be reached any more"):
             store.get("key")
