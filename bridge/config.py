@@ -83,7 +83,7 @@ class ReplicaConfig:
     kv_cache_bytes: int | None = None  # None: by gpu_memory_utilization; on a CPU 1 GiB
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = False  # on CPUs always
-    warms_up: bool = True  # compile kernels at the start, on GPUs; only with enforce_eager they may wait for who needs them
+    warms_up: bool = True  # on GPUs; False, with enforce_eager alone: kernels are compiled by the first requests that need them
     seed: int = 0
     start_timeout_seconds: float = 600.0
     answer_timeout_seconds: float = 120.0  # with no sign of life for so long it counts as hung, where a call itself has no limit

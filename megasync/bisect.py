@@ -45,7 +45,7 @@ LEAST_UTILIZATION = 0.01  # of a GPU's memory, which vLLM only asks for at its s
 Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 
 
-def served_cold(config: Config) -> AbstractContextManager[ReplicaPool]:
+def served_unwarmed(config: Config) -> AbstractContextManager[ReplicaPool]:
     """One response needs few of the kernels that vLLM would compile at its start."""
     return served(config, warms_up=False)
 
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(arguments))
 
 
-def main(arguments: Sequence[str], serve: Serve = served_cold) -> int:
+def main(arguments: Sequence[str], serve: Serve = served_unwarmed) -> int:
     """The exit code. `serve`: replicas that have the config's weights."""
     given = parse(arguments)
     with scratch_folder() as scratch:
@@ -109,8 +109,8 @@ def for_one_replica(config: Config) -> Config:
     """Of one worker, whose modules are called one by one: neither compiled nor in CUDA graphs. Its cache has room for two of the
     longest sequences, so that it leaves some for the trainer's model.
     """
-    config = _changed(config, replicas=1, min_replicas=1, tensor_parallel=1, max_num_seqs=1)
-    config = _changed(config, enforce_eager=True, ray_address="local")
+    one = {"replicas": 1, "min_replicas": 1, "tensor_parallel": 1, "max_num_seqs": 1, "ray_address": "local"}
+    config = _changed(config, enforce_eager=True, **one)
     if longest := config.rollout.max_model_len:
         needed = cache_bytes_per_token(config, model_shape(Path(config.model.path))) * (2 * longest + SPARE_TOKENS)
         cache = min(needed, config.rollout.kv_cache_bytes or needed)
@@ -128,7 +128,7 @@ def compared(
     """`config`: the replica's. Both sides at once where the device has room for both, else the replica first.
 
     Raises:
-        RuntimeError, ValueError: one of them did not start, or failed.
+        RuntimeError, ValueError, OSError, MemoryError, SafetensorError: one of them did not start, or failed.
     """
     from megasync.comparing.trainer_side import TrainerSide
 

@@ -56,14 +56,19 @@ def check_served(config: Config, shape: ModelShape, *, on_gpus: bool) -> None:
     _check_positions(config, shape)
 
 
+def is_served_here(config: Config) -> bool:
+    """Whether replicas will be on this machine; not where it only submits."""
+    is_here = RAY_ADDRESS not in os.environ and config.rollout.ray_address == "local"
+    return is_here and find_spec("vllm") is not None
+
+
 def check_cache_memory(config: Config) -> None:
     """On CPUs vLLM refuses a worker's KV cache that its host has no memory for, once it has started."""
     size, memory = config.rollout.kv_cache_bytes or 0, psutil.virtual_memory().total
-    is_here = RAY_ADDRESS not in os.environ and config.rollout.ray_address == "local"
-    is_served_here = is_here and find_spec("vllm") is not None and not visible_devices()
+    on_cpus = is_served_here(config) and not visible_devices()
     message = f"rollout.kv_cache_bytes = {size}: more than the memory of this machine"
     remedy = "write less, such as rollout.kv_cache_bytes=1GiB"
-    refuse_if(is_served_here and size >= memory, message, memory=f"{memory} bytes, for all processes together", remedy=remedy)
+    refuse_if(on_cpus and size >= memory, message, memory=f"{memory} bytes, for all processes together", remedy=remedy)
 
 
 def check_ranks(config: Config, world_size: int) -> None:

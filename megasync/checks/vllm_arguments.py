@@ -8,26 +8,24 @@ size that no attention kernel has, is not seen.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
+from megasync.checks.sizes import is_served_here
 from megasync.config.errors import ConfigError
 from megasync.config.load import save_config
 from megasync.config.schema import Config
 
-ASKED, REFUSED = "megasync.run.asked", 3
+ASKED, REFUSED = "megasync.run.argument_check", 3
 SECONDS, SHOWN = 180.0, 600
 
 
 def ask_vllm(config: Config) -> None:
-    """Only where the replicas will be here, and there is something to ask."""
+    """Where replicas will be on this machine, and there is something to ask. Silent if vLLM cannot be asked: the run tells."""
     rollout = config.rollout
-    is_here = rollout.ray_address == "local" and "RAY_ADDRESS" not in os.environ and find_spec("vllm") is not None
-    if config.algorithm.name != "grpo" or not rollout.engine_arguments or not is_here:
+    if config.algorithm.name != "grpo" or not rollout.engine_arguments or not is_served_here(config):
         return
     with tempfile.TemporaryDirectory(prefix="megasync-check-") as folder:
         file = Path(folder) / "config.yaml"

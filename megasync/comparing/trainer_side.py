@@ -22,7 +22,7 @@ from megasync.comparing.response import NEW_TOKENS, Response
 from megasync.comparing.weights import Chosen, adapter_of
 from megasync.config.schema import Config
 from megasync.diagnosis.limits import read_memory
-from megasync.hf.folder import model_shape
+from megasync.hf.folder import model_shape, most_parameters
 from megasync.planning.hardware import hardware
 from megasync.planning.replicas import worker_memory
 
@@ -130,14 +130,13 @@ def free_bytes() -> int:
 
 
 def weight_bytes(config: Config) -> int:
-    """Of the model in the dtype that it is computed in. At most: files have two bytes a number, or more."""
-    files = Path(config.model.path).glob("*.safetensors")
-    return sum(path.stat().st_size for path in files) // 2 * DTYPE_BYTES[config.model.dtype]
+    """Of the model in the dtype that it is computed in, at most."""
+    return most_parameters(Path(config.model.path)) * DTYPE_BYTES[config.model.dtype]
 
 
 def both_fit(config: Config, free: int) -> bool:
-    """Whether one device with so many bytes free has room for a replica, a trainer's model and its weights once more. Pure but
-    for sizes in the model folder. Only where the size of the KV cache is given: vLLM otherwise takes what is free.
+    """Whether one device with so many bytes free has room for a replica, a trainer's model and its weights once more. Only where
+    the size of the KV cache is given: vLLM otherwise takes what is free.
     """
     if config.rollout.kv_cache_bytes is None:
         return False
@@ -145,7 +144,7 @@ def both_fit(config: Config, free: int) -> bool:
 
     shape, weights = model_shape(Path(config.model.path)), weight_bytes(config)
     kind = hardware("h100" if torch.cuda.is_available() else "cpu")  # any GPU: the cache's size is given
-    worker = worker_memory(config, shape, weights // DTYPE_BYTES[config.model.dtype], kind)
+    worker = worker_memory(config, shape, most_parameters(Path(config.model.path)), kind)
     largest = 8 * shape.vocab_size * shape.hidden_size * LARGEST_COPIES
     return max(worker.total, worker.host) + 2 * weights + largest + SPARE_BYTES < free
 

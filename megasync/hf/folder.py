@@ -72,6 +72,11 @@ def check_model_config(folder: Path) -> ModelShape:
     return shape
 
 
+def most_parameters(folder: Path) -> int:
+    """Of a model folder, by the sizes of its files, which have two bytes a number or more."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2
+
+
 def model_shape(folder: str | Path) -> ModelShape:
     """ConfigError where config.json is missing or of an architecture that the engine does not know."""
     path = Path(folder) / "config.json"

@@ -5,7 +5,7 @@ session.py     engine, weights, rollouts and log, put together
 checkpoints.py the one that it goes on from, and those that it writes
 saving.py      when it writes them
 newer.py       the weights of the steps after a checkpoint
-asked.py       vLLM, whether it takes the arguments of a config
+argument_check.py  whether vLLM takes the arguments of a config
 replica_start.py  Ray and vLLM come up while the engine is built
 weights.py     the way of a run's weights to its replicas and into a Hugging Face folder
 versions.py    the log of every version

@@ -16,7 +16,7 @@ import torch
 from bridge.config import ReplicaConfig
 from bridge.replicas.pool import ReplicaPool
 from megasync.config.schema import Config
-from megasync.hf.folder import model_shape
+from megasync.hf.folder import model_shape, most_parameters
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.launch.scope import ray_address
@@ -77,7 +77,7 @@ def has_room(config: Config, free_bytes: int) -> bool:
     rollout, folder = config.rollout, Path(config.model.path)
     if not rollout.is_colocated or rollout.kv_cache_bytes is None:
         return False
-    num_parameters = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2  # at most
+    num_parameters = most_parameters(folder)
     worker = worker_memory(config, model_shape(folder), num_parameters, hardware("h100"))  # any GPU: the cache's size is given
     replica = max(worker.total, int(rollout.gpu_memory_utilization * free_bytes))
     return replica + num_parameters * STATE_BYTES + TRAINER_BYTES < FREE_SHARE * free_bytes

@@ -153,7 +153,7 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
     }
-    if not config.warms_up and torch.cuda.is_available():
+    if not config.warms_up and config.enforce_eager and torch.cuda.is_available():
         arguments["worker_cls"] = "bridge.vllm.serving.unwarmed.UnwarmedWorker"
     if config.is_exact:
         arguments["quantization"] = exact.METHOD

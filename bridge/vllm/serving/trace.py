@@ -109,7 +109,7 @@ class Tracing:
     def _keep_positions(self, positions: torch.Tensor) -> None:
         """Layers may share one rotary embedding: the first call of a pass counts."""
         first = int(positions[0])
-        if first >= self._next or "positions" not in {**self._found, **self._recent}:
+        if first >= self._next:
             self._keep("positions", positions)
             self._next = int(positions[-1]) + 1
 

@@ -292,10 +292,12 @@ def test_a_worker_that_compiles_nothing_at_its_start(monkeypatch: pytest.MonkeyP
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.gpu_worker import Worker
 
-    assert "worker_cls" not in api.engine_arguments(ReplicaConfig("model", warms_up=False))  # a CPU's has no such kernels
+    cold = ReplicaConfig("model", warms_up=False, enforce_eager=True)
+    assert "worker_cls" not in api.engine_arguments(cold)  # a CPU's has no such kernels
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert "worker_cls" not in api.engine_arguments(ReplicaConfig("model"))
-    name = api.engine_arguments(ReplicaConfig("model", warms_up=False))["worker_cls"]
+    assert "worker_cls" not in api.engine_arguments(ReplicaConfig("model", warms_up=False))  # graphs are made of compiled kernels
+    name = api.engine_arguments(cold)["worker_cls"]
     worker = resolve_obj_by_qualname(name)
     assert issubclass(worker, Worker)
     assert worker.compile_or_warm_up_model is not Worker.compile_or_warm_up_model

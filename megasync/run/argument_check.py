@@ -1,6 +1,6 @@
 """Asks vLLM whether it takes the arguments of a config, without starting it.
 
-    python -m megasync.run.asked config.yaml    # exit code 3, and vLLM's words, where it does not
+    python -m megasync.run.argument_check config.yaml    # exit code 3, and vLLM's words, where it does not
 
 Leaves out who wants to know (checks/vllm_arguments.py).
 """
