@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
+CANARY_SEQUENCES, CANARY_TOKENS = 4, 64  # scored after each sync, of so many tokens at most
 BYTE_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 Transport = Literal["auto", "shm", "nccl", "ipc", "delta"]

@@ -26,7 +26,7 @@ train() { # CASE RANKS CONFIG [key=value ...]
 smol() { # CASE RANKS [key=value ...]: supervised steps of a real model
   local case=$1 ranks=$2; shift 2
   train "$case" "$ranks" smollm2.yaml algorithm.name=sft model.path="$smollm2/model" data.train="$smollm2/train.jsonl" 'data.eval=""' \
-    model.dtype=float32 engine.wrap=ddp run.steps=4 data.batch_size=16 "$@"
+    model.dtype=float32 engine.wrap=ddp run.steps=8 data.batch_size=16 "$@"
 }
 
 assets() { # the quickstart's model and sums
@@ -50,12 +50,12 @@ for case in "${cases[@]}"; do
       'data.eval=""' rollout.evaluate_at_start=false run.steps=12 ;;
     smol) smol "$case" 1 ;;
     smol-lora) smol "$case" 1 engine.lora.rank=8 ;;
-    smol-recompute) smol "$case" 1 engine.recompute=full data.batch_size=32 ;;
+    smol-recompute) smol "$case" 1 engine.recompute=full data.batch_size=32 run.steps=6 ;;
     smol-selective) smol "$case" 1 engine.recompute=selective ;;
-    smol-bf16) smol "$case" 1 model.dtype=bfloat16 engine.wrap=megatron_fsdp data.batch_size=2 run.steps=3 ;;
+    smol-bf16) smol "$case" 1 model.dtype=bfloat16 engine.wrap=megatron_fsdp data.batch_size=2 ;;
     smol-2) smol "$case" 2 engine.wrap=megatron_fsdp ;;
     smol-rl) train "$case" 1 smollm2.yaml model.path="$smollm2/model" data.train="$smollm2/train.jsonl" 'data.eval=""' model.dtype=float32 \
-      rollout.evaluate_at_start=false rollout.max_staleness=0 rollout.on_update=drain rollout.kv_cache_bytes=256MiB run.steps=4 data.batch_size=4 \
+      rollout.evaluate_at_start=false rollout.max_staleness=0 rollout.on_update=drain rollout.kv_cache_bytes=256MiB run.steps=6 data.batch_size=4 \
       rollout.group_size=4 rollout.max_new_tokens=24 rollout.max_num_seqs=32 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;
   esac

@@ -186,7 +186,8 @@ def generation_seconds(
 
     def one_step(running: int) -> float:
         if hardware.is_cpu:
-            return of_cpu.seconds(running) + host * (seconds("decode_step_cpu") + running * seconds("decode_sequence_cpu"))
+            own = costs_.num_layers * seconds("decode_layer_cpu") + running * seconds("decode_sequence_cpu")
+            return of_cpu.seconds(running) + host * own
         read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
         products = 2 * num_active * running / rollout.tensor_parallel / (hardware.product_flops * share("dense"))
         return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")

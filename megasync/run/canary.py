@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
 from engine.sample import Sample
 from megasync.run.rank_zero import on_rank_zero
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from megasync.data.prompts import RunData
     from megasync.reporting.log import RunLog
 
-NUM_SEQUENCES, MAX_TOKENS = 4, 64
 LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
 Scores = list[npt.NDArray[np.float32]]
 
@@ -124,9 +124,9 @@ def bisect_remedy(config: Config, version: int) -> str:
 def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:
     """None is longer than a prompt with its response, which has room everywhere."""
     assert data is not None
-    prompts = [data.prompts.prompt_ids(example) for example in data.train[: NUM_SEQUENCES * MAX_TOKENS]]
+    prompts = [data.prompts.prompt_ids(example) for example in data.train[: CANARY_SEQUENCES * CANARY_TOKENS]]
     longest = max(len(ids) for ids in prompts) + config.rollout.max_new_tokens - 1
-    return probe_sequences(prompts, NUM_SEQUENCES, min(MAX_TOKENS, longest))
+    return probe_sequences(prompts, CANARY_SEQUENCES, min(CANARY_TOKENS, longest))
 
 
 def probe_sequences(prompts: Sequence[Sequence[int]], num_sequences: int, length: int) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ with served(config) as pool:
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,8 @@ def served(config: Config, *, warms_up: bool = True) -> Iterator[ReplicaPool]:
     end_on_sigterm()
     with run_scope(), replicas(config, warms_up=warms_up) as pool:
         yield pool
+    end_on_sigterm()  # run_scope has set both signals aside
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ weight_transfer_config, worker_extension_cls, scheduler_cls, distributed_executo
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import stat
@@ -53,6 +54,9 @@ def fork_processes() -> None:
         system_utils.is_in_ray_actor = lambda: False
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_begin_as_started)
+    else:
+        text = "something in this replica's actor has begun with CUDA: its core is started anew, for ten seconds or more"
+        logging.getLogger("megasync").warning(text)
 
 
 def inspect_models_in_forks() -> None:

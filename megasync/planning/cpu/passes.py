@@ -24,6 +24,7 @@ from megasync.planning.shapes import Grid, Work
 
 PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
 CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
+READ_BYTES = 2**28  # of weights whose product is timed, more than any cache holds
 
 Stages = Sequence[tuple[Counts, Activations]]
 
@@ -108,7 +109,7 @@ class Products:
     def __init__(self, num_weights: float, size: int, dtype: str, most_rows: int, num_processes: int) -> None:
         """`size`: of a token's vector."""
         numbers = getattr(torch, dtype)
-        columns = max(1, round(min(num_weights, CACHED_BYTES / numbers.itemsize) / size))
+        columns = max(1, round(min(num_weights, READ_BYTES / numbers.itemsize) / size))
         weights = Shape((size, columns), (1, size), numbers)
         self._rows = [*(2**power for power in range(max(1, (most_rows - 1).bit_length()) + 1)), PREFILLED_ROWS]
         asked = [Operation("mm", (Shape((rows, size), (size, 1), numbers), weights), 0) for rows in self._rows]
