@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
 from engine.config import DTYPE_BYTES, EngineConfig
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
@@ -250,11 +249,15 @@ def _seconds(
         "optimizer": cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training)
         if hardware.is_cpu
         else times.optimizer_seconds(config, counts, grid, work, hardware),
-        "log_probs": alone * passes + (_beside_on_cpu(config, work, alone, grid, busy) if hardware.is_cpu else 0.0),
+        "log_probs": alone * passes,
         "generation": 0.0,
         "sync": 0.0,
         "moving": 0.0,
     }
+    if hardware.is_cpu:
+        has_canary = worker is not None and config.sync.canary_tolerance
+        parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training)
+        parts["log_probs"] += cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
     overlapped = 0.0
     if worker is not None:
         facts = config, shape, model_costs, num_parameters, work, worker, hardware
@@ -269,13 +272,6 @@ def _seconds(
         away = sum(state.get(STAYS_AWAY[kind], 0) for kind in config.rollout.offload_trainer if kind != "gradients")
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
     return times.step_seconds(config, parts, overlapped)
-
-
-def _beside_on_cpu(config: Config, work: Work, alone: float, grid: Grid, busy: Busy) -> float:
-    """To make the samples; and the canary, which trainer and a replica score in turn. `alone`: a forward pass over the batch."""
-    scored = 2 * alone * CANARY_SEQUENCES * CANARY_TOKENS / (work.tokens / grid.data)
-    has_canary = config.algorithm.name == "grpo" and bool(config.sync.canary_tolerance)
-    return cpu.samples_seconds(work.num_samples, busy.training) + (scored if has_canary else 0.0)
 
 
 def _problems(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
 from engine.config import EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.planning.cpu.calls import accumulation, adam, fresh, host
@@ -79,6 +80,11 @@ def reduce_units(elements: int, grid: Grid) -> float:
 def samples_seconds(num_samples: int, num_processes: int) -> float:
     """To make a step's batch of samples: texts become tokens, tokens micro-batches."""
     return units("host_sample") * num_samples * seconds_of([host()], num_processes)[host()]
+
+
+def canary_seconds(forward: float, tokens: float) -> float:
+    """Trainer and a replica score it in turn. `forward`: seconds of a forward pass over `tokens`."""
+    return 2 * forward * CANARY_SEQUENCES * CANARY_TOKENS / tokens
 
 
 def pass_seconds(

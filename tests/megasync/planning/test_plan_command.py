@@ -79,6 +79,15 @@ def test_every_family_has_a_plan(family: str, tmp_path: Path) -> None:
         assert plan.num_parameters == pytest.approx(held, rel=0.01), "padded vocabularies and counted stages"
 
 
+def test_a_plan_for_a_cpu_counts_the_canary(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "tiny", model={"path": str(tmp_path / "model"), "dtype": "float32"}, data={"batch_size": 2})
+    request = Request(1, hardware("cpu"), 64.0)
+    plans = [make_plan(with_changes(config, {"sync.canary_tolerance": each}), request) for each in (0.2, 0.0)]
+    probed, not_probed = (plan.seconds for plan in plans)
+    assert probed.log_probs > not_probed.log_probs > 0 and probed.train == not_probed.train
+    assert probed.step == pytest.approx(not_probed.step + probed.log_probs - not_probed.log_probs)
+
+
 def test_a_layout_that_training_refuses_is_refused(tmp_path: Path) -> None:
     config = with_changes(config_of(tmp_path), {"engine.parallel.tensor": 3})
     with pytest.raises(ConfigError, match="does not divide"):
