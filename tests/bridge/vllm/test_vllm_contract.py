@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import os
 import re
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,7 +226,9 @@ def test_tokens_before_an_update_keep_their_version() -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False), ("glm4_moe", False)])
-def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool
+) -> None:
     """Needs 2 devices. The trainer's is the first; the replica gets the second. vLLM has routers of glm4_moe in float32."""
     import ray
     from safetensors.torch import load_file
@@ -239,10 +242,13 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
 
     folders = [write_tiny_model(tmp_path / str(seed), family, tied, seed, torch.bfloat16, head_dim=64) for seed in range(3)]
     torch.zeros(1, device="cuda")
-    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-    ray.init(include_dashboard=False, log_to_driver=False)
-    pool = OpenPool.start(ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**26), 1)
-    try:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with ExitStack() as stack:
+        ray.init(include_dashboard=False, log_to_driver=False)
+        stack.callback(ray.shutdown)
+        replica = ReplicaConfig(str(folders[0]), max_model_len=64, kv_cache_bytes=2**26, enforce_eager=True)
+        pool = OpenPool.start(replica, 1)
+        stack.callback(pool.close)
         for transport in ("nccl", "shm"):
             source = DictSource({})
             publisher = None
@@ -255,9 +261,6 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(tmp_path: Path, family: 
                 assert fallback == ({"gate"} if family == "glm4_moe" else set())
                 assert differing(pool.read_back(), tensors) == []
             publisher.close()
-    finally:
-        pool.close()
-        ray.shutdown()
 
 
 def test_what_batch_invariance_tells_nccl_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
