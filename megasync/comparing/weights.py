@@ -54,9 +54,15 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
         raise ConfigError(f"{run}: is no run: it holds no {CONFIG_FILE}", remedy="name a run's folder, such as runs/rl")
     config = load_config(run / CONFIG_FILE, overrides)
     found = checkpoints_of(run)
+    is_trained = bool(step or (found and step is None))
+    refuse_if(
+        is_trained and not config.engine.lora.rank and any(each.startswith("model.path=") for each in overrides),
+        f"model.path = {config.model.path}: the weights are those of {run}, step {step or max(found, default=0)}",
+        remedy="leave it out, or compare the model that the run starts from by --step 0",
+    )
     if step and is_of_log(run, step):
         return _of_log(run, config, scratch, step, overrides)
-    if step or (found and step is None):
+    if is_trained:
         source = find_source(run, scratch, step, overrides)
         step = step if step is not None else max(found)
         folder = found[step]

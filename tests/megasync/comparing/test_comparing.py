@@ -247,6 +247,10 @@ def test_without_a_checkpoint_the_model_is_that_of_the_start(run: Path, tmp_path
     assert newest.config.model.path == str(newest.base), "also where the run's model is elsewhere by now"
     assert newest.formers == {"step 2": run / "checkpoints/step_00000002/hf"}
     assert choose(run, tmp_path, 0, []).base == tmp_path / "model"
+    other = write_tiny_model(tmp_path / "other", "qwen3", seed=2)
+    assert choose(run, tmp_path, 0, [f"model.path={other}"]).base == other
+    with pytest.raises(ConfigError, match=r"model.path = .*other: the weights are those of .*, step 4\n.*--step 0"):
+        choose(run, tmp_path, None, [f"model.path={other}"])
 
 
 def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: Path) -> None:
