@@ -96,17 +96,17 @@ class DeltaWriter:
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:  # a delta of other bytes would be worth nothing
         index = len(self._digests)
-        bucket, data = self._stage.buckets[index], self._buffer[:num_bytes].to(CPU, copy=True)
+        bucket, data = self._stage.buckets[index], self._buffer[:num_bytes]
         for start, end in gaps(bucket):  # which no tensor fills, nor the log
             data[start:end].zero_()
         digest = digest_bytes(data)
-        encoding, payload = encode(data, self._kept.buckets[index] if self._has_base else None)
+        former = self._kept.buckets[index] if self._has_base else None
+        encoding, payload, self._kept.buckets[index] = encode(data, former)
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
         self._send(torch.tensor([ENCODINGS.index(encoding), len(payload), signed]).view(torch.uint8))
         if len(payload):
             self._send(payload)
         self.sent_bytes += len(payload)
-        self._kept.buckets[index] = data
         self._digests.append(digest)
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:  # all has been waited for
@@ -154,12 +154,15 @@ class DeltaReader:
         channel.tell(f"answer {sync_index} {self._reader}", HAVE if has_base else LACK)
         kept.state, digests = "", list[int]()
         for index, bucket in enumerate(stage.buckets):
-            digests.append(self._take(channel, stage, bucket, kept, index, deadline))
-            yield bucket, kept.buckets[index].to(self._device)
+            data, digest = self._take(channel, stage, bucket, kept, index, deadline)
+            digests.append(digest)
+            yield bucket, data
         kept.close_pass(digests)
 
-    def _take(self, channel: Channel, stage: StagePlan, bucket: Bucket, kept: Kept, index: int, deadline: float) -> int:
-        """The bucket's digest; its bytes are in `kept`."""
+    def _take(
+        self, channel: Channel, stage: StagePlan, bucket: Bucket, kept: Kept, index: int, deadline: float
+    ) -> tuple[torch.Tensor, int]:
+        """The bucket on this worker's device, and its digest; its bytes are in `kept`, too."""
 
         def receive(num_bytes: int) -> torch.Tensor:
             data = torch.empty(num_bytes, dtype=torch.uint8)
@@ -172,10 +175,11 @@ class DeltaReader:
             kept.buckets[index] = decode(ENCODINGS[code], payload, kept.buckets[index])
         except delta.DamagedError as error:
             raise TransportError(f"{stage.describe(bucket)}: {error}") from error
-        digest = digest_bytes(kept.buckets[index])
+        data = kept.buckets[index].to(self._device)
+        digest = digest_bytes(data)
         if digest != signed % (1 << 64):
             raise DamagedError(stage, [index])
-        return digest
+        return data, digest
 
     def _is_of_log(self, stage: StagePlan, kept: Kept, offer: dict[str, str], deadline: float) -> bool:
         """Whether the newest version of the log is what the sender has kept; it is in `kept` then."""
@@ -219,13 +223,18 @@ def _nothing() -> None:
     pass
 
 
-def encode(data: torch.Tensor, former: torch.Tensor | None) -> tuple[str, torch.Tensor]:
-    """What travels of a bucket [n] uint8, in the shorter of its two forms. `former`: as all readers have it."""
+def encode(data: torch.Tensor, former: torch.Tensor | None) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """What travels of a bucket [n] uint8 on any device, in the shorter of its two forms, and the bucket in host memory.
+
+    `former`: as all readers have it, in host memory; it becomes the bucket.
+    """
     if former is not None and former.numel() == data.numel():
-        encoding, found = delta.encode(_words(data), _words(former))
+        encoding, found = delta.advance(_words(former), _words(data))
         if len(found) < data.numel() or encoding == "same":
-            return encoding, torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else data[:0]
-    return "whole", data
+            return encoding, torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else former[:0], former
+        return "whole", former, former
+    whole = data.to(CPU, copy=True)
+    return "whole", whole, whole
 
 
 def decode(encoding: str, payload: torch.Tensor, former: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,19 @@
 
 Elements are whole numbers of their width here, so that NaN and -0.0 are values like others. Of what changed the difference of
 these numbers is kept, which between bf16 weights of two steps is mostly 1 or -1; where few changed, with the gaps between their
-places. Bytes lie by significance, low ones first, and are compressed with zstd. Pure functions, on the CPU.
+places. Bytes lie by significance, low ones first, and are compressed with zstd. Pure functions, on the CPU; `changes` compares
+on a GPU, so that of a tensor there only what changed comes to the host.
 
     encoding, data = encode(new, old)       # "same", "sparse" or "dense"
     apply(old, encoding, data)              # old becomes new
+    encoding, data = advance(old, new)      # both at once, with `new` on any device
 """
 
 from __future__ import annotations
 
+import os
 import struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +26,9 @@ SPARSE_BELOW = 0.25  # of the elements changed
 LEVEL = 1  # of zstd: higher ones save little on such bytes
 HEADER = struct.Struct("<QBQQ")  # number of changed elements, bytes of a gap, compressed bytes of gaps and of differences
 
+COMPARED_ELEMENTS = 2**25  # at a time on a GPU, and of its memory five times as many bytes or more
+MAX_THREADS = 8  # numpy and zstd leave Python's lock alone while they work
+
 Words = npt.NDArray[np.unsignedinteger]
 
 
@@ -29,19 +36,70 @@ class DamagedError(ValueError):
     """Bytes that no `encode` has made for this tensor."""
 
 
+class Changes(NamedTuple):
+    """Places [k] int64, rising, and what was added there [k], as words."""
+
+    places: npt.NDArray[np.int64]
+    differences: Words
+
+
+def num_threads() -> int:
+    """Among which the tensors of a version are dealt out."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
+
+
 def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[str, bytes]:
     """Both contiguous, of the same dtype and shape."""
     after, before = words(new), words(old)
-    changed = np.flatnonzero(after != before)
-    if not len(changed):
-        return "same", b""
+    places = np.flatnonzero(after != before)
     with np.errstate(over="ignore"):
-        if len(changed) >= SPARSE_BELOW * len(after):
+        if len(places) and len(places) >= SPARSE_BELOW * len(after):
             return "dense", _pack(after - before)
-        gaps = np.diff(changed, prepend=-1) - 1
-        width = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << 8 * size)
-        parts = _pack(gaps.astype(f"<u{width}")), _pack(after[changed] - before[changed])
-    return "sparse", HEADER.pack(len(changed), width, *map(len, parts)) + b"".join(parts)
+        return encode_changes(Changes(places, after[places] - before[places]))
+
+
+def encode_changes(changes: Changes) -> tuple[str, bytes]:
+    """As `encode` where few elements changed."""
+    if not len(changes.places):
+        return "same", b""
+    gaps = np.diff(changes.places, prepend=-1) - 1
+    width = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << 8 * size)
+    parts = _pack(gaps.astype(f"<u{width}")), _pack(changes.differences)
+    return "sparse", HEADER.pack(len(changes.places), width, *map(len, parts)) + b"".join(parts)
+
+
+def changes(new: torch.Tensor, old: torch.Tensor) -> Changes | None:
+    """Of `new` on any device against `old` in host memory, of the same dtype and shape; None where not few elements changed."""
+    after, before = _numbers(new), _numbers(old)
+    found: list[Changes] = []
+    count = 0
+    for start in range(0, len(after), COMPARED_ELEMENTS):
+        part = slice(start, start + COMPARED_ELEMENTS)
+        differences = after[part] - before[part].to(after.device)
+        places = differences.nonzero().squeeze(1)
+        count += len(places)
+        if count >= SPARSE_BELOW * len(after):
+            return None
+        changed = differences[places].cpu().numpy()
+        found.append(Changes(places.int().cpu().numpy().astype(np.int64) + start, changed.view(f"<u{changed.itemsize}")))
+    return Changes(*map(np.concatenate, zip(*found, strict=True))) if found else None
+
+
+def add(held: torch.Tensor, changes: Changes) -> None:
+    """To a tensor in host memory, in place."""
+    with np.errstate(over="ignore"):
+        words(held)[changes.places] += changes.differences
+
+
+def advance(held: torch.Tensor, new: torch.Tensor) -> tuple[str, bytes]:
+    """`held`, in host memory, becomes `new`, of the same dtype and shape on any device. As `encode`."""
+    if new.is_cuda and (found := changes(new, held)) is not None:
+        add(held, found)
+        return encode_changes(found)
+    new = new.cpu()
+    encoded = encode(new, held)
+    held.copy_(new)
+    return encoded
 
 
 def apply(tensor: torch.Tensor, encoding: str, data: bytes) -> None:
@@ -55,8 +113,7 @@ def apply(tensor: torch.Tensor, encoding: str, data: bytes) -> None:
         if encoding == "dense":
             held += _unpack(data, held.dtype, len(held))
         elif encoding == "sparse":
-            places, differences = _read_sparse(data, held)
-            held[places] += differences
+            add(tensor, _read_sparse(data, held))
         elif encoding != "same":
             raise DamagedError(f"encoding {encoding!r}: none of {', '.join(ENCODINGS)}")
 
@@ -68,7 +125,7 @@ def num_changed(encoding: str, data: bytes, num_elements: int) -> int:
     return num_elements if encoding == "dense" else 0
 
 
-def _read_sparse(data: bytes, held: Words) -> tuple[npt.NDArray[np.int64], Words]:
+def _read_sparse(data: bytes, held: Words) -> Changes:
     if len(data) < HEADER.size:
         raise DamagedError("too short")
     count, width, gap_bytes, value_bytes = HEADER.unpack_from(data)
@@ -78,7 +135,7 @@ def _read_sparse(data: bytes, held: Words) -> tuple[npt.NDArray[np.int64], Words
     places = np.cumsum(gaps + 1) - 1
     if count and not 0 <= places.min() <= places.max() < len(held):
         raise DamagedError("places outside of the tensor")
-    return places, _unpack(data[HEADER.size + gap_bytes :], held.dtype, count)
+    return Changes(places, _unpack(data[HEADER.size + gap_bytes :], held.dtype, count))
 
 
 def words(tensor: torch.Tensor) -> Words:
@@ -86,6 +143,12 @@ def words(tensor: torch.Tensor) -> Words:
     assert tensor.is_contiguous()
     bytes_ = tensor.detach().view(-1).view(torch.uint8).numpy()
     return bytes_.view(f"<u{tensor.element_size()}")
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as numbers [n] of their width, in the tensor's own memory."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(-1).view(width)
 
 
 def _pack(values: Words) -> bytes:

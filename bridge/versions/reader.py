@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from bridge.layout.digest import digest_tensor
@@ -120,30 +123,39 @@ class VersionReader:
 
 
 def _take_all(path: Path, header: Header, tensors: dict[str, torch.Tensor]) -> None:
-    """One file's, into the tensors that it was added to."""
-    with path.open("rb") as file:
-        for entry in header.entries:
-            file.seek(entry.offset)
-            _take(path, tensors, entry, file.read(entry.num_bytes))
-
-
-def _take(path: Path, tensors: dict[str, torch.Tensor], entry: Entry, data: bytes) -> None:
-    """Into `tensors`, verified."""
+    """One file's, into the tensors that it was added to; several at a time, in threads."""
+    threads = ThreadPoolExecutor(delta.num_threads(), "version log")
     try:
-        if entry.encoding == "raw":
-            tensors[entry.name] = _whole(entry, data)
-        else:
-            delta.apply(tensors[entry.name], entry.encoding, data)
-    except (delta.DamagedError, KeyError) as error:
+        taken = threads.map(lambda entry: _taken(path, tensors.get(entry.name), entry), header.entries)
+        for entry, tensor in zip(header.entries, taken, strict=True):
+            tensors[entry.name] = tensor
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _taken(path: Path, former: torch.Tensor | None, entry: Entry) -> torch.Tensor:
+    """The tensor, verified: `former`, which becomes it, or a new one."""
+    data = np.fromfile(path, np.uint8, entry.num_bytes, offset=entry.offset)
+    if former is None and entry.encoding != "raw":
+        raise VersionLogError(f"{path}: {entry.name} is damaged: there is nothing that it was added to")
+    try:
+        tensor = _whole(entry, data) if former is None or entry.encoding == "raw" else _added(former, entry, data)
+    except delta.DamagedError as error:
         raise VersionLogError(f"{path}: {entry.name} is damaged: {error}") from error
-    if entry.encoding != "same" and digest_tensor(tensors[entry.name]) != entry.digest:
+    if entry.encoding != "same" and digest_tensor(tensor) != entry.digest:
         raise VersionLogError(f"{path}: {entry.name} is damaged: it differs from its digest")
+    return tensor
 
 
-def _whole(entry: Entry, data: bytes) -> torch.Tensor:
+def _added(former: torch.Tensor, entry: Entry, data: npt.NDArray[np.uint8]) -> torch.Tensor:
+    delta.apply(former, entry.encoding, data.tobytes())
+    return former
+
+
+def _whole(entry: Entry, data: npt.NDArray[np.uint8]) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     if len(data) != math.prod(entry.shape) * dtype.itemsize:
         raise delta.DamagedError("another number of bytes")
-    if not data:
+    if not len(data):  # numpy gives it a stride that torch does not take
         return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(entry.shape)
+    return torch.from_numpy(data).view(dtype).view(entry.shape)

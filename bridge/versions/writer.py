@@ -3,14 +3,13 @@
     log = VersionWriter(folder, stage=0, num_stages=1, keeps_weights=True, full_every=20)
     written = log.write(12, whole_tensors(source))       # by the one rank of the stage that has them
 
-The weights of the former version stay in host memory, to compare with: several tensors at a time, in threads, while the next ones
-come from the device. Leaves out who calls it when (megasync/run/weights.py).
+The weights of the former version stay in host memory, to compare with. Tensors on a GPU are compared there, and only what changed
+comes from it; others in threads, several at a time. Leaves out who calls it when (megasync/run/weights.py).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -36,8 +35,6 @@ from bridge.versions.file import (
     there,
     write_header,
 )
-
-MAX_THREADS = 8  # numpy and zstd leave Python's lock alone while they work
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class _Pass:
         self.entries: list[Entry] = []
         self.weight_bytes = self.num_changed = self._offset = 0
         self._file = file
-        self._num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self._num_threads = delta.num_threads()
         self._threads = ThreadPoolExecutor(self._num_threads, "version log")
         self._under_way: deque[tuple[Entry, Future[tuple[str, bytes]]]] = deque()
 
@@ -118,9 +115,14 @@ class _Pass:
         if self.kind == DIGESTS:
             self._write(entry, b"")
             return
-        own, former = tensor.detach().to("cpu", copy=True).contiguous(), self.former.get(name)
-        self.former[name] = own
-        self._under_way.append((entry, self._threads.submit(self._encode, own, former)))
+        former = self.former.get(name)
+        if self.kind == DELTA and tensor.is_cuda and (changes := delta.changes(tensor, self.former[name])) is not None:
+            encoded = self._threads.submit(_add_and_encode, self.former[name], changes)
+        else:
+            own = tensor.detach().to("cpu", copy=True).contiguous()
+            self.former[name] = own
+            encoded = self._threads.submit(self._encode, own, former)
+        self._under_way.append((entry, encoded))
         if len(self._under_way) > self._num_threads:
             self._write_oldest()
 
@@ -146,6 +148,11 @@ class _Pass:
         self._file.write(data)
         self.entries.append(replace(entry, offset=self._offset, num_bytes=len(data)))
         self._offset += len(data)
+
+
+def _add_and_encode(former: torch.Tensor, changes: delta.Changes) -> tuple[str, bytes]:
+    delta.add(former, changes)
+    return delta.encode_changes(changes)
 
 
 def cut(folder: Path, version: int) -> list[int]:

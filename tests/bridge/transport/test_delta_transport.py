@@ -71,10 +71,10 @@ def tensors_of(buckets: Sequence[torch.Tensor]) -> Weights:
 class Link:
     """A connection of a sender and readers, each with what it has kept."""
 
-    def __init__(self, sender: Store, readers: list[Store], log: Path | None = None) -> None:
-        self.writer = DeltaWriter(STAGE, len(readers), CPU, log, sender)
+    def __init__(self, sender: Store, readers: list[Store], log: Path | None = None, device: torch.device = CPU) -> None:
+        self.writer = DeltaWriter(STAGE, len(readers), device, log, sender)
         ends = (self.writer.endpoint,)
-        self.readers = [DeltaReader(ends, number, len(readers), CPU, store) for number, store in enumerate(readers)]
+        self.readers = [DeltaReader(ends, number, len(readers), device, store) for number, store in enumerate(readers)]
         self.num_passes = 0
 
     def send(self, version: int) -> list[Weights]:
@@ -92,7 +92,7 @@ class Link:
 
     def _read(self, reader: DeltaReader, deadline: float) -> list[torch.Tensor]:
         try:
-            return [data.clone() for _, data in reader.buckets(STAGE, self.num_passes, deadline, verify=True)]
+            return [data.to(CPU, copy=True) for _, data in reader.buckets(STAGE, self.num_passes, deadline, verify=True)]
         except TransportError as error:
             reader.abort(str(error))
             raise
@@ -119,13 +119,16 @@ def test_a_bucket_comes_back_in_no_more_bytes_than_it_has(seed: int, size: int, 
     generator = torch.Generator().manual_seed(seed)
     former, other = (torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(2))
     data = torch.where(torch.rand(size, generator=generator) < share, other, former)
-    encoding, payload = encode(data, former)
-    assert len(payload) <= size and torch.equal(decode(encoding, payload, former.clone()), data)
+    held = former.clone()
+    encoding, payload, kept = encode(data, held)
+    assert len(payload) <= size and torch.equal(decode(encoding, payload, former), data)
+    assert torch.equal(kept, data)
     assert encode(data, None)[0] == "whole"
 
 
-def test_after_the_first_pass_few_bytes_travel() -> None:
-    link = Link({}, [{}, {}])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_after_the_first_pass_few_bytes_travel(device: str) -> None:
+    link = Link({}, [{}, {}], device=torch.device(device))
     assert is_version(link.send(1), 1) and link.writer.sent_bytes == sum(bucket.num_bytes for bucket in STAGE.buckets)
     for version in (2, 3, 3, 9):
         assert is_version(link.send(version), version) and link.writer.sent_bytes < STAGE.manifest.total_bytes / 10

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,6 +46,27 @@ def test_a_delta_round_trips_bit_for_bit(seed: int, size: int, dtype: torch.dtyp
     changed = int((delta.words(new) != delta.words(old)).sum())
     assert delta.num_changed(encoding, data, size) == (size if encoding == "dense" else changed)
     assert (encoding == "same") == (changed == 0)
+    held = old.clone()
+    assert delta.advance(held, new) == (encoding, data)
+    assert torch.equal(held.view(torch.uint8), new.view(torch.uint8))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.05, 0.2, 1.0]))
+def test_parts_that_are_compared_one_by_one_give_the_same_delta(seed: int, size: int, dtype: torch.dtype, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    old = torch.from_numpy(rng.integers(0, 256, size * dtype.itemsize, np.uint8))
+    moved = torch.from_numpy(rng.random(size) < share).repeat_interleave(dtype.itemsize)
+    new = torch.where(moved, old ^ 255, old).view(dtype)
+    with mock.patch.object(delta, "COMPARED_ELEMENTS", 7):
+        found = delta.changes(new, old.view(dtype))
+    encoding, data = delta.encode(new, old.view(dtype))
+    if found is None:
+        assert encoding == "dense"
+    else:
+        assert delta.encode_changes(found) == (encoding, data)
+        delta.add(old.view(dtype), found)
+        assert torch.equal(old, new.view(torch.uint8))
 
 
 @settings(deadline=None)
@@ -73,14 +95,17 @@ def weights(version: int, stage: int = 0) -> Weights:
     for number in range(version):
         matrix[number % 12] += 1
     moving = torch.randn(30, generator=torch.Generator().manual_seed(version))
-    return {f"s{stage}.matrix": matrix, f"s{stage}.fixed": fixed, f"s{stage}.moving": moving}
+    empty = torch.zeros(0, 3)
+    return {f"s{stage}.matrix": matrix, f"s{stage}.fixed": fixed, f"s{stage}.empty": empty, f"s{stage}.moving": moving}
 
 
-def write(folder: Path, versions: range, stages: int = 1, *, keeps_weights: bool = True, full_every: int = 4) -> None:
+def write(
+    folder: Path, versions: range, stages: int = 1, *, keeps_weights: bool = True, full_every: int = 4, device: str = "cpu"
+) -> None:
     for stage in range(stages):
         writer = VersionWriter(folder, stage=stage, num_stages=stages, keeps_weights=keeps_weights, full_every=full_every)
         for version in versions:
-            writer.write(version, iter(weights(version, stage).items()))
+            writer.write(version, ((name, tensor.to(device)) for name, tensor in weights(version, stage).items()))
 
 
 def equal(found: Weights, expected: Weights) -> bool:
@@ -102,6 +127,15 @@ def test_every_version_comes_back(count: int, full_every: int, stages: int) -> N
             assert equal(dict(log.tensors(version)), expected)
             assert log.digests(version) == {name: digest_tensor(tensor) for name, tensor in expected.items()}
             assert len(log.chain(version, 0)) == 1 + (version - 3) % full_every
+
+
+@pytest.mark.gpu
+def test_weights_on_a_gpu_make_the_same_files(tmp_path: Path) -> None:
+    for device in ("cpu", "cuda"):
+        write(tmp_path / device, range(9), stages=2, device=device)
+    files = sorted(path.name for path in (tmp_path / "cpu").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "cuda").iterdir())
+    assert all((tmp_path / "cpu" / name).read_bytes() == (tmp_path / "cuda" / name).read_bytes() for name in files)
 
 
 def test_a_log_of_digests_has_no_weights(tmp_path: Path) -> None:
