@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 WRONG, FAILED = 1, 3
 SPARE_TOKENS = 1024  # of a KV cache: blocks that are not full, and one that vLLM keeps for itself
 LEAST_UTILIZATION = 0.01  # of a GPU's memory, which vLLM only asks for at its start where the cache's size is given
-Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
+Serve = Callable[[Config, Callable[[], None]], AbstractContextManager["ReplicaPool"]]
 
 
-def served_unwarmed(config: Config) -> AbstractContextManager[ReplicaPool]:
+def served_unwarmed(config: Config, meanwhile: Callable[[], None]) -> AbstractContextManager[ReplicaPool]:
     """One response needs few of the kernels that vLLM would compile at its start."""
-    return served(config, warms_up=False)
+    return served(config, warms_up=False, meanwhile=meanwhile)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str], serve: Serve = served_unwarmed) -> int:
-    """The exit code. `serve`: replicas that have the config's weights."""
+    """The exit code. `serve`: replicas that have the config's weights; calls what is given besides once they start."""
     given = parse(arguments)
     with scratch_folder() as scratch:
         with main_errors():
@@ -134,7 +134,7 @@ def compared(
 
     begin = time.monotonic()
     with TrainerSide(chosen, config, response) as trainer:
-        with serve(config) as pool:
+        with serve(config, trainer.begin) as pool:  # Ray first: imports on both sides would share Python's lock
             started = time.monotonic()
             response, passes = traced(pool, response, prompts, config, scratch)
             passed = time.monotonic()

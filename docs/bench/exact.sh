@@ -14,7 +14,8 @@
 #   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 62 s and 50 s, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
-#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=24 of them, each made again: 24 s each, 75 GB
+#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=100 of them: 75 GB, 35 GB of the disk
+#   delta-3b-figures  each of them made again
 #   tests          tests that need a GPU: 120 s, 10 GB
 #   seeds          three seeds on sums, with and without exact, in turns: 300 s each; SEEDS="0 1 2", EXACT="false true"
 # KILL_AT=80 is another step for delta-link. MODEL_DATA=FOLDER is where `megasync assets --model smollm2-135m-instruct` wrote; STEPS=20, EXTRA="key=value ..." goes to all runs.
@@ -143,8 +144,9 @@ for part in "$@"; do
       kill "$watcher" 2>/dev/null || true ;;
     delta-3b)
       large_data && limit delta-3b 560 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
-        run.name=delta-3b run.dir="$out/runs" run.steps="${DELTA_STEPS:-24}" run.log_samples=0 sync.log=deltas "${colocated[@]}" \
-        "${large_sizes[@]}" rollout.max_new_tokens=64 "$uncompiled" "${extra[@]}"
+        run.name=delta-3b run.dir="$out/runs" run.steps="${DELTA_STEPS:-100}" run.log_samples=0 sync.log=deltas sync.log_full_every=50 "${colocated[@]}" \
+        "${large_sizes[@]}" rollout.max_new_tokens=64 "$uncompiled" "${extra[@]}" ;;
+    delta-3b-figures)
       limit delta-3b-figures 400 "$python" "$here/docs/bench/version_figures.py" "$out/runs/delta-3b" --json "$out/delta-3b.json"
       cat "$out/delta-3b-figures.log" ;;
     tests) limit tests 300 "$python" -m pytest -m gpu -q -p no:cacheprovider "$here/tests/engine/model/test_exact.py" "$here/tests/exact/test_cuda.py"; tail -n 3 "$out/tests.log" ;;

@@ -1,7 +1,7 @@
 """The trainer's model and the references of both sides, in a thread of their own.
 
-    with TrainerSide(chosen, config, response) as trainer:  # begins at once where the device has room for both sides
-        with served(config) as pool:
+    with TrainerSide(chosen, config, response) as trainer:
+        with served(config, meanwhile=trainer.begin) as pool:  # where the device has room for both sides
             passes = trace_replica(pool, ...)
             trainer.judge(passes, response, swap)
         found = trainer.found()                             # begins only now where it has not
@@ -49,8 +49,11 @@ class TrainerSide:
         self._found: Future[Found] | None = None
 
     def __enter__(self) -> Self:
-        self._thread.submit(self._make_early)
         return self
+
+    def begin(self) -> None:
+        """Does not wait."""
+        self._thread.submit(self._make_early)
 
     def judge(self, passes: Passes, response: Response, swap: str) -> None:
         """Does not wait; begins beside the replica where there is room, else in `found`."""

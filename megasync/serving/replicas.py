@@ -7,7 +7,7 @@ with served(config) as pool:
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def served(config: Config, *, warms_up: bool = True) -> Iterator[ReplicaPool]:
+def served(config: Config, *, warms_up: bool = True, meanwhile: Callable[[], None] = lambda: None) -> Iterator[ReplicaPool]:
     """For a command: what it starts and leaves on the disk ends with the block, whatever happens in it.
 
-    `warms_up`: kernels are compiled at the start, not by the first requests that need them.
+    `warms_up`: kernels are compiled at the start, not by the first requests that need them. `meanwhile`: called once the replicas
+    start by themselves, for half a minute.
     """
     if config.rollout.ray_address == "local":
         listen_on_loopback()
     end_on_sigterm()
-    with run_scope(), replicas(config, warms_up=warms_up) as pool:
+    with run_scope(), replicas(config, warms_up, meanwhile) as pool:
         yield pool
     end_on_sigterm()  # run_scope has set both signals aside
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
-def replicas(config: Config, *, warms_up: bool = True) -> Iterator[ReplicaPool]:
+def replicas(config: Config, warms_up: bool = True, meanwhile: Callable[[], None] = lambda: None) -> Iterator[ReplicaPool]:
     """`rollout.replicas` of them, as a run has them.
 
     Raises:
@@ -49,8 +50,10 @@ def replicas(config: Config, *, warms_up: bool = True) -> Iterator[ReplicaPool]:
 
     stop_ray = start_ray(config.rollout.ray_address)
     try:
-        pool = ReplicaPool.start(replace(replica_config(config), warms_up=warms_up), config.rollout.replicas)
+        pool = ReplicaPool.begin_start(replace(replica_config(config), warms_up=warms_up), config.rollout.replicas)
         try:
+            meanwhile()
+            pool.finish_start()
             yield pool
         finally:
             pool.close()

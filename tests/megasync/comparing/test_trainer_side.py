@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -81,6 +81,7 @@ def test_what_fails_beside_the_replica_is_made_again_and_told(monkeypatch: pytes
     monkeypatch.setattr("megasync.comparing.trainer_side.both_fit", lambda config, free: True)
     chosen = Chosen(config, config, "run", None, Path(config.model.path))
     with TrainerSide(chosen, config, None) as side:
+        side.begin()
         side.judge(cast(Any, None), Response((1,), (2,), ""), "")
         with pytest.raises(RuntimeError, match="no memory"):
             side.found()
@@ -99,7 +100,8 @@ def test_what_the_trainers_thread_raises_while_the_replica_starts_is_told(
         raise error
 
     @contextmanager
-    def serve(_: Config) -> Iterator[Any]:
+    def serve(_: Config, begin: Callable[[], None]) -> Iterator[Any]:
+        begin()
         yield None
 
     monkeypatch.setattr(trainer_side, "free_bytes", free_bytes)
@@ -126,5 +128,6 @@ def test_nothing_is_made_for_a_replica_that_failed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(TrainerSide, "_make", lambda _, keep_bytes: made.append(keep_bytes))
     given: Any = None  # which nobody looks at
     with TrainerSide(given, config, None) as trainer:
+        trainer.begin()
         trainer.judge(given, given, "")
     assert not made

@@ -14,7 +14,7 @@ import time
 from contextlib import nullcontext
 from megasync.config.schema import Config
 from megasync.serving import replicas
-replicas.replicas = lambda config, warms_up: nullcontext()
+replicas.replicas = lambda config, warms_up, meanwhile: nullcontext()
 with replicas.served(Config()):
     pass
 print("over", flush=True)
