@@ -136,7 +136,7 @@ for case in "$@"; do
     model-rollout-45) model_rollout 45 ;;
     train) train train 0,1 ;;
     train-memory) train train-memory 0,1 'bench_train.variants=[ddp,megatron_fsdp]' ;; # both wraps' memory, by what it is for
-    kernels) "$python" "$here/docs/bench/kernels.py" "$out/kernels.json" ;;
+    kernels) "$python" "$here/docs/bench/kernel_speeds.py" "$out/kernels.json" ;;
     train-kernels) # what other libraries' kernels bring, where they are installed
       train train-kernels 0 bench_train.num_ranks=1 \
         'bench_train.variants=[ddp,ddp_torch_kernels,megatron_fsdp,megatron_fsdp_torch_kernels]' ;;

@@ -58,7 +58,7 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc] # mypy does not follow 
         self._is_compared = source_digest() in COMPARED
         if not self._is_compared:
             text = "this vLLM's scheduler was not compared with ours: all tokens go by its own"
-            logging.getLogger("vllm.megasync").warning(text)
+            logging.getLogger("megasync").warning(text)  # vLLM's own tells errors alone
 
     def update_from_output(self, scheduled: Any, ran: Any) -> dict[int, Any]:
         """As upstream's, without outputs that are held."""

@@ -269,6 +269,8 @@ def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: P
     for folder, expected in ((chosen.base, versions[2]), (Path(source.config.model.path), versions[1])):
         own = load_file(folder / "model.safetensors")
         assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+    with pytest.raises(ConfigError, match=r"model.path = .*other: the weights are those of .*, step 2\n"):  # merged
+        choose(run, tmp_path / "c", 2, ["engine.lora.rank=4", f"model.path={tmp_path / 'other'}"])
     with pytest.raises(ConfigError, match=r"has no version 7; the last there are: 0, 1, 2"):
         choose(run, tmp_path / "c", 7, [])
 

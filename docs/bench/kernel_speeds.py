@@ -1,4 +1,4 @@
-"""Times kernels of other libraries beside torch's on one GPU, rounds of all in turn: docs/bench/kernels.py OUT.json
+"""Times kernels of other libraries beside torch's on one GPU, rounds of all in turn: docs/bench/kernel_speeds.py OUT.json
 
 What is not installed is left out, what fails is named. TransformerEngine, apex's extensions amp_C and
 fused_weight_gradient_mlp_cuda, and flash_attn_interface (FlashAttention 3) are looked for.
