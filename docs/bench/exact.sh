@@ -11,7 +11,7 @@
 #   exact-eager    exact without CUDA graphs, where `ladder` fails with them: 200 s
 #   deterministic  two runs of 30 steps, one after the other, and what of them is equal: 260 s, 25 GB, bears others beside it
 #   bisect         both sides of SmolLM2, bfloat16 and exact, from the runs of `ladder`: 150 s, 15 GB
-#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 62 s and 50 s, 35 GB
+#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 53 s and less, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
 #   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=100 of them: 75 GB, 35 GB of the disk
