@@ -32,7 +32,8 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: flo
     """
     if use_fused:
         return fused.token_log_probs(logits[0], labels[0], temperature, mpu.get_tensor_model_parallel_group())
-    scaled = logits.float() / temperature  # a new tensor: cross_entropy.py subtracts the maximum in place
+    # a new tensor: cross_entropy.py subtracts the maximum in place
+    scaled = logits.to(torch.float32, copy=True) if temperature == 1 else logits.float() / temperature
     losses: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(scaled.transpose(0, 1).contiguous(), labels.t())
     return -losses.squeeze(1)
 
