@@ -2,8 +2,8 @@
 
 Elements are whole numbers of their width here, so that NaN and -0.0 are values like others. Of what changed the difference of
 these numbers is kept, which between bf16 weights of two steps is mostly 1 or -1; where few changed, with the gaps between their
-places. Bytes lie by significance, low ones first, and are compressed with zstd. Pure functions, on the CPU; `changes` compares
-on a GPU, so that of a tensor there only what changed comes to the host.
+places. Bytes lie by significance, low ones first, and are compressed with zstd. All on the CPU, but `find_changes`
+compares where the new tensor is: of one on a GPU only what changed comes to the host.
 
     encoding, data = encode(new, old)       # "same", "sparse" or "dense"
     apply(old, encoding, data)              # old becomes new
@@ -26,7 +26,7 @@ SPARSE_BELOW = 0.25  # of the elements changed
 LEVEL = 1  # of zstd: higher ones save little on such bytes
 HEADER = struct.Struct("<QBQQ")  # number of changed elements, bytes of a gap, compressed bytes of gaps and of differences
 
-COMPARED_ELEMENTS = 2**25  # at a time on a GPU, and of its memory five times as many bytes or more
+COMPARED_ELEMENTS = 2**25  # at a time, for which a GPU needs some hundred MB
 MAX_THREADS = 8  # numpy and zstd leave Python's lock alone while they work
 
 Words = npt.NDArray[np.unsignedinteger]
@@ -68,7 +68,7 @@ def encode_changes(changes: Changes) -> tuple[str, bytes]:
     return "sparse", HEADER.pack(len(changes.places), width, *map(len, parts)) + b"".join(parts)
 
 
-def changes(new: torch.Tensor, old: torch.Tensor) -> Changes | None:
+def find_changes(new: torch.Tensor, old: torch.Tensor) -> Changes | None:
     """Of `new` on any device against `old` in host memory, of the same dtype and shape; None where not few elements changed."""
     after, before = _numbers(new), _numbers(old)
     found: list[Changes] = []
@@ -93,7 +93,7 @@ def add(held: torch.Tensor, changes: Changes) -> None:
 
 def advance(held: torch.Tensor, new: torch.Tensor) -> tuple[str, bytes]:
     """`held`, in host memory, becomes `new`, of the same dtype and shape on any device. As `encode`."""
-    if new.is_cuda and (found := changes(new, held)) is not None:
+    if new.is_cuda and (found := find_changes(new, held)) is not None:
         add(held, found)
         return encode_changes(found)
     new = new.cpu()
@@ -146,7 +146,7 @@ def words(tensor: torch.Tensor) -> Words:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as numbers [n] of their width, in the tensor's own memory."""
+    """The elements as numbers [n] of their width, which torch can subtract on any device."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().contiguous().view(-1).view(width)
 

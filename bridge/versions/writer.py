@@ -116,8 +116,11 @@ class _Pass:
             self._write(entry, b"")
             return
         former = self.former.get(name)
-        if self.kind == DELTA and tensor.is_cuda and (changes := delta.changes(tensor, self.former[name])) is not None:
-            encoded = self._threads.submit(_add_and_encode, self.former[name], changes)
+        changes = None
+        if self.kind == DELTA and tensor.is_cuda and former is not None:
+            changes = delta.find_changes(tensor, former)
+        if former is not None and changes is not None:
+            encoded = self._threads.submit(_add_and_encode, former, changes)
         else:
             own = tensor.detach().to("cpu", copy=True).contiguous()
             self.former[name] = own

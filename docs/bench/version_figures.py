@@ -27,7 +27,7 @@ Row = dict[str, Any]
 def made_again(log: VersionReader) -> list[Row]:
     """Of every version, in order; the pipeline's first stage."""
     rows: list[Row] = []
-    threads = ThreadPoolExecutor(num_threads())
+    threads = ThreadPoolExecutor(num_threads())  # idle at the end
     begin = time.perf_counter()
     for header, tensors in log.walk(0):
         seconds = time.perf_counter() - begin

@@ -1,7 +1,7 @@
 """The trainer's model and the references of both sides, in a thread of their own.
 
     with TrainerSide(chosen, config, response) as trainer:
-        with served(config, meanwhile=trainer.begin) as pool:  # where the device has room for both sides
+        with served(config, meanwhile=trainer.begin) as pool:  # it begins, where there is room for both
             passes = trace_replica(pool, ...)
             trainer.judge(passes, response, swap)
         found = trainer.found()                             # begins only now where it has not

@@ -55,9 +55,9 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
     config = load_config(run / CONFIG_FILE, overrides)
     found = checkpoints_of(run)
     is_trained = bool(step or (found and step is None))
-    has_own = not config.engine.lora.rank or is_of_log(run, step)  # a checkpoint of an adapter needs the model beside it
+    is_whole = not config.engine.lora.rank or is_of_log(run, step)  # a checkpoint of an adapter needs the model beside it
     refuse_if(
-        is_trained and has_own and any(each.startswith("model.path=") for each in overrides),
+        is_trained and is_whole and any(each.startswith("model.path=") for each in overrides),
         f"model.path = {config.model.path}: the weights are those of {run}, step {step or max(found, default=0)}",
         remedy="leave it out, or compare the model that the run starts from by --step 0",
     )

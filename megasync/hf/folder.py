@@ -153,7 +153,7 @@ def _refuse_unsupported(path: Path, shape: ModelShape, fields: dict[str, Any]) -
     named = fields.get("architectures")
     generates = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
     refused = {
-        f"architectures = {named!r}, of which vLLM knows none that generates,": not generates,
+        f"architectures = {named!r}, of which vLLM knows none that generates,": "architectures" in fields and not generates,
         **_refused_heads(shape),
         **refused_rope(family, fields),
         **refused_router(family, fields),

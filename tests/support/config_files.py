@@ -25,8 +25,7 @@ from megasync.hf.tensors import expected_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 128, "head_dim": 32,
     "intermediate_size": 256, "hidden_size": 128, "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},

@@ -59,7 +59,7 @@ def test_parts_that_are_compared_one_by_one_give_the_same_delta(seed: int, size:
     moved = torch.from_numpy(rng.random(size) < share).repeat_interleave(dtype.itemsize)
     new = torch.where(moved, old ^ 255, old).view(dtype)
     with mock.patch.object(delta, "COMPARED_ELEMENTS", 7):
-        found = delta.changes(new, old.view(dtype))
+        found = delta.find_changes(new, old.view(dtype))
     encoding, data = delta.encode(new, old.view(dtype))
     if found is None:
         assert encoding == "dense"
