@@ -14,6 +14,7 @@
 #   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 53 s and less, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
+#   delta-layouts  6 steps of SmolLM2 with LoRA, and on two GPUs under Megatron-FSDP, gone on with by a second start, and in two stages: 300 s
 #   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=100 of them: 75 GB, 35 GB of the disk
 #   delta-3b-figures  each of them made again
 #   tests          tests that need a GPU: 120 s, 10 GB
@@ -142,12 +143,17 @@ for part in "$@"; do
       kill_replica_at delta-link "${KILL_AT:-80}" & watcher=$!
       delta delta-link 1 sync.transport=delta rollout.min_replicas=1 rollout.gpu_memory_utilization=0.12 rollout.kv_cache_bytes=8GiB
       kill "$watcher" 2>/dev/null || true ;;
+    delta-layouts)
+      STEPS=6 delta delta-lora 1 "${beside[@]}" engine.lora.rank=16
+      STEPS=6 delta delta-pipeline 2 "${beside[@]}" engine.parallel.pipeline=2
+      train delta-fsdp 200 2 "${beside[@]}" "${unseen[@]}" checkpoint.every_steps=2 engine.wrap=megatron_fsdp sync.log=deltas run.steps=4 "$uncompiled"
+      STEPS=8 delta delta-fsdp 2 "${beside[@]}" checkpoint.every_steps=2 checkpoint.resume=auto engine.wrap=megatron_fsdp ;;
     delta-3b)
-      large_data && limit delta-3b 560 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
+      large_data && limit delta-3b 900 "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train "$here/configs/grpo_gpu.yaml" \
         run.name=delta-3b run.dir="$out/runs" run.steps="${DELTA_STEPS:-100}" run.log_samples=0 sync.log=deltas sync.log_full_every=50 "${colocated[@]}" \
         "${large_sizes[@]}" rollout.max_new_tokens=64 "$uncompiled" "${extra[@]}" ;;
     delta-3b-figures)
-      limit delta-3b-figures 400 "$python" "$here/docs/bench/version_figures.py" "$out/runs/delta-3b" --json "$out/delta-3b.json"
+      limit delta-3b-figures 900 "$python" "$here/docs/bench/version_figures.py" "$out/runs/delta-3b" --json "$out/delta-3b.json"
       cat "$out/delta-3b-figures.log" ;;
     tests) limit tests 300 "$python" -m pytest -m gpu -q -p no:cacheprovider "$here/tests/engine/model/test_exact.py" "$here/tests/exact/test_cuda.py"; tail -n 3 "$out/tests.log" ;;
     seeds)
@@ -155,7 +161,7 @@ for part in "$@"; do
         for is_exact in ${EXACT:-false true}; do
           chosen=(model.exact=true)
           [ "$is_exact" = true ] || chosen=("$uncompiled")
-          train "seed-$seed-exact-$is_exact" 600 1 "${beside[@]}" run.seed="$seed" rollout.evaluate_every_steps=20 checkpoint.every_steps=0 "${chosen[@]}"
+          train "seed-$seed-exact-$is_exact" 900 1 "${beside[@]}" run.seed="$seed" rollout.evaluate_every_steps=20 checkpoint.every_steps=0 "${chosen[@]}"
         done
       done ;;
     *) echo "no such part: $part" >&2; exit 2 ;;

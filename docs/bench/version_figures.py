@@ -25,16 +25,21 @@ Row = dict[str, Any]
 
 
 def made_again(log: VersionReader) -> list[Row]:
-    """Of every version, in order; the pipeline's first stage."""
+    """Of every version, in order, a stage of the pipeline after the other."""
+    _, newest = log.chain(log.versions[-1], 0)[-1] if log.versions else (None, None)
+    return [row for stage in range(newest.num_stages if newest else 0) for row in stage_again(log, stage)]
+
+
+def stage_again(log: VersionReader, stage: int) -> list[Row]:
     rows: list[Row] = []
     threads = ThreadPoolExecutor(num_threads())  # idle at the end
     begin = time.perf_counter()
-    for header, tensors in log.walk(0):
+    for header, tensors in log.walk(stage):
         seconds = time.perf_counter() - begin
         digests = threads.map(digest_tensor, [tensors[entry.name] for entry in header.entries])
         is_equal = all(digest == entry.digest for digest, entry in zip(digests, header.entries, strict=True))
         rows.append({
-            "version": header.version, "kind": header.kind, "apply_seconds": seconds, "is_equal": is_equal,
+            "version": header.version, "stage": stage, "kind": header.kind, "apply_seconds": seconds, "is_equal": is_equal,
             "bytes": sum(entry.num_bytes for entry in header.entries), "weight_bytes": sum(t.nbytes for t in tensors.values()),
         })  # fmt: skip
         begin = time.perf_counter()
