@@ -6,6 +6,7 @@ config.py      the YAML key `sync`, and what a replica is started with
 messages.py    the typed messages and states of a sync
 generation.py  what is to be generated, and what comes back
 processes.py   ends vLLM's processes with their replica, cleans /dev/shm
+notes.py       what a replica's processes have to say to whoever started them
 layout/        what a sync carries, in which bytes: manifest, buckets, regions, copies, digests, the baked plan
 versions/      the log of every version: digests, or what changed
 export/        megatron-core parameters become Hugging Face tensors: gathered, merged with their adapters, renamed

@@ -37,7 +37,7 @@ ROOMS = {
         *("minibatch", "passes", "offload", "engine", "trace", "checkpoint"),
     ],
     "bridge": [
-        *("config", "messages", "generation", "processes"),
+        *("config", "messages", "generation", "processes", "notes"),
         *("layout", "versions", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [

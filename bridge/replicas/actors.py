@@ -51,7 +51,6 @@ class ReplicaActors(ActorLauncher):
         self._endings: dict[int, threading.Thread] = {}  # of those that are let go
         self._deferred: list[int] = []  # to be started by `rejoin`
         self._start_problems: dict[int, str] = {}  # the last one of each
-        self._unreported_errors: list[str] = []
         self._changes = threading.Lock()  # of what is wanted, beside threads that start replicas
 
     @classmethod
@@ -168,7 +167,7 @@ class ReplicaActors(ActorLauncher):
                 self._end([former], seconds)
                 self._release(replica)
             except Exception as error:  # noqa: BLE001 # said by who asks for problems
-                self._unreported_errors.append(f"replica {replica} could not be ended: {error}")
+                self._untold.append(f"replica {replica} could not be ended: {error}")
             finally:
                 self._endings.pop(replica, None)
 
@@ -197,7 +196,7 @@ class ReplicaActors(ActorLauncher):
         try:
             self._end([former], seconds=UNSTARTED_CLOSE_SECONDS)  # it may be hung
         except Exception as error:  # noqa: BLE001 # Ray may be gone: starting tells
-            self._unreported_errors.append(f"replica {replica} could not be ended: {error}")
+            self._untold.append(f"replica {replica} could not be ended: {error}")
         if self.config.shares_devices:
             self._deferred.append(replica)
         else:
@@ -214,7 +213,7 @@ class ReplicaActors(ActorLauncher):
                 self._start_problems[replica] = str(error)
                 then = "it is tried again" if attempt < START_ATTEMPTS else "the run goes on without it"
                 failed = f"replica {replica} did not start, attempt {attempt} of {START_ATTEMPTS}"
-                self._unreported_errors.append(f"{failed}; {then}: {error}")
+                self._untold.append(f"{failed}; {then}: {error}")
             else:
                 self._is_still_wanted(replica, started[replica])
                 return
@@ -234,9 +233,9 @@ class ReplicaActors(ActorLauncher):
                 self._fresh[replica] = started
             return True
 
-    def take_start_problems(self) -> list[str]:
-        """What was not told yet of replicas that did not start anew."""
-        told, self._unreported_errors = self._unreported_errors, []
+    def take_untold(self) -> list[str]:
+        """What was not told yet: notes of replicas that started, errors of those that did not start anew."""
+        told, self._untold = self._untold, []
         return told
 
     def rejoin(self, at_least: int, seconds: float) -> bool:

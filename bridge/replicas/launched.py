@@ -59,6 +59,7 @@ class ActorLauncher:
         self.config = config
         self._starting: dict[int, ReplicaActor] = {}
         self._is_closed = False
+        self._untold: list[str] = []  # notes and errors of replicas
         self._groups: dict[int, Any] = {}  # the placement group of each replica, on several nodes
 
     def _release(self, *replicas: int) -> None:
@@ -98,6 +99,8 @@ class ActorLauncher:
             pids = self._wait_for_start([actor.started or actor.handle.start.remote() for actor in actors.values()])
             hosts = self.gather([actor.handle.host.remote() for actor in actors.values()])
             names = self.gather([actor.handle.host_name.remote() for actor in actors.values()])
+            notes = self.gather([actor.handle.notes.remote() for actor in actors.values()])
+            self._untold += [f"replica {replica}: {note}" for replica, of_it in zip(actors, notes, strict=True) for note in of_it]
             for actor, pid, host, name in zip(actors.values(), pids, hosts, names, strict=True):
                 actor.pid, actor.is_here, actor.host = pid, host == processes.host_identity(), name
                 if actor.is_here:

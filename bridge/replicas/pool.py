@@ -148,11 +148,11 @@ class ReplicaPool(ReplicaActors):
 
     @contextmanager
     def _replacing(self, replica: int) -> Iterator[None]:
-        """Start the replica anew in the place of raising RuntimeError; `take_start_problems` tells why."""
+        """Start the replica anew in the place of raising RuntimeError; `take_untold` tells why."""
         try:
             yield
         except RuntimeError as error:
-            self._unreported_errors.append(f"replica {replica} is lost, and is started anew: {error}")
+            self._untold.append(f"replica {replica} is lost, and is started anew: {error}")
             self.replace(replica)
 
     def _present_members(self) -> dict[int, ReplicaActor]:

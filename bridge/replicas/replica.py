@@ -20,6 +20,7 @@ from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
+from bridge.notes import find_notes
 from bridge.replicas import places
 from bridge.replicas.generator import Generator
 from bridge.replicas.output import Output, find_errors
@@ -78,6 +79,10 @@ class Replica:
         self._watch = asyncio.create_task(self._generator.watch())
         api.yield_cores()
         return os.getpid()
+
+    async def notes(self) -> list[str]:
+        """What its processes noted while they started."""
+        return find_notes(self._output.text())
 
     async def host(self) -> str:
         """Equal to that of other processes that see the same processes."""

@@ -158,7 +158,7 @@ class Weights:
         else:
             return is_changed, ""
         finally:
-            for problem in self.pool.take_start_problems():
+            for problem in self.pool.take_untold():
                 self.log.note(problem)
 
     def end_replicas(self) -> None:

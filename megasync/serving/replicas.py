@@ -7,6 +7,7 @@ with served(config) as pool:
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,6 +55,8 @@ def replicas(config: Config, warms_up: bool = True, meanwhile: Callable[[], None
         try:
             meanwhile()
             pool.finish_start()
+            for note in pool.take_untold():
+                print(note, file=sys.stderr)
             yield pool
         finally:
             pool.close()

@@ -159,9 +159,9 @@ def test_a_start_that_fails_is_tried_again_and_told() -> None:
     actors = Unstartable(works_at=3)
     actors.replace(1)
     assert actors.rejoin(2, 30.0) and actors.members == [0, 1]
-    told = actors.take_start_problems()
+    told = actors.take_untold()
     assert [text.partition(";")[0] for text in told] == [f"replica 1 did not start, attempt {n} of 3" for n in (1, 2)]
-    assert told[0].endswith("it is tried again: no memory at start 1") and actors.take_start_problems() == []
+    assert told[0].endswith("it is tried again: no memory at start 1") and actors.take_untold() == []
 
 
 def test_a_replica_that_never_starts_is_given_up() -> None:
@@ -169,7 +169,7 @@ def test_a_replica_that_never_starts_is_given_up() -> None:
     actors.replace(1)
     with pytest.raises(TooFewReplicasError, match="1 of 2 replicas run, 2 are needed; replica 1: no memory at start 3"):
         actors.rejoin(2, 30.0)
-    assert actors.num_launches == 3 and "the run goes on without it" in actors.take_start_problems()[-1]
+    assert actors.num_launches == 3 and "the run goes on without it" in actors.take_untold()[-1]
     assert actors.rejoin(1, 0.0) and actors.members == [0]
 
 

@@ -297,11 +297,11 @@ def test_a_replica_that_is_lost_keeps_the_others_neither_awake_nor_asleep(pool, 
     (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in command_of(p)]
     engine.kill()
     engine.wait(20)
-    pool.take_start_problems()
+    pool.take_untold()
     if is_known:
         pool.replace(1)
     pool.sleep(keep_weights=True)
-    assert [text.partition(" is lost")[0] for text in pool.take_start_problems()] == ([] if is_known else ["replica 1"])
+    assert [text.partition(" is lost")[0] for text in pool.take_untold()] == ([] if is_known else ["replica 1"])
     pool.wake()
     assert len(pool.score(0, [(1, 2, 3)], 60.0)[0]) == 2
     assert pool.rejoin(2, 120.0)

@@ -96,10 +96,10 @@ class OpenPool(ReplicaPool):
 
 
 class SpawnedReplica(OpenReplica):
-    """Its core and workers are started anew, as on GPUs, and not forked."""
+    """Its core and workers are started anew, as on GPUs, and not forked, which it notes."""
 
     async def start(self) -> int:
-        patches.fork_processes = lambda: None
+        patches.fork_processes = lambda: patches.note("spawned")
         return await super().start()
 
 

@@ -8,13 +8,13 @@ nobody needs them earlier. Leaves out requests with stop strings: the front end 
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from bridge.notes import note
 from bridge.vllm.serving.plain_tokens import COMPARED, TOLD, HeldTokens, source_digest, take_plain_tokens
 
 JOINED = ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
@@ -57,8 +57,7 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc] # mypy does not follow 
         self._held = Held()
         self._is_compared = source_digest() in COMPARED
         if not self._is_compared:
-            text = "this vLLM's scheduler was not compared with ours: all tokens go by its own"
-            logging.getLogger("megasync").warning(text)  # vLLM's own tells errors alone
+            note("this vLLM's scheduler was not compared with ours: all tokens go by its own")
 
     def update_from_output(self, scheduled: Any, ran: Any) -> dict[int, Any]:
         """As upstream's, without outputs that are held."""

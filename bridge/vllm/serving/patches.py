@@ -7,7 +7,6 @@ weight_transfer_config, worker_extension_cls, scheduler_cls, distributed_executo
 from __future__ import annotations
 
 import ctypes
-import logging
 import multiprocessing
 import os
 import stat
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from bridge.notes import note
 
 CPU_SPIN_SECONDS = 0.01
 CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h: what calls of the driver give before cuInit
@@ -55,8 +56,7 @@ def fork_processes() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_begin_as_started)
     else:
-        text = "something in this replica's actor has begun with CUDA: its core is started anew, for ten seconds or more"
-        logging.getLogger("megasync").warning(text)
+        note("something in its actor has begun with CUDA: its core is started anew, for ten seconds or more")
 
 
 def inspect_models_in_forks() -> None:

@@ -79,7 +79,7 @@ def test_after_any_changes_those_that_are_wanted_are_there_and_no_others(
         time.sleep(0.002)
     assert set(actors.members) == actors.wanted
     assert sorted(actors.alive) == sorted(actors.wanted)
-    assert actors.given_up == {} and actors.take_start_problems() == []
+    assert actors.given_up == {} and actors.take_untold() == []
     actors.close()
     assert actors.alive == []
 
