@@ -19,7 +19,7 @@ from bridge.layout.upload import upload
 MASK = 2**64 - 1
 CHUNK_WORDS = 4096  # 32 KiB: the multipliers, one a position, stay in a GPU core's cache
 TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and digests at a time
-ROWS = 64  # chunks at a time on a CPU: 2 MiB and as much scratch stay in a core's cache, and threads seldom wait for Python's lock
+ROWS = 64  # chunks at a time on a CPU: 2 MiB and as much scratch stay in a core's cache, threads seldom wait for Python's lock
 CHUNK_FACTOR = GAMMA
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
 MIN_POWERS = 1024
