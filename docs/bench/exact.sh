@@ -11,12 +11,12 @@
 #   exact-eager    exact without CUDA graphs, where `ladder` fails with them: 200 s
 #   deterministic  two runs of 30 steps, one after the other, and what of them is equal: 260 s, 25 GB, bears others beside it
 #   bisect         both sides of SmolLM2, bfloat16 and exact, from the runs of `ladder`: 150 s, 15 GB
-#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 53 s and less, 35 GB
+#   bisect-3b      of the 3 B model, as a run of `ladder-3b-bfloat16` starts from it, TIMES=2 times: 50 s each, 35 GB
 #   delta          100 steps of SmolLM2 on sums, its versions in a log, each made again: 400 s, 25 GB, bears others beside it
 #   delta-link     the same on two GPUs by sync.transport=delta; the replica is killed at step 80 and comes back by the log: 400 s
 #   delta-layouts  6 steps of SmolLM2 with LoRA, and on two GPUs under Megatron-FSDP, gone on with by a second start, and in two stages: 300 s
-#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=100 of them: 75 GB, 35 GB of the disk
-#   delta-3b-figures  each of them made again
+#   delta-3b       steps of the 3 B model with its versions in a log, DELTA_STEPS=100 of them: 640 s, 75 GB, 35 GB of the disk
+#   delta-3b-figures  each of them made again, on the CPU: 300 to 600 s
 #   tests          tests that need a GPU: 120 s, 10 GB
 #   seeds          three seeds on sums, with and without exact, in turns: 300 s each; SEEDS="0 1 2", EXACT="false true"
 # KILL_AT=80 is another step for delta-link. MODEL_DATA=FOLDER is where `megasync assets --model smollm2-135m-instruct` wrote; STEPS=20, EXTRA="key=value ..." goes to all runs.
