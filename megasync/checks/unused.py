@@ -38,6 +38,7 @@ REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
     (("engine.optimizer.loss_scale",), "model.dtype", ("float16",), "scales no loss"),
     (("engine.recompute_modules",), "engine.recompute", ("selective",), "knows no modules"),
     (("engine.recompute_inputs",), "engine.recompute", ("full",), "keeps more than the inputs of layers"),
+    (("sync.lanes",), "sync.transport", ("auto", "nccl"), "has no lanes"),
     (("sync.log_full_every",), "sync.log", ("deltas",), "keeps no weights"),
     (("sync.log_keep",), "sync.log", ("deltas", "digests"), "keeps no log"),
     (("rollout.cache_on_update",), "rollout.on_update", ("continue",), "holds no samples"),

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.layout.digest import digest_tensor
+from bridge.versions.writer import cut
 from engine import checkpoint
-from megasync.config.files import CHECKPOINTS, set_aside
+from megasync.config.files import CHECKPOINTS, VERSIONS, set_aside
 from megasync.rollouts.progress import Progress, load_progress
 from megasync.run.newer import NewerWeights, find_newer, forget, mark, unmark
 from megasync.run.rank_zero import on_rank_zero
@@ -38,11 +39,15 @@ class Checkpoints:
         self._saving: checkpoint.Save | None = None
 
     def begin_folder(self) -> Path | None:
-        """Where the results of a former run are now, from which this one does not go on. On rank 0."""
+        """Where the results of a former run are now, from which this one does not go on. On rank 0.
+
+        Whatever `sync.log` is now: later versions in the log of the one that it goes on from are of steps that are trained anew.
+        """
         if not self._newer:
             unmark(self.run_folder)
             forget(self.run_folder)
         if self.last:
+            cut(self.run_folder / VERSIONS, self.first_step + 1)
             return None
         forget_request(self.run_folder)
         return set_aside(self.run_folder)

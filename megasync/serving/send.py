@@ -8,18 +8,17 @@ Through shared memory, from the files of a Hugging Face folder. Leaves out repli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasync.config.schema import Config
 
 if TYPE_CHECKING:
-    import torch
-
     from bridge.export.source import Part
-    from bridge.layout.manifest import Manifest
+    from bridge.layout.manifest import Manifest, TensorSpec
     from bridge.layout.regions import Copy
     from bridge.replicas.pool import ReplicaPool
 
@@ -47,32 +46,35 @@ def sender(config: Config, pool: ReplicaPool) -> Iterator[Callable[[int, Path], 
 
 
 class FolderSource:
-    """Tensors of the safetensors files of `folder`, a file a part. The folders that it has one after the other have the same."""
+    """Tensors of `folder`, a part those of a file of the first one. The folders that it has one after the other have the same
+    tensors, in whatever files: a checkpoint has one of each pipeline stage, a version of a log a single one.
+    """
 
     stage, num_stages, is_sender, has_tensors = 0, 1, True, True
 
     def __init__(self) -> None:
         self.folder = Path()
-        self._copies: dict[int, list[tuple[Copy, ...]]] = {}
+        self._of_files: list[list[TensorSpec]] = []
+        self._copies: list[list[tuple[Copy, ...]]] = []
 
     def manifest(self) -> Manifest:
-        from bridge.layout.manifest import Manifest, TensorSpec
-
-        tensors = [pair for of_file in self._files() for pair in of_file.items()]
-        return Manifest(tuple(TensorSpec(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors))
-
-    def parts(self) -> Iterator[Part]:
-        from bridge.export.source import Part
+        from bridge.layout.manifest import Manifest, read_safetensors_header, weight_files
         from bridge.layout.regions import Copy, contiguous
 
-        for number, tensors in enumerate(self._files()):
-            flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-            sizes = {name: contiguous(tensor.numel()) for name, tensor in flat.items()}
-            yield Part(self._copies.setdefault(number, [(Copy(size, name, size),) for name, size in sizes.items()]), flat)
+        if not self._of_files:
+            self._of_files = [read_safetensors_header(path) for path in weight_files(self.folder)]
+            wholes = [[(spec.name, contiguous(math.prod(spec.shape))) for spec in of_file] for of_file in self._of_files]
+            self._copies = [[(Copy(whole, name, whole),) for name, whole in of_file] for of_file in wholes]
+        return Manifest(tuple(spec for of_file in self._of_files for spec in of_file))
 
-    def _files(self) -> Iterator[dict[str, torch.Tensor]]:
-        from safetensors.torch import load_file
+    def parts(self) -> Iterator[Part]:
+        from safetensors import safe_open
 
+        from bridge.export.source import Part
         from bridge.layout.manifest import weight_files
 
-        return map(load_file, weight_files(self.folder))
+        with ExitStack() as opened:
+            files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(self.folder)]
+            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - the file is no dict
+            for specs, copies in zip(self._of_files, self._copies, strict=True):
+                yield Part(copies, {spec.name: file_of[spec.name].get_tensor(spec.name).reshape(-1) for spec in specs})

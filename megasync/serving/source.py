@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -22,6 +22,9 @@ from megasync.config.schema import Config
 from megasync.export import checkpoints_of, export, export_version, find_weights, run_and_step
 from megasync.hf.folder import check_model_folder, read_json_object
 from megasync.reporting.log import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from bridge.versions.reader import VersionReader
 
 HF, ADAPTER = "hf", "adapter"
 
@@ -100,12 +103,16 @@ def versions_there(run: Path) -> set[int]:
 
 def _logged(run: Path) -> list[int]:
     """The versions that its log has weights of, whatever `sync.log` it went on with."""
-    log = run / VERSIONS
-    if not log.is_dir():
-        return []
+    log = _log_of(run)
+    return log.with_weights if log is not None else []
+
+
+def _log_of(run: Path) -> VersionReader | None:
+    if not (run / VERSIONS).is_dir():
+        return None
     from bridge.versions.reader import VersionReader
 
-    return VersionReader(log).with_weights
+    return VersionReader(run / VERSIONS)
 
 
 class Weights:
@@ -135,9 +142,12 @@ class Weights:
 
 
 def _lost(run: Path, needed: Iterable[int]) -> list[int]:
-    """Of these versions those between others of the log that are not there."""
-    there, logged = versions_there(run), _logged(run)
-    return [version for version in sorted(needed) if version not in there and logged and min(logged) < version < max(logged)]
+    """Of these versions those between others of the log that are not there; what it has by digests alone is no loss."""
+    log = _log_of(run)
+    if log is None or not (logged := log.with_weights):
+        return []
+    kept = versions_there(run) | set(log.versions)
+    return [version for version in sorted(needed) if version not in kept and min(logged) < version < max(logged)]
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:

@@ -236,13 +236,13 @@ def test_versions_that_the_log_has_lost_are_left_out_and_named(tmp_path: Path) -
 
 @pytest.mark.parametrize("last", ["off", "digests", "deltas"])
 def test_the_logs_weights_are_found_whatever_log_the_run_went_on_with(tmp_path: Path, last: str) -> None:
-    """Versions 0 and 1 by digests, 2 and 3 whole, 4 by its digests."""
+    """Versions 0 and 1 by digests, 2 and 3 whole, 4 by its digests, 5 whole."""
     config = load_config(write_runnable(tmp_path), ["run.name=rl", f"sync.log={last}"])
     run, log = config.run.folder, config.run.folder / "versions"
     save_config(config, run / "config.yaml")
     weights = load_file(write_tiny_model(tmp_path / "model", "qwen3") / "model.safetensors")
-    for version, keeps_weights in enumerate((False, False, True, True, False)):
+    for version, keeps_weights in enumerate((False, False, True, True, False, True)):
         writer = VersionWriter(log, stage=0, num_stages=1, keeps_weights=keeps_weights, full_every=4)
         writer.write(version, iter(weights.items()))
-    assert versions_there(run) == {0, 2, 3}
-    assert not Weights(run, tmp_path / "scratch", [], [1, 2, 4]).missing
+    assert versions_there(run) == {0, 2, 3, 5}
+    assert not Weights(run, tmp_path / "scratch", [], [1, 2, 4, 5]).missing, "what was kept by digests is not lost"

@@ -218,6 +218,7 @@ def test_other_impossible_combinations(runnable: Path) -> None:
         (["engine.optimizer.decay_steps=5"], "engine.optimizer.decay = constant lowers no learning rate"),
         (["engine.optimizer.min_learning_rate=1e-7"], "write engine.optimizer.decay=cosine"),
         (["rollout.cache_on_update=recompute"], "rollout.on_update = drain holds no samples"),
+        (["sync.transport=delta", "sync.lanes=false"], "sync.transport = delta has no lanes"),
         (["rollout.offload_trainer=[optimizer]"], "write rollout.placement=colocated"),
     ],
 )  # fmt: skip

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import resource
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from bridge.versions.file import path_of
+from bridge.versions.reader import VersionReader
 from bridge.versions.writer import VersionWriter
 from megasync.checks.check import check_config
 from megasync.checks.resume import check_resume
@@ -24,6 +27,7 @@ from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.load import load_config
 from megasync.data.data import PromptOrder
 from megasync.rollouts.progress import Progress, SavedGroup
+from megasync.run.checkpoints import Checkpoints
 from megasync.run.newer import NewerWeights, find_newer, forget, mark, marked, unmark
 from tests.support.config_files import write_runnable
 
@@ -87,6 +91,33 @@ def test_where_there_is_nothing_newer_the_checkpoint_is_gone_on_from(run_folder:
     unmark(run_folder)
     assert found(run_folder, 10)[1].endswith("newer than the checkpoint of step 10")
     assert not list((run_folder / CHECKPOINTS).iterdir())
+
+
+@pytest.fixture
+def rank() -> Iterator[None]:
+    """The only one of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("log", ["off", "digests", "deltas"])
+def test_versions_of_steps_that_are_trained_anew_go_whatever_log_the_run_goes_on_with(log: str, run_folder: Path) -> None:
+    (run_folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
+    config = load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl", f"sync.log={log}"])
+    assert Checkpoints(config).begin_folder() is None
+    assert VersionReader(run_folder / VERSIONS).versions == [8, 9, 10] and marked(run_folder) is None
+
+
+@pytest.mark.usefixtures("rank")
+def test_versions_that_a_run_goes_on_from_stay(run_folder: Path) -> None:
+    (run_folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
+    own = ["run.name=rl", "sync.log=deltas", "checkpoint.resume=newest_weights"]
+    assert Checkpoints(load_config(run_folder.parents[1] / "run.yaml", own)).begin_folder() is None
+    assert VersionReader(run_folder / VERSIONS).versions == [8, 9, 10, 11, 12] and marked(run_folder) is not None
 
 
 def test_where_the_disk_is_full_the_checkpoint_is_gone_on_from(run_folder: Path) -> None:
