@@ -7,7 +7,7 @@ expert and pipeline parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.planning.cpu.calls import accumulation, adam, fresh, host
 from megasync.planning.cpu.together import seconds_of
-from megasync.planning.hardware import units
+from megasync.planning.hardware import seconds, units
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
 from megasync.planning.meta.ranks import Counts
@@ -37,44 +37,50 @@ def train_seconds(stages: Stages, engine: EngineConfig, grid: Grid, work: Work, 
     is_sharded = SHARDS_PARAMETERS[engine.wrap]
     asked = {each for _, traced in stages for each in (*traced.passes, *traced.forward)}
     added = {accumulation(size) for counts, _ in stages for size, _ in counts.sizes}
-    found = seconds_of([*asked, *added, host(), fresh()], num_processes)
+    found = seconds_of([*asked, *added], num_processes, is_cold=is_cold(counts for counts, _ in stages))
+    found |= seconds_of([host(), fresh()], num_processes)
 
     def sums(counts: Counts) -> float:
         """What a micro-batch takes beside its calls: in the wrap, to add up gradients, and where parameters are gathered."""
         wrap = units(f"host_wrap_{engine.wrap}") * sum(number for _, number in counts.sizes)
-        gathered = 2 * gather_units(counts.whole, grid) + reduce_units(counts.trained, grid) if is_sharded else 0.0
+        gathered = 2 * gather_seconds(counts.whole, grid) + reduce_seconds(counts.trained, grid) if is_sharded else 0.0
         added = sum(number * found[accumulation(size)] for size, number in counts.sizes)
         if is_sharded and grid.shards > 1 and 4 * counts.largest_layer >= LARGE_BYTES:
             # weights twice, gradients, and gradients as they are received
             added += 4 * (2 * counts.whole + 2 * counts.trained) * found[fresh()]
-        return (wrap + gathered) * found[host()] + added
+        return wrap * found[host()] + gathered + added
 
     def of(operations: Operations, traced: Activations) -> float:
-        return pass_seconds(operations, found, traced.tokens, tokens, count, cold)
+        return pass_seconds(operations, found, traced.tokens, tokens, count)
 
-    cold = units("cold_call") if max(counts.whole for counts, _ in stages) * 4 > CACHED_BYTES else 1.0
-    train = max(of(traced.passes, traced) + sums(counts) * count for counts, traced in stages) * bubble
-    return train, max(of(traced.forward, traced) for _, traced in stages) * bubble
+    more = units("in_step") * bubble
+    train = max(of(traced.passes, traced) + sums(counts) * count for counts, traced in stages) * more
+    return train, max(of(traced.forward, traced) for _, traced in stages) * more
+
+
+def is_cold(stages: Iterable[Counts]) -> bool:
+    """Whether a pass goes through more weights than caches hold, so that a call finds its own in memory."""
+    return max(counts.whole for counts in stages) * 4 > CACHED_BYTES
 
 
 def optimizer_seconds(counts: Counts, engine: EngineConfig, grid: Grid, work: Work, num_processes: int) -> float:
     """Of all optimizer steps of a batch: its rank's share of the tensors."""
     found = seconds_of([host(), *(adam(size) for size, _ in counts.sizes)], num_processes)
     own = sum(number * found[adam(size)] for size, number in counts.sizes) / grid.shards
-    host_units = units(f"host_optimizer_{engine.wrap}") * sum(number for _, number in counts.sizes)
+    own += units(f"host_optimizer_{engine.wrap}") * sum(number for _, number in counts.sizes) * found[host()]
     if not SHARDS_PARAMETERS[engine.wrap]:
-        host_units += reduce_units(counts.trained, grid) + gather_units(counts.trained, grid)
-    return (own + host_units * found[host()]) * work.num_minibatches
+        own += reduce_seconds(counts.trained, grid) + gather_seconds(counts.trained, grid)
+    return own * work.num_minibatches * units("in_step")
 
 
-def gather_units(elements: int, grid: Grid) -> float:
-    """Units of an all-gather of so many elements over the ranks that share them, as float32."""
-    return units("host_gathered_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
+def gather_seconds(elements: int, grid: Grid) -> float:
+    """Of an all-gather of so many elements over the ranks that share them, as float32."""
+    return seconds("gloo_gathered_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
 
 
-def reduce_units(elements: int, grid: Grid) -> float:
+def reduce_seconds(elements: int, grid: Grid) -> float:
     """Likewise, of a reduce-scatter."""
-    return units("host_reduced_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
+    return seconds("gloo_reduced_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
 
 
 def samples_seconds(num_samples: int, num_processes: int) -> float:
@@ -93,15 +99,11 @@ def pass_seconds(
     tokens: int,
     wanted_tokens: float,
     num_microbatches: int,
-    cold: float = 1.0,
 ) -> float:
-    """Of `wanted_tokens` in so many micro-batches, where the operations are those of one of `tokens`.
-
-    `cold`: how much longer a call takes than again and again on the same memory.
-    """
+    """Of `wanted_tokens` in so many micro-batches, where the operations are those of one of `tokens`."""
     calls = sum(operations.values()) * units("host_call") * found[host()]
     own = sum(count * found[each] for each, count in operations.items())
-    return own * cold * wanted_tokens / tokens + calls * num_microbatches
+    return own * wanted_tokens / tokens + calls * num_microbatches
 
 
 def host_share(num_processes: int) -> float:

@@ -14,24 +14,35 @@ import pickle
 import select
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
-from megasync.planning.cpu.calls import Call, fresh, moved, prepare
+from megasync.planning.cpu.calls import MOST_BYTES, Call, fresh, moved, prepare
 from megasync.planning.meta.operations import Operation
 
 MOST_PROCESSES = 16
 ROUNDS, MOST_SECONDS = 3, 2.0  # as many rounds, or until so much time has gone; the first is for warming up
+MOST_COLD_SECONDS = 8.0  # where each call is timed once a round
 TIMEOUT_SECONDS = 120.0
 SHORT_SECONDS = 2e-4  # what is shorter is called several times
+COLD_BYTES = 2**28  # more than any cache holds
 FEW_BYTES = 2**14  # of a call whose time is that of any call
 # malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD. What calls make here is memory that the process has already: what a rank's
 # tensors take that come from the kernel is counted apart (calls.py: fresh)
 MALLOC = ((-3, 2**25), (-1, 2**30))
 
-_KNOWN: dict[tuple[Operation, int], float] = {}
+
+class Way(NamedTuple):
+    """How calls are timed."""
+
+    at_once: int  # processes
+    is_cold: bool  # caches hold other memory than a call's
+
+
+_KNOWN: dict[tuple[Operation, Way], float] = {}
 LATELY: dict[str, float] = {}  # what others have timed on this machine, by `_text` (kept.py)
 
 
@@ -39,26 +50,27 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def seconds_of(operations: Iterable[Operation], num_processes: int) -> dict[Operation, float]:
+def seconds_of(operations: Iterable[Operation], num_processes: int, *, is_cold: bool = False) -> dict[Operation, float]:
     """Of each call, with its new tensors but without its arguments, while `num_processes` do the same.
 
-    Where there are fewer cores each waits for its turn.
+    Where there are fewer cores each waits for its turn. `is_cold`: in a pass through more weights than caches hold, where a call
+    finds its arguments in memory.
 
     Raises:
         RuntimeError: the processes did not answer.
     """
-    at_once = max(1, min(num_processes, usable_cores(), MOST_PROCESSES))
+    way = Way(max(1, min(num_processes, usable_cores(), MOST_PROCESSES)), is_cold)
     wanted = [*dict.fromkeys(operations), fresh()]
     if LATELY:
-        lately = {each: LATELY.get(_text(each, at_once)) for each in wanted if (each, at_once) not in _KNOWN}
-        _KNOWN.update({(each, at_once): seconds for each, seconds in lately.items() if seconds is not None})
-    missing = [each for each in wanted if (each, at_once) not in _KNOWN and not _is_small(each)]
+        lately = {each: LATELY.get(_text(each, way)) for each in wanted if (each, way) not in _KNOWN}
+        _KNOWN.update({(each, way): seconds for each, seconds in lately.items() if seconds is not None})
+    missing = [each for each in wanted if (each, way) not in _KNOWN and not _is_small(each)]
     if missing:
-        slowest = max(_run(missing, at_once), key=sum)  # which the others wait for
-        _KNOWN.update({(each, at_once): seconds for each, seconds in zip(missing, slowest, strict=True)})
+        answers = zip(*_run(missing, way), strict=True)
+        _KNOWN.update({(each, way): max(seconds) for each, seconds in zip(missing, answers, strict=True)})  # others wait for it
     turns = max(1.0, num_processes / usable_cores())
-    new = _KNOWN[fresh(), at_once]
-    own = {each: 0.0 if _is_small(each) else _KNOWN[each, at_once] for each in wanted}
+    new = _KNOWN[fresh(), way]
+    own = {each: 0.0 if _is_small(each) else _KNOWN[each, way] for each in wanted}
     return {each: (seconds + each.kernel_bytes * new) * turns for each, seconds in own.items()}
 
 
@@ -67,17 +79,17 @@ def known() -> dict[str, float]:
     return {_text(*call): seconds for call, seconds in _KNOWN.items()}
 
 
-def _text(each: Operation, at_once: int) -> str:
-    return f"{at_once} x {tuple(each)}"
+def _text(each: Operation, way: Way) -> str:
+    return f"{way.at_once} x {'cold ' * way.is_cold}{tuple(each)}"
 
 
 def _is_small(each: Operation) -> bool:
     return (not each.name or each.name.startswith("aten.")) and each.num_bytes < FEW_BYTES
 
 
-def _run(operations: Sequence[Operation], num_processes: int) -> list[list[float]]:
+def _run(operations: Sequence[Operation], way: Way) -> list[list[float]]:
     """What each of the processes has found."""
-    children = [_fork(operations) for _ in range(num_processes)]
+    children = [_fork(operations, is_cold=way.is_cold) for _ in range(way.at_once)]
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
         return [_read(descriptor, deadline) for _, descriptor in children]
@@ -89,7 +101,7 @@ def _run(operations: Sequence[Operation], num_processes: int) -> list[list[float
             os.waitpid(pid, 0)
 
 
-def _fork(operations: Sequence[Operation]) -> tuple[int, int]:
+def _fork(operations: Sequence[Operation], *, is_cold: bool) -> tuple[int, int]:
     """A child's number, and where its answer comes from."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -102,7 +114,7 @@ def _fork(operations: Sequence[Operation]) -> tuple[int, int]:
         for option, value in MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
         with os.fdopen(writing, "wb") as file:
-            pickle.dump(measure(operations), file)
+            pickle.dump(measure(operations, is_cold=is_cold), file)
     finally:
         os._exit(0)  # nothing of the parent's is to run at this end
 
@@ -120,25 +132,59 @@ def _read(descriptor: int, deadline: float) -> list[float]:
     return found
 
 
-def measure(operations: Sequence[Operation]) -> list[float]:
+def measure(operations: Sequence[Operation], *, is_cold: bool = False) -> list[float]:
     """Medians of several rounds, in this process."""
     begin = time.perf_counter()
     found: list[list[float]] = [[] for _ in operations]
     for number in range(ROUNDS + 1):
-        for each, seconds in zip(operations, found, strict=True):
-            seconds.append(_once(each))
-        if number and time.perf_counter() - begin > MOST_SECONDS:
+        for group in in_groups(operations, COLD_BYTES if is_cold else 0):
+            passed = _cold_pass if is_cold else _warm_pass
+            for place, seconds in zip(group, passed([_prepared(operations[place]) for place in group]), strict=True):
+                found[place].append(seconds)
+        if number and time.perf_counter() - begin > (MOST_COLD_SECONDS if is_cold else MOST_SECONDS):
             break
     return [statistics.median(seconds[1:]) for seconds in found]
 
 
-def _once(each: Operation) -> float:
+def in_groups(operations: Sequence[Operation], num_bytes: int) -> Iterator[list[int]]:
+    """Their places; the arguments of a group, in memory together, take at least so many bytes, but for those of the last one."""
+    group, size = list[int](), 0
+    for place, each in enumerate(operations):
+        group.append(place)
+        size += min(each.num_bytes, MOST_BYTES)
+        if size >= num_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _warm_pass(calls: Sequence[tuple[Call, float]]) -> list[float]:
+    """Seconds of each, again and again on the same memory."""
+    return [timed(call) * share for call, share in calls]
+
+
+def _cold_pass(calls: Sequence[tuple[Call, float]]) -> list[float]:
+    """Seconds of each, once, when others have taken its arguments' place in the caches."""
+    for call, _ in calls:
+        call()
+    torch.ones(COLD_BYTES, dtype=torch.uint8)
+    seconds = []
+    for call, share in calls:
+        begin = time.perf_counter()
+        call()
+        seconds.append((time.perf_counter() - begin) * share)
+    return seconds
+
+
+def _prepared(each: Operation) -> tuple[Call, float]:
+    """Called once already."""
     try:
         call, share = prepare(each)
         call()
     except Exception:  # noqa: BLE001 - a call whose arguments mean something, or that is not to be cut
         call, share = prepare(moved(each.num_bytes))
-    return timed(call) * share
+    return call, share
 
 
 def timed(call: Call) -> float:

@@ -16,7 +16,8 @@ from megasync.config.schema import Config
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.shapes import Busy, Grid, Request, Work
 from megasync.planning.cpu import calls, kept, passes, together
-from megasync.planning.hardware import hardware, units
+from megasync.planning.hardware import hardware, seconds, units
+from megasync.planning.meta.ranks import Counts
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
 from megasync.planning.meta.tracker import ROUNDED_TO, Tracker
 
@@ -162,11 +163,12 @@ def test_processes_that_compute_at_the_same_time() -> None:
     assert Busy.of(config.model_copy(update={"rollout": rollout, "algorithm": supervised}), grid).training == 2
 
 
-def test_calls_are_timed_in_every_process_and_each_process_answers() -> None:
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_calls_are_timed_in_every_process_and_each_process_answers(is_cold: bool) -> None:
     """As many answers as processes, each with one number a call; a call that cannot be made again goes by its bytes."""
     known = calls.moved(2**16)
     unknown = Operation("aten.no_such.operator", (), 2**16)
-    answers = together._run([known, unknown], 2)
+    answers = together._run([known, unknown], together.Way(2, is_cold))
     assert [len(answer) for answer in answers] == [2, 2] and all(seconds > 0 for answer in answers for seconds in answer)
 
 
@@ -176,22 +178,36 @@ def test_a_pass_is_its_calls_and_what_python_takes_around_them() -> None:
     operations, found = Operations({one: 3, other: 2}), {one: 1.0, other: 10.0, calls.host(): 100.0}
     around = 5 * units("host_call") * 100.0
     assert passes.pass_seconds(operations, found, 8, 8, 1) == pytest.approx(23.0 + around)
-    assert passes.pass_seconds(operations, found, 8, 16, 3, cold=2.0) == pytest.approx(2 * 2 * 23.0 + 3 * around)
+    assert passes.pass_seconds(operations, found, 8, 16, 3) == pytest.approx(2 * 23.0 + 3 * around)
+
+
+@given(sizes=st.lists(st.integers(0, 2**27), max_size=30), most=st.integers(0, 2**28))
+def test_groups_have_all_calls_in_order_and_more_than_caches_hold(sizes: list[int], most: int) -> None:
+    groups = list(together.in_groups([Operation("", (), size) for size in sizes], most))
+    assert [place for group in groups for place in group] == list(range(len(sizes)))
+    taken = [sum(min(sizes[place], calls.MOST_BYTES) for place in group) for group in groups]
+    assert all(group for group in groups) and all(size >= most for size in taken[:-1])
+
+
+def test_models_that_caches_hold_are_timed_warm() -> None:
+    """By the weights of the largest stage of a pipeline."""
+    small, large = (Counts(dense=whole) for whole in (passes.CACHED_BYTES // 4, passes.CACHED_BYTES // 4 + 1))
+    assert not passes.is_cold([small, small]) and passes.is_cold([small, large])
 
 
 def test_what_ranks_exchange_grows_with_their_number() -> None:
     grids = [Grid(ranks, 1, 1, 1, 1, 1) for ranks in (1, 2, 8)]
-    assert [passes.gather_units(2**18, grid) / units("host_gathered_mib") for grid in grids] == [0.0, 0.5, 0.875]
-    assert [passes.reduce_units(2**18, grid) / units("host_reduced_mib") for grid in grids] == [0.0, 0.5, 0.875]
+    assert [passes.gather_seconds(2**18, grid) / seconds("gloo_gathered_mib") for grid in grids] == [0.0, 0.5, 0.875]
+    assert [passes.reduce_seconds(2**18, grid) / seconds("gloo_reduced_mib") for grid in grids] == [0.0, 0.5, 0.875]
 
 
 def test_what_one_run_has_timed_the_next_does_not_where_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many processes."""
     timed = list[tuple[int, int]]()
 
-    def run(operations: Sequence[Operation], at_once: int) -> list[list[float]]:
-        timed.append((len(operations), at_once))
-        return [[float(len(timed))] * len(operations)] * at_once
+    def run(operations: Sequence[Operation], way: together.Way) -> list[list[float]]:
+        timed.append((len(operations), way.at_once))
+        return [[float(len(timed))] * len(operations)] * way.at_once
 
     def plan(*operations: Operation) -> list[float]:
         monkeypatch.setattr(together, "_KNOWN", {})  # as in another process
