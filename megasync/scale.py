@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
+from megasync.config.files import lock_holder
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.diagnosis.storage import lock_holder
 from megasync.reporting.log import CONFIG_FILE
 from megasync.run.scale_request import Request, ask, read_answer
 

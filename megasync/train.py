@@ -26,7 +26,7 @@ from megasync.checks.check import check_config
 from megasync.checks.unused import unused_keys
 from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import main_errors
-from megasync.config.files import lock, newest_checkpoint
+from megasync.config.files import lock, newest_checkpoint, refuse_going_on
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data
@@ -103,6 +103,7 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         check_ray(config)
         why = why_done(config)
         if given.check:
+            refuse_going_on(config.run.folder)
             ask_vllm(config)
     if why:
         print(f"{config.run.folder}: {why}")

@@ -44,14 +44,41 @@ def lock(run_folder: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder, remedy = os.read(descriptor, 1000).decode(), "wait for its end, end it, or write run.name=NAME for another run"
-        raise ConfigError(f"{run_folder}: a run is going on in this folder", held_by=holder, remedy=remedy) from error
+        raise _going_on(run_folder, os.read(descriptor, 1000).decode()) from error
     except OSError as error:
         print(f"{path}: cannot be locked ({error.strerror}): do not start this run twice at a time", file=sys.stderr)
         return None
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return descriptor
+
+
+def lock_holder(run_folder: Path) -> str | None:
+    """Who holds the lock that a run has on its folder, None for nobody. Takes no lock."""
+    run_folder = run_folder.resolve()  # with a name, also where it is the current folder
+    path = run_folder.with_name(f".{run_folder.name}.lock")
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        os.lockf(descriptor, os.F_TEST, 0)
+    except OSError:
+        return os.read(descriptor, 1000).decode(errors="replace") or "a process that has not said its name yet"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def refuse_going_on(run_folder: Path) -> None:
+    """ConfigError where another process has the folder now. Takes no lock."""
+    if (holder := lock_holder(run_folder)) is not None:
+        raise _going_on(run_folder, holder)
+
+
+def _going_on(run_folder: Path, holder: str) -> ConfigError:
+    remedy = "wait for its end, end it, or write run.name=NAME for another run"
+    return ConfigError(f"{run_folder}: a run is going on in this folder", held_by=holder, remedy=remedy)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:

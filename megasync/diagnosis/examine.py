@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 
 from megasync.config.errors import ConfigError
-from megasync.config.files import CHECKPOINTS, VERSIONS
+from megasync.config.files import CHECKPOINTS, VERSIONS, lock_holder
 from megasync.config.schema import Config
 from megasync.diagnosis import collectives, environment, gpus, inputs, leftovers, limits, network, packages, storage
 from megasync.diagnosis.finding import Finding
@@ -136,7 +136,7 @@ def _of_machine(machine: Machine, config: Config | None, needs: Needs, given: Ma
     yield from storage.check_shared_memory(shared, needs)
     folder = Path() if config is None else config.run.folder
     if config is not None:
-        yield from storage.check_run_folder(folder, storage.lock_holder(folder))
+        yield from storage.check_run_folder(folder, lock_holder(folder))
     held = storage.bytes_below(folder / CHECKPOINTS) + storage.bytes_below(folder / VERSIONS)
     yield from storage.check_disk(folder, storage.free_bytes(folder), held, needs)
     yield from storage.check_temporary(given.get("TMPDIR"))

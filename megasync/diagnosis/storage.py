@@ -88,23 +88,6 @@ def check_run_folder(folder: Path, holder: str | None) -> list[Finding]:
     return ok("run folder", f"{folder}{'' if folder.exists() else ', to be made'}")
 
 
-def lock_holder(run_folder: Path) -> str | None:
-    """Who holds the lock that a run has on its folder (config/files.py), None for nobody. Takes no lock."""
-    run_folder = run_folder.resolve()  # with a name, also where it is the current folder
-    path = run_folder.with_name(f".{run_folder.name}.lock")
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        os.lockf(descriptor, os.F_TEST, 0)
-    except OSError:
-        return os.read(descriptor, 1000).decode(errors="replace") or "a process that has not said its name yet"
-    finally:
-        os.close(descriptor)
-    return None
-
-
 def check_temporary(requested: str | None, fallback: str = "/tmp") -> list[Finding]:  # noqa: S108
     """`requested`: TMPDIR. Sockets of Ray and vLLM lie there, or in `fallback` where their paths would be too long."""
     name, folder = "temporary files", requested or fallback

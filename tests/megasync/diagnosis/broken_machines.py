@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megasync.config.files import lock_holder
 from megasync.diagnosis import collectives, gpus, leftovers, limits, network, packages, storage
 from megasync.diagnosis.environment import Place, check_environment
 from megasync.diagnosis.finding import Finding
@@ -248,7 +249,7 @@ def run_folder_in_use(folder: Path) -> list[Finding]:
         assert holder.stdout is not None and holder.stdin is not None
         holder.stdout.readline()
         try:
-            return storage.check_run_folder(folder / "first", storage.lock_holder(folder / "first"))
+            return storage.check_run_folder(folder / "first", lock_holder(folder / "first"))
         finally:
             holder.stdin.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megasync.config.files import lock
+from megasync.config.files import lock, lock_holder
 from megasync.diagnosis import gpus, inputs, limits, packages, storage
 from megasync.diagnosis.environment import check_environment, has_compiled
 from megasync.diagnosis.finding import exit_code
@@ -114,11 +114,11 @@ def test_needs_follow_the_config(tmp_path: Path) -> None:
 
 
 def test_no_lock_is_left_behind(tmp_path: Path) -> None:
-    assert storage.lock_holder(tmp_path / "run") is None and list(tmp_path.iterdir()) == []
+    assert lock_holder(tmp_path / "run") is None and list(tmp_path.iterdir()) == []
     descriptor = lock(tmp_path / "run")
     assert descriptor is not None
     os.close(descriptor)
-    assert storage.lock_holder(tmp_path / "run") is None
+    assert lock_holder(tmp_path / "run") is None
 
 
 def test_a_sound_machine_has_no_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

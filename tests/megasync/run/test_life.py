@@ -55,6 +55,10 @@ def test_a_second_start_is_refused_and_a_rank_that_is_killed_is_told_last(tmp_pa
         assert f"process {rank.pid} on {socket.gethostname()}" in done.stderr and "run.name=NAME" in done.stderr
         assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 6, done.stderr
         assert not run.folder.with_name("run.1").exists(), "nothing was moved aside"
+        checked = subprocess.run(
+            [sys.executable, "-m", "megasync.train", "--check", str(config)], capture_output=True, text=True, check=False
+        )
+        assert (checked.returncode, checked.stderr) == (2, done.stderr), "the check refuses what the run would"
         run.wait_for(len(metrics(run.folder)) + 1)
         rank.kill()
     steps = [line["step"] for line in metrics(run.folder)]
