@@ -1,7 +1,7 @@
 """`megasync VERB ...`, the one command: a table of verbs. Each is a module with `main(arguments) -> int`, imported on demand.
 
-Exit codes: 0 done; 2 the command or the config is wrong, nothing was started; 1 failed while running; 130 after Ctrl-C. Another
-verb is one more line of VERBS. Leaves out what the verbs do.
+Exit codes: 0 done; 2 the command or the config is wrong, nothing was started; 1 failed while running; 130 after Ctrl-C; 141
+where who reads the output, such as `head`, has had enough. Another verb is one more line of VERBS. Leaves out what the verbs do.
 
     megasync train configs/quickstart.yaml engine.wrap=ddp      # or: python -m megasync train ...
 """
@@ -9,13 +9,15 @@ verb is one more line of VERBS. Leaves out what the verbs do.
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megasync.config.errors import explain, nearest_name
-from megasync.launch.processes import INTERRUPTED, REFUSED, run_and_leave
+from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, run_and_leave
 
 
 class Verb(NamedTuple):
@@ -51,7 +53,20 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb's exit code."""
+    """The verb's exit code; UNREAD where it ended because nobody reads what it says."""
+    try:
+        code = run_verb(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _has_reader():
+            raise  # another pipe's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
+        return UNREAD
+    return code
+
+
+def run_verb(arguments: Sequence[str]) -> int:
+    """Its exit code, or INTERRUPTED."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else REFUSED
@@ -68,6 +83,13 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"megasync {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _has_reader() -> bool:
+    """Whether somebody can still read the output."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def entry() -> NoReturn:

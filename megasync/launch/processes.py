@@ -20,6 +20,7 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
+UNREAD = 141  # that for SIGPIPE
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command goes on, with checkpoint.resume=auto
 REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
 PIDFD_REMEDY = "take Linux 5.3 or later, and a Python that was built on it, such as a distribution's own or uv's"

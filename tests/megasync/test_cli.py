@@ -55,6 +55,28 @@ def test_an_unknown_verb_is_named_with_the_nearest() -> None:
     assert "there is no such verb" in done.stderr and "nearest: train" in done.stderr and "quickstart" in done.stderr
 
 
+@pytest.mark.parametrize("ends", ["head", "another pipe"])
+def test_a_reader_that_has_had_enough_gets_no_traceback(ends: str) -> None:
+    """Of which nothing is said where it is this command's; a broken pipe to another process is an error like others."""
+    fails = "raise BrokenPipeError('of a reward')" if ends == "another pipe" else "print('x' * 2**20)"
+    script = f"""
+import sys, types
+from megasync import cli
+def run(arguments): {fails}
+verb = types.ModuleType("verb"); verb.main = run; sys.modules["verb"] = verb
+cli.VERBS["generate"] = cli.Verb("verb", "")
+sys.exit(cli.main(["generate"]))
+"""
+    command = [sys.executable, "-c", script]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None and started.stderr is not None
+    if ends == "head":
+        started.stdout.close()
+    said = started.stderr.read()
+    assert (started.wait(), "BrokenPipeError: of a reward" in said) == ((141, False) if ends == "head" else (1, True)), said
+    assert bool(said) == (ends != "head")
+
+
 def test_the_help_of_the_command_imports_no_verb() -> None:
     names = "sorted(name for name in sys.modules if name.startswith('megasync.'))"
     script = f"import sys; from megasync.cli import main; main(['--help']); print({names})"
