@@ -112,15 +112,30 @@ def _sum_on_cuda(data: torch.Tensor) -> torch.Tensor:
 def _sum_on_cpu(data: torch.Tensor) -> torch.Tensor:
     num_words = data.numel() // 8
     whole = data[: num_words * 8]
-    words = (whole if data.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64).numpy()
+    words = _numbers((whole if data.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64))
     num_chunks = num_words // CHUNK_WORDS
     chunks = words[: num_chunks * CHUNK_WORDS].reshape(-1, CHUNK_WORDS)
     last = torch.zeros(num_words % CHUNK_WORDS + 1, dtype=torch.int64)  # and the bytes after the last whole word
-    last[:-1] = torch.from_numpy(words[num_chunks * CHUNK_WORDS :])
+    last[:-1].numpy()[:] = words[num_chunks * CHUNK_WORDS :]
     last[-1:].view(torch.uint8)[: data.numel() - num_words * 8] = data[num_words * 8 :]
     sums = [_chunk_sums(chunks[start : start + ROWS]) for start in range(0, num_chunks, ROWS)]
     joined = np.concatenate([*sums, _chunk_sums(last[None].numpy())])
     return torch.from_numpy(joined * powers(data.device, len(joined))[: len(joined)].numpy()).sum()
+
+
+class _Words:
+    """A tensor's memory, int64 [n], for numpy to read."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._kept = words
+        self.__array_interface__ = {"data": (words.data_ptr(), True), "shape": (len(words),), "typestr": "<i8", "version": 3}
+
+
+def _numbers(words: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The same memory. Tensor.numpy() would forbid for good that the storage is resized (torch/csrc/utils/tensor_numpy.cpp:
+    set_resizable), which Megatron-FSDP does.
+    """
+    return np.asarray(_Words(words)) if len(words) else np.empty(0, np.int64)
 
 
 def _chunk_sums(chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

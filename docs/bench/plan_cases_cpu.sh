@@ -3,7 +3,8 @@
 # SMOLLM2 is the folder of `megasync assets --model smollm2-135m-instruct --task chain_sum --task-options max_terms=4 max_digits=2`.
 # Each run writes its plan right before its first step, and ends with the table of what was planned and what came of it; then the plan
 # is made once more, as the machine is now and with the lengths of responses that there were. Both are in OUT/CASE.txt too.
-# The cores have to be quiet.
+# The cores have to be quiet. Not among all, since no number was ever chosen with them in sight: smol-ddp-2, smol-lora-bf16, smol-fsdp-8,
+# smol-lora-2, tiny-moe, quickstart-rl-stale.
 set -uo pipefail
 out=$1; smollm2=$2; shift 2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -57,6 +58,16 @@ for case in "${cases[@]}"; do
     smol-rl) train "$case" 1 smollm2.yaml model.path="$smollm2/model" data.train="$smollm2/train.jsonl" 'data.eval=""' model.dtype=float32 \
       rollout.evaluate_at_start=false rollout.max_staleness=0 rollout.on_update=drain rollout.kv_cache_bytes=256MiB run.steps=6 data.batch_size=4 \
       rollout.group_size=4 rollout.max_new_tokens=24 rollout.max_num_seqs=32 ;;
+    smol-ddp-2) smol "$case" 2 ;;
+    smol-lora-bf16) smol "$case" 1 engine.lora.rank=16 model.dtype=bfloat16 data.batch_size=8 ;;
+    smol-fsdp-8) smol "$case" 1 engine.wrap=megatron_fsdp data.batch_size=8 ;;
+    smol-lora-2) smol "$case" 2 engine.lora.rank=8 engine.wrap=megatron_fsdp data.batch_size=32 run.steps=6 ;;
+    tiny-moe)
+      [ -d "$out/moe" ] || (cd "$here" && "$python" -m megasync.assets --to "$out/moe" --shapes tiny-moe --dtype float32 > "$out/moe.log" 2>&1)
+      train "$case" 1 quickstart_sft.yaml model.path="$out/moe/model" data.train="$out/moe/train.jsonl" 'data.eval=""' run.steps=12 \
+        run.stop_at_accuracy=0 run.export_hf=false engine.wrap=ddp ;;
+    quickstart-rl-stale) assets; train "$case" 1 quickstart.yaml model.path="$out/assets/model" data.train="$out/assets/train.jsonl" \
+      'data.eval=""' rollout.evaluate_at_start=false run.steps=12 rollout.max_staleness=1 rollout.on_update=continue ;;
     *) echo "no such case: $case" >&2; exit 2 ;;
   esac
 done

@@ -225,6 +225,13 @@ def test_digest_of_lengths_views_and_zero_signs() -> None:
     assert digest_value(torch.tensor([-1.0])) != digest_value(torch.tensor([1.0]))
 
 
+def test_a_digested_tensor_may_still_be_resized() -> None:
+    """As those of Megatron-FSDP are."""
+    tensor = torch.ones(100_000)
+    digest_tensor(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
 def test_digest_is_the_same_in_every_process() -> None:
     assert digest_bytes(torch.arange(256, dtype=torch.uint8)) == 17211503475680537088
 
