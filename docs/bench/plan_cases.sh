@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains the cases that `megasync plan` is compared with on one GPU of 80 GB: docs/bench/plan_cases.sh OUT [CASE ...]; no case: all.
-# `first` and `second` are the halves of all: about five minutes each, most of it the start of processes.
+# `first` and `second` are the halves of the large ones: about five minutes each, most of it the start of processes. `third`: weights
+# in float32, and few tokens of a small model with a large vocabulary, tied; no number was chosen with these in sight.
 # Writes OUT/CASE.json and OUT/CASE.log; then `python docs/bench/plan_cases.py OUT` puts the plan beside them.
 # `too-large-*` are cases that plan says do not fit: their JSON holds the error that they end with.
 set -uo pipefail
@@ -32,10 +33,12 @@ json.dump({**fields, 'torch_dtype': 'bfloat16'}, open('$folder/config.json', 'w'
 
 first=(ddp-none fsdp-none ddp-selective fsdp-selective ddp-full fsdp-full ddp-mlp ddp-offload ddp-bf16-gradients)
 second=(ddp-32k-full lora lora-fsdp-32k lora-7b moe3-ddp moe3-fsdp moe3-selective moe6-lora ddp-no-fusions too-large-ddp too-large-32k)
+third=(ddp-float32 fsdp-float32 few-ddp few-fsdp few-fsdp-float32 few-full few-lora)
 cases=("$@")
-[ $# -gt 0 ] || cases=("${first[@]}" "${second[@]}")
+[ $# -gt 0 ] || cases=("${first[@]}" "${second[@]}" "${third[@]}")
 [ "${1:-}" != first ] || cases=("${first[@]}")
 [ "${1:-}" != second ] || cases=("${second[@]}")
+[ "${1:-}" != third ] || cases=("${third[@]}")
 lora=(engine.lora.rank=32 engine.lora.alpha=64)
 for case in "${cases[@]}"; do
   case $case in
@@ -58,6 +61,13 @@ for case in "${cases[@]}"; do
     moe3-selective) train "$case" ddp 4 4096 model.path="$(experts 3)" engine.recompute=selective ;;
     moe6-lora) train "$case" ddp 4 2048 "${lora[@]}" bench_train.shapes=30b-a3b-6 engine.recompute=selective ;;
     ddp-no-fusions) train "$case" ddp_no_fusions 1 2048 ;;
+    ddp-float32) train "$case" ddp 1 1024 model.dtype=float32 ;;
+    fsdp-float32) train "$case" megatron_fsdp 1 1024 model.dtype=float32 ;;
+    few-ddp) train "$case" ddp 4 64 bench_train.shapes=135m ;;
+    few-fsdp) train "$case" megatron_fsdp 4 64 bench_train.shapes=135m ;;
+    few-fsdp-float32) train "$case" megatron_fsdp 8 128 bench_train.shapes=135m model.dtype=float32 ;;
+    few-full) train "$case" ddp 4 64 bench_train.shapes=135m engine.recompute=full ;;
+    few-lora) train "$case" ddp 4 64 bench_train.shapes=135m "${lora[@]}" ;;
     too-large-ddp) train "$case" ddp 8 2048 ;;
     too-large-32k) train "$case" ddp 1 32768 engine.recompute=selective engine.logits_chunk_tokens=4096 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;

@@ -22,7 +22,7 @@ def use_standalone_fsdp() -> None:
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
     import megatron_fsdp
 
-    adapter.MegatronFSDP = _fsdp_with_gradients_in_fp32
+    adapter.MegatronFSDP = _fsdp_with_policy
     adapter.FSDPDistributedIndex = megatron_fsdp.FSDPDistributedIndex
     adapter._get_dp_tp_mesh = _stage_mesh
     _skip_shard_comparison()
@@ -32,18 +32,22 @@ def use_standalone_fsdp() -> None:
         adapter.TELinear = type("NoTELinear", (), {})
 
 
-def _fsdp_with_gradients_in_fp32(ddp_config: Any, **options: Any) -> Any:
-    """MegatronFSDP that minds `grad_reduce_in_fp32`, which nothing of megatron-fsdp 0.6.1 reads.
+def _fsdp_with_policy(module: Any, ddp_config: Any, **options: Any) -> Any:
+    """MegatronFSDP that minds `grad_reduce_in_fp32`, which nothing of megatron-fsdp 0.6.1 reads, and holds float32 weights once.
 
     Gradients are added up and reduced in the weights' dtype (param_and_grad_buffer.py:_resolve_group_grad_dtype) unless a policy
-    is given, and mcore_fsdp_adapter.py:105 gives none.
+    is given, and mcore_fsdp_adapter.py:105 gives none. A buffer of main weights is made whatever the weights' dtype is (:2685):
+    of float32 weights it is a second copy, and without it the optimizer steps on the weights' own shards (:3221).
     """
     import megatron_fsdp
     import torch
 
-    dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
-    policy = megatron_fsdp.MixedPrecisionPolicy(main_grads_dtype=dtype)
-    return megatron_fsdp.MegatronFSDP(ddp_config=ddp_config, mixed_precision_policy=policy, **options)
+    float32 = torch.float32
+    holds_main = all(parameter.dtype is float32 for parameter in module.parameters() if parameter.requires_grad)
+    policy = megatron_fsdp.MixedPrecisionPolicy(
+        main_params_dtype=None if holds_main else float32, main_grads_dtype=float32 if ddp_config.grad_reduce_in_fp32 else None
+    )
+    return megatron_fsdp.MegatronFSDP(module=module, ddp_config=ddp_config, mixed_precision_policy=policy, **options)
 
 
 def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:

@@ -37,6 +37,7 @@ class Shapes(NamedTuple):
 
 
 SHAPES = {
+    "135m": Shapes(576, 1536, 30, 9, 3, 49152, True),
     "3b": Shapes(2048, 11008, 36, 16, 2, 151936, True),
     "7b": Shapes(3584, 18944, 28, 28, 4, 152064, False),
     "30b-a3b": Shapes(2048, 6144, 48, 32, 4, 151936, False, 128, 128, 8, 768),

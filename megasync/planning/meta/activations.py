@@ -34,6 +34,7 @@ class Activations:
 
     held: int  # what waits for the backward pass
     peak: int  # the most at once, `held` included
+    top_peak: int = 0  # the same until the last layer's backward pass is over: it grows with the layers as `held` does
     forward_peak: int = 0  # without gradients, as for log-probs
     passes: Operations = field(default_factory=Operations)  # for CPUs: what both passes compute
     forward: Operations = field(default_factory=Operations)  # likewise, a forward pass without gradients
@@ -64,7 +65,7 @@ def trace(
     others = [sum(held) - own for own in held]
     peak = max(each.peak + other for each, other in zip(found, others, strict=True))
     passes, forward = (sum((getattr(each, name) for each in found), Operations()) for name in ("passes", "forward"))
-    return Activations(sum(held), peak, max(each.forward_peak for each in found), passes, forward, sum(lengths))
+    return Activations(sum(held), peak, 0, max(each.forward_peak for each in found), passes, forward, sum(lengths))
 
 
 def packed(lengths: tuple[int, ...], engine: EngineConfig) -> PackedSequences:
@@ -99,10 +100,13 @@ def _trace_layers(traced: Traced, chunk: torch.nn.Module) -> Activations:
     steps = (count - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
     few, more = found
 
-    def extended(one: int, other: int) -> int:
+    def extended(size: str) -> int:
+        one, other = int(getattr(few, size)), int(getattr(more, size))
         return round(one + (other - one) * steps)
 
-    sizes = (extended(few.held, more.held), extended(few.peak, more.peak), extended(few.forward_peak, more.forward_peak))
+    # what comes after the top does not grow with the layers, such as the gradient of the embeddings: in few it may be the peak
+    top_peak = extended("top_peak")
+    sizes = extended("held"), max(top_peak, more.peak), top_peak, extended("forward_peak")
     return Activations(*sizes, _extended(few.passes, more.passes, steps), _extended(few.forward, more.forward, steps))
 
 
@@ -142,7 +146,7 @@ def _trace_chunk(traced: Traced, chunk: torch.nn.Module) -> Activations:
     with torch.no_grad():
         _, forward = run.measure(backward=False)
     held, passes = run.measure(backward=True)
-    return Activations(held, passes.peak_bytes, forward.peak_bytes, passes.operations, forward.operations)
+    return Activations(held, passes.peak_bytes, passes.marked_peak, forward.peak_bytes, passes.operations, forward.operations)
 
 
 @dataclass
@@ -157,11 +161,19 @@ class _Pass:
         on_cpu, use_fused = self.traced.on_cpu, self.traced.engine.fusions == "all"
         tracker = Tracker(counts_operations=on_cpu)
         tracker.leave_out(self.chunk.parameters())
+
+        def when_over(_layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            states = args[0] if args else options["hidden_states"]
+            if states.requires_grad:
+                states.register_hook(lambda _: tracker.mark())
+
+        top = gpt_model(self.chunk).decoder.layers[-1].register_forward_pre_hook(when_over, with_kwargs=True)
         with stand_ins.installed(tracker, use_fused=use_fused, on_cpu=on_cpu), OnMeta(), tracker:
             loss = self._forward(use_fused)
             held = tracker.bytes_now
             if backward:
                 torch.autograd.backward(loss)
+        top.remove()
         return held, tracker
 
     def _forward(self, use_fused: bool) -> torch.Tensor:

@@ -28,11 +28,15 @@ ROUNDED_TO = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode for one thread. `bytes_now` and `peak_bytes` leave out what is given to `leave_out`."""
+    """A mode for one thread. `bytes_now` and `peak_bytes` leave out what is given to `leave_out`.
+
+    `marked_peak` is the peak until `mark` was called for the first time, or that of all.
+    """
 
     def __init__(self, *, counts_operations: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes_now = self.peak_bytes = 0
+        self._peak_at_mark: int | None = None
         self.operations = Operations()
         self._counts_operations = counts_operations
         self._sizes: dict[int, int] = {}  # by the storage's address, which is its own while it lives
@@ -43,6 +47,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages that are counted elsewhere, such as weights."""
         for tensor in tensors:
             self._add(tensor.untyped_storage(), 0)
+
+    @property
+    def marked_peak(self) -> int:
+        return self.peak_bytes if self._peak_at_mark is None else self._peak_at_mark
+
+    def mark(self) -> None:
+        self._peak_at_mark = self.marked_peak
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = _collective(function, args) if function.namespace == "c10d" else function(*args, **(kwargs or {}))

@@ -64,13 +64,23 @@ def test_fsdp_still_fails_under_pipeline_parallelism(tmp_path: Path) -> None:
 
 
 def test_fsdp_still_reduces_gradients_in_the_dtype_of_weights() -> None:
-    """engine/runtime/workarounds.py:_fsdp_with_gradients_in_fp32"""
+    """engine/runtime/workarounds.py:_fsdp_with_policy"""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron_fsdp import MixedPrecisionPolicy, megatron_fsdp, param_and_grad_buffer
 
     assert MixedPrecisionPolicy().main_grads_dtype is None
     assert "mixed_precision_policy" not in inspect.getsource(mcore_fsdp_adapter)
     assert not any("grad_reduce_in_fp32" in inspect.getsource(each) for each in (megatron_fsdp, param_and_grad_buffer))
+
+
+def test_fsdp_still_holds_float32_weights_twice() -> None:
+    """engine/runtime/workarounds.py:_fsdp_with_policy"""
+    from megatron_fsdp import MixedPrecisionPolicy, param_and_grad_buffer
+
+    assert MixedPrecisionPolicy().main_params_dtype is torch.float32
+    made = inspect.getsource(param_and_grad_buffer.ParamAndGradBuffer._init_each_parameter_group_buffers)
+    condition = made.split("should_create_grad_buffer_or_main_weight_buffer\n", 1)[1].split(":", 1)[0]
+    assert condition.split() == ["and", "self.mp_policy.main_params_dtype", "is", "not", "None", ")"], "of any dtype"
 
 
 def test_megatron_core_still_keeps_a_table_of_angles_for_each_length() -> None:

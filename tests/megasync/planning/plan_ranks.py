@@ -21,14 +21,14 @@ from megasync.planning.meta.ranks import build_rank
 SAMPLES = [Sample(np.arange(1, 4, dtype=np.int32), np.arange(3, 20, dtype=np.int32)) for _ in range(4)]
 
 
-def state(folder: str, keys: dict[str, Any]) -> dict[str, Any]:
+def state(model: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     """Bytes of an engine by kind after a step; and what a trace on the rank's own groups counts and leaves as it was."""
-    engine, model = EngineConfig.model_validate(keys), ModelConfig(path=folder)
+    engine, config = EngineConfig.model_validate(keys), ModelConfig.model_validate(model)
     parallel.initialize(engine.parallel, 0)
-    built: Engine = RandomEngine(model, engine, AlgorithmConfig(name="sft"), num_steps=2)
+    built: Engine = RandomEngine(config, engine, AlgorithmConfig(name="sft"), num_steps=2)
     built.update(built.prepare(SAMPLES))
     before = random_state()
-    rank = build_rank(model, engine)
+    rank = build_rank(config, engine)
     traced = trace(rank, engine, (32, 32))
     after = random_state()
     built.update(built.prepare(SAMPLES))

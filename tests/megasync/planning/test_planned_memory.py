@@ -16,10 +16,11 @@ import torch
 from tests.support.ranks import run_ranks
 
 from engine.batch.packed import PackedSequences, Routing
-from engine.config import EngineConfig, ModelConfig
+from engine.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from engine.model import build, lora
 from engine.objective import logits
 from megasync.hf.shapes import SHAPES
+from megasync.planning.meta import activations
 from megasync.planning.meta.activations import trace
 from megasync.planning.memory import state_bytes
 from megasync.planning.meta.ranks import build_rank, world
@@ -32,6 +33,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny", {"wrap": "ddp"}),
     ("tiny", {"wrap": "megatron_fsdp"}),
     ("tiny", {"wrap": "megatron_fsdp", "gradient_dtype": "bfloat16"}),
+    ("tiny", {"wrap": "megatron_fsdp", "dtype": "float32"}),
+    ("tiny", {"wrap": "ddp", "dtype": "float32"}),
     ("tiny", {"wrap": "ddp", "parallel": {"tensor": 2, "sequence": True}}),
     ("tiny", {"wrap": "ddp", "parallel": {"pipeline": 2}}),
     ("tiny", {"wrap": "megatron_fsdp", "lora": {"rank": 8}}),
@@ -69,16 +72,19 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
 def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """All of it within 1 %: the wraps pad their buffers. And a trace on a run's own groups leaves its random states alone."""
     folder = write_model(tmp_path / model, SHAPES[model].hf_config(64))
-    engine = EngineConfig.model_validate({**keys, "fusions": "none"})
-    arguments = {"folder": str(folder), "keys": {**keys, "fusions": "none"}}
+    keys = {**keys, "fusions": "none"}
+    dtype = keys.pop("dtype", "bfloat16")
+    engine = EngineConfig.model_validate(keys)
+    arguments = {"model": {"path": str(folder), "dtype": dtype}, "keys": keys}
     for real in run_ranks(2, "tests.megasync.planning.plan_ranks:state", arguments):
         grid = Grid(2, *(getattr(engine.parallel, name) for name in GRID))
         with world(2, grid.stage_rank(real["stage"]), engine.parallel):
-            rank = build_rank(ModelConfig(path=str(folder)), engine)
+            rank = build_rank(ModelConfig.model_validate(arguments["model"]), engine)
             held = trace(rank, engine, (32, 32)).held
         assert rank.counts == real["counts"] and held == real["held"] > 0 and real["is_same"]
-        planned, kinds = state_bytes(rank.counts, engine, "bfloat16", grid), real["state"]
-        gathered = 2 * rank.counts.whole if keys["wrap"] == "megatron_fsdp" else 0  # so small a model stays gathered
+        planned, kinds = state_bytes(rank.counts, engine, dtype, grid), real["state"]
+        stays = keys["wrap"] == "megatron_fsdp"  # so small a model stays gathered
+        gathered = DTYPE_BYTES[dtype] * rank.counts.whole if stays else 0
         assert sum(planned.values()) + gathered == pytest.approx(sum(kinds.values()), rel=0.01), (planned, kinds)
         assert planned["gradients"] == pytest.approx(kinds["gradients"], rel=0.01)
 
@@ -156,6 +162,24 @@ def test_what_is_traced_for_a_cpu_is_what_a_cpu_holds(shapes: str, dtype: str, k
         found = trace(build_rank(model, engine), engine, (24, 24, 24), on_cpu=True)
         held, peak = measure_on_cpu(model, engine, (24, 24, 24))
     assert found.held == pytest.approx(held, rel=0.01) and found.peak == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("keys", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"lora": {"rank": 8}}])
+@pytest.mark.parametrize(("length", "on_cpu"), [(8, False), (8, True), (256, False)])
+def test_a_few_layers_say_what_all_take(
+    length: int, on_cpu: bool, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few tokens the peak of few layers is where large, tied embeddings get their gradient; of many layers it is not."""
+    fields = SHAPES["tiny"].hf_config(8192) | {"num_hidden_layers": 24, "tie_word_embeddings": True}
+    engine = EngineConfig.model_validate({**keys, "wrap": "ddp", "fusions": "none"})
+    model, found = ModelConfig(path=str(write_model(tmp_path / "model", fields)), dtype="float32"), []
+    for few in (activations.FEW_LAYERS, (24, 24)):
+        monkeypatch.setattr(activations, "FEW_LAYERS", few)
+        with world(1, 0, engine.parallel):
+            found.append(trace(build_rank(model, engine), engine, (length, length), on_cpu=on_cpu))
+    some, whole = found
+    assert (some.held, some.forward_peak) == (whole.held, whole.forward_peak)
+    assert some.peak == pytest.approx(whole.peak, rel=0.001)
 
 
 def measure_on_cpu(model: ModelConfig, engine: EngineConfig, lengths: tuple[int, ...]) -> tuple[int, int]:
