@@ -83,8 +83,9 @@ def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
     kinds = (signal.SIGTERM, signal.SIGINT) if and_on_sigint else (signal.SIGTERM,)
 
     def leave(number: int, _: object) -> NoReturn:
-        for kind in kinds:
-            signal.signal(kind, signal.SIG_IGN)
+        for kind in kinds:  # no SIG_IGN: where both have come at once Python says of the other that a race has it ignored
+            signal.signal(kind, lambda *_: None)
+            signal.siginterrupt(kind, False)
         sys.exit(128 + number)
 
     for kind in kinds:
