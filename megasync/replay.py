@@ -106,7 +106,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         except (RuntimeError, ValueError) as error:
             print(f"{error}\n`megasync doctor` looks at this machine", file=sys.stderr)
             return 1
-    return _say(given, done, lambda each: lines(each, prompts), weights.missing)
+    return _say(given, done, lambda each: lines(each, prompts), weights)
 
 
 # -------------------------------------------------------------------------------------------------------- what there is
@@ -220,10 +220,10 @@ def _score(
         return 1
     same = not any(each.differing_tokens for each in done)
     if given.json:
-        print(as_json(given.run, done, weights.missing, same=same))
+        print(as_json(given.run, done, weights, same=same))
     else:
         told = [line for each in done for line in scored.lines(each)]
-        print("\n".join([*told, scored.total(done), *not_compared(done, weights.missing)]))
+        print("\n".join([*told, scored.total(done), *not_compared(done, weights.missing, weights.unlogged)]))
     return 1 if (config.model.exact and not same) or weights.missing else 0
 
 
@@ -241,33 +241,40 @@ def _rerun(
             print(f"the file of {config.rollout.episode} is another one than it was", file=sys.stderr)
         changes = rerun(config, steps)
         done = [Replayed(step, len(members), changes=changes[step]) for step, members in steps.items()]
-    return _say(given, done, rerun_lines, {})
+    return _say(given, done, rerun_lines, None)
 
 
 def _say(
-    given: argparse.Namespace, done: Sequence[Replayed], shown: Callable[[Replayed], list[str]], missing: Mapping[int, str]
+    given: argparse.Namespace, done: Sequence[Replayed], shown: Callable[[Replayed], list[str]], weights: Weights | None
 ) -> int:
     same = not any(each.differences or each.changes for each in done)
+    missing, unlogged = (weights.missing, weights.unlogged) if weights is not None else ({}, [])
     if given.json:
-        print(as_json(given.run, done, missing, same=same))
+        print(as_json(given.run, done, weights, same=same))
     else:
-        print("\n".join([*(line for each in done for line in shown(each)), *not_compared(done, missing)]))
+        print("\n".join([*(line for each in done for line in shown(each)), *not_compared(done, missing, unlogged)]))
     return 0 if same and not missing else 1
 
 
-def as_json(run: Path, done: Sequence[Replayed] | Sequence[scored.Compared], missing: Mapping[int, str], *, same: bool) -> str:
-    told = {"run": str(run), "same": same, "missing": missing, "steps": [asdict(each) for each in done]}
-    return json.dumps(told, indent=2)
+def as_json(run: Path, done: Sequence[Replayed] | Sequence[scored.Compared], weights: Weights | None, *, same: bool) -> str:
+    of_weights = {"missing": weights.missing if weights else {}, "unlogged": weights.unlogged if weights else []}
+    return json.dumps({"run": str(run), "same": same, **of_weights, "steps": [asdict(each) for each in done]}, indent=2)
 
 
-def not_compared(done: Sequence[Replayed] | Sequence[scored.Compared], missing: Mapping[int, str]) -> list[str]:
+def not_compared(
+    done: Sequence[Replayed] | Sequence[scored.Compared], missing: Mapping[int, str], unlogged: Sequence[int] = ()
+) -> list[str]:
     """Steps of which nothing was compared as their weights are not there, and why those of a version could not be made."""
     steps = [each.step for each in done if each.without_weights and not each.compared_tokens]
-    listed = ", ".join(map(str, steps[:MOST_STEPS])) + (" ..." if len(steps) > MOST_STEPS else "")
-    told = [f"not compared: {len(steps)} of {len(done)} steps, whose weights are not there: {listed}"] if steps else []
+    told = [f"not compared: {len(steps)} of {len(done)} steps, whose weights are not there: {_listed(steps)}"] if steps else []
+    told += [f"never logged, as sync.log was off then: versions {_listed(unlogged)}"] if unlogged else []
     shown = [f"version {version} cannot be made: {why}" for version, why in list(missing.items())[:MOST_SHOWN]]
     more = [f"... and {len(missing) - MOST_SHOWN} more versions"] if len(missing) > MOST_SHOWN else []
     return [*told, *shown, *more]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:MOST_STEPS])) + (" ..." if len(numbers) > MOST_STEPS else "")
 
 
 def lines(each: Replayed, prompts: Prompts) -> list[str]:

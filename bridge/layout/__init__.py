@@ -11,5 +11,6 @@ copy_kernel.py    and on CUDA
 digest.py         the 64-bit digest of bytes
 digest_kernel.py  the same on CUDA
 upload.py         small tables put on a GPU
+words.py          a tensor's memory as numpy's numbers
 splitmix.py       the pseudo-random numbers of digests, seeds and data order
 """

@@ -15,6 +15,7 @@ import torch
 
 from bridge.layout.splitmix import FOLD_FACTOR, GAMMA, splitmix64
 from bridge.layout.upload import upload
+from bridge.layout.words import words
 
 MASK = 2**64 - 1
 CHUNK_WORDS = 4096  # 32 KiB: the multipliers, one a position, stay in a GPU core's cache
@@ -112,30 +113,15 @@ def _sum_on_cuda(data: torch.Tensor) -> torch.Tensor:
 def _sum_on_cpu(data: torch.Tensor) -> torch.Tensor:
     num_words = data.numel() // 8
     whole = data[: num_words * 8]
-    words = _numbers((whole if data.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64))
+    numbers = words((whole if data.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)).view(np.int64)
     num_chunks = num_words // CHUNK_WORDS
-    chunks = words[: num_chunks * CHUNK_WORDS].reshape(-1, CHUNK_WORDS)
+    chunks = numbers[: num_chunks * CHUNK_WORDS].reshape(-1, CHUNK_WORDS)
     last = torch.zeros(num_words % CHUNK_WORDS + 1, dtype=torch.int64)  # and the bytes after the last whole word
-    last[:-1].numpy()[:] = words[num_chunks * CHUNK_WORDS :]
+    last[:-1].numpy()[:] = numbers[num_chunks * CHUNK_WORDS :]
     last[-1:].view(torch.uint8)[: data.numel() - num_words * 8] = data[num_words * 8 :]
     sums = [_chunk_sums(chunks[start : start + ROWS]) for start in range(0, num_chunks, ROWS)]
     joined = np.concatenate([*sums, _chunk_sums(last[None].numpy())])
     return torch.from_numpy(joined * powers(data.device, len(joined))[: len(joined)].numpy()).sum()
-
-
-class _Words:
-    """A tensor's memory, int64 [n], for numpy to read."""
-
-    def __init__(self, words: torch.Tensor) -> None:
-        self._kept = words
-        self.__array_interface__ = {"data": (words.data_ptr(), True), "shape": (len(words),), "typestr": "<i8", "version": 3}
-
-
-def _numbers(words: torch.Tensor) -> npt.NDArray[np.int64]:
-    """The same memory. Tensor.numpy() would forbid for good that the storage is resized (torch/csrc/utils/tensor_numpy.cpp:
-    set_resizable), which Megatron-FSDP does.
-    """
-    return np.asarray(_Words(words)) if len(words) else np.empty(0, np.int64)
 
 
 def _chunk_sums(chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

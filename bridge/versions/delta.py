@@ -21,6 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from bridge.layout.words import Words, words
+
 ENCODINGS = ("same", "sparse", "dense")
 SPARSE_BELOW = 0.25  # of the elements changed
 LEVEL = 1  # of zstd: higher ones save little on such bytes
@@ -28,8 +30,6 @@ HEADER = struct.Struct("<QBQQ")  # number of changed elements, bytes of a gap, c
 
 COMPARED_ELEMENTS = 2**25  # at a time, for which a GPU needs some hundred MB
 MAX_THREADS = 8  # numpy and zstd leave Python's lock alone while they work
-
-Words = npt.NDArray[np.unsignedinteger]
 
 
 class DamagedError(ValueError):
@@ -136,13 +136,6 @@ def _read_sparse(data: bytes, held: Words) -> Changes:
     if count and not 0 <= places.min() <= places.max() < len(held):
         raise DamagedError("places outside of the tensor")
     return Changes(places, _unpack(data[HEADER.size + gap_bytes :], held.dtype, count))
-
-
-def words(tensor: torch.Tensor) -> Words:
-    """The elements as unsigned numbers [n], in the tensor's own memory."""
-    assert tensor.is_contiguous()
-    bytes_ = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return bytes_.view(f"<u{tensor.element_size()}")
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

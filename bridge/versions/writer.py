@@ -21,6 +21,7 @@ from typing import BinaryIO, Self
 import torch
 
 from bridge.layout.digest import digest_tensor
+from bridge.layout.words import words
 from bridge.versions import delta
 from bridge.versions.file import (
     DELTA,
@@ -136,7 +137,7 @@ class _Pass:
 
     def _encode(self, own: torch.Tensor, former: torch.Tensor | None) -> tuple[str, bytes]:
         if self.kind == FULL:
-            return "raw", delta.words(own).tobytes()
+            return "raw", words(own).tobytes()
         assert former is not None
         return delta.encode(own, former)
 

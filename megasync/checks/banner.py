@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bridge.versions.file import there
 from megasync.checks.resume import first_step, resumed_checkpoint
 from megasync.config.errors import explain
-from megasync.config.files import has_results
+from megasync.config.files import VERSIONS, has_results
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData
 from megasync.hf.folder import model_shape
@@ -95,6 +96,8 @@ def _examples(key: str, kept: int, read: int) -> str:
 
 def _beginning(config: Config) -> str:
     aside = ", the results of a former run are moved aside" if has_results(config.run.folder) else ""
+    newest = max(there(config.run.folder / VERSIONS), default=0) if config.checkpoint.resume == "newest_weights" and aside else 0
+    aside += f", and their log, up to version {newest}: checkpoint.resume=newest_weights needs a checkpoint" if newest else ""
     return f"nothing: from the weights of model.path{aside}"
 
 

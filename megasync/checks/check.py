@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,8 +30,9 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data, read_files
 from megasync.hf.folder import check_model_folder
+from megasync.launch.scope import ELSEWHERE
 from megasync.reporting.loggers import missing_loggers
-from megasync.rewards.resolve import require_packages, resolve_rewards
+from megasync.rewards.resolve import require_packages, resolve_rewards, weights
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True, makes_folder: bool = False) -> RunData | None:
@@ -38,15 +42,21 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     behind, unless it `makes_folder`, the run's.
     """
     check_settings(config, world_size)
-    _check_kernels(config)
-    _check_loggers(config)
+    with _packages_of_nodes():
+        _check_kernels(config)
+    with _packages_of_nodes():
+        _check_loggers(config)
     check_layout(config, check_model_folder(config.model.path), world_size)
     if config.algorithm.name == "grpo":
-        resolve_rewards(config.rollout.reward)
+        own = config.rollout
+        with _packages_of_nodes(own.reward):
+            resolve_rewards(own.reward)
         if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # as for kernels; rank 0 alone has rewards
-            require_packages(config.rollout.reward)
+            with _packages_of_nodes():
+                require_packages(own.reward, fetches=ELSEWHERE not in os.environ)
         check_cache_memory(config)
-        check_episodes(config)
+        with _packages_of_nodes(own.episode):
+            check_episodes(config)
         check_engine_arguments(config)
     check_data(config)
     check_resume(config)
@@ -55,6 +65,23 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
         read_files(config)
         return None
     return load_data(config) if needs_data else None
+
+
+@contextmanager
+def _packages_of_nodes(named: str | Mapping[str, float] = "") -> Iterator[None]:
+    """What is missing here is refused; but only told where the run is submitted to a cluster, whose nodes need it.
+
+    `named`: whose import may fail. Of its errors those of a package are told, not of its own module, which is to travel.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        cause = error.__cause__
+        name = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        is_own = any(f"{path.partition(':')[0]}.".startswith(f"{name}.") for path in weights(named)) if named else False
+        if ELSEWHERE not in os.environ or is_own or (named and name is None):
+            raise
+        print(f"not here, but needed on the cluster's nodes: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
 def _check_kernels(config: Config) -> None:

@@ -1,6 +1,7 @@
 """Trainer and replica led through one response, module by module: what `megasync bisect` does.
 
 shape.py            what a folder says that a model computes
+formulas.py         what norms, attention and other modules compute
 reference.py        what each module should give, in float64, and the bound of rounding
 judge.py            each module against its reference, and the sides against each other
 cases.py            a module that is wrong, and guesses

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megasync.comparing import formulas
 from megasync.comparing import reference as ref
 from megasync.comparing.cases import Case, Guess
 from megasync.comparing.judge import rms
@@ -25,7 +26,7 @@ def rotary_guesses(case: Case) -> Iterator[Guess]:
     right = shape.frequencies.to(x)
 
     def turned(frequencies: torch.Tensor, scale: float = shape.rope_scale) -> torch.Tensor:
-        return ref.rotate(x, positions, frequencies, scale)
+        return formulas.rotate(x, positions, frequencies, scale)
 
     yield Guess("wrong rope", "it is left out", x)
     if shape.rope_scale != 1:
@@ -38,11 +39,11 @@ def rotary_guesses(case: Case) -> Iterator[Guess]:
         partial = turned(_plain(shape.rope_theta, size, x))
         yield Guess("wrong rope", f"{size} of {shape.head_size} elements of a head are turned", partial)
     neighbours = torch.cat([x[..., 0::2], x[..., 1::2]], -1)  # as halves
-    interleaved = ref.rotate(neighbours, positions, right, shape.rope_scale).chunk(2, -1)
+    interleaved = formulas.rotate(neighbours, positions, right, shape.rope_scale).chunk(2, -1)
     detail = "neighbouring elements are turned together, not halves"
     yield Guess("wrong rope", detail, torch.stack(interleaved, -1).flatten(-2))
     if (shift := _shift(case.expected, case.out, right)) != 0:
-        moved = ref.rotate(x, positions + shift, right, shape.rope_scale)
+        moved = formulas.rotate(x, positions + shift, right, shape.rope_scale)
         yield Guess("wrong positions", f"{shift:+d} at every token", moved)
     if len(at := (positions == 1).nonzero()):
         yield from _other_frequencies(case, _angles(x, case.out)[int(at[0])], turned)
@@ -113,7 +114,7 @@ def attention_guesses(case: Case) -> Iterator[Guess]:
     first = int(positions[rows[0]]) if len(rows) else 0
 
     def attended(window: int) -> torch.Tensor:
-        return ref.attend(query, key, value, positions, scale, window)[0]
+        return formulas.attend(query, key, value, positions, scale, window)[0]
 
     told = f"{window} tokens" if window else "all tokens"
     if window:
@@ -122,20 +123,20 @@ def attention_guesses(case: Case) -> Iterator[Guess]:
         if other > 0:
             yield Guess("wrong window", f"{other} tokens in place of {told}: off from position {first} on", attended(other))
     for name in ("bfloat16", "float16"):
-        low, _ = ref.attend(query, key, value, positions, scale, window, getattr(torch, name))
+        low, _ = formulas.attend(query, key, value, positions, scale, window, getattr(torch, name))
         yield Guess("precision", f"the softmax is rounded to {name}", low)
     low_key, low_value = (each.to(torch.float8_e4m3fn).double() for each in (key.float(), value.float()))
-    low, _ = ref.attend(query, low_key, low_value, positions, scale, window)
+    low, _ = formulas.attend(query, low_key, low_value, positions, scale, window)
     yield Guess("precision", "keys and values are rounded to float8_e4m3fn", low)
-    everything = ref.attend(query, key, value, torch.full_like(positions, len(key) - 1), scale, 0)[0]
+    everything = formulas.attend(query, key, value, torch.full_like(positions, len(key) - 1), scale, 0)[0]
     yield Guess("wrong mask", "later tokens are attended to", everything)
     for told_scale, other_scale in (("1", 1.0), ("1 / head size", 1 / shape.head_size)):
-        out = ref.attend(query, key, value, positions, other_scale, window)[0]
+        out = formulas.attend(query, key, value, positions, other_scale, window)[0]
         yield Guess("wrong scale", f"of the scores: {told_scale} in place of 1 / sqrt(head size)", out)
     yield from _other_scale(case, query, key, value)
     heads = shape.num_heads // shape.num_groups
     across = torch.unflatten(query, 1, (heads, -1)).transpose(1, 2).flatten(1, 2)  # head h reads keys h % groups
-    out = ref.attend(across, key, value, positions, scale, window)[0]
+    out = formulas.attend(across, key, value, positions, scale, window)[0]
     out = torch.unflatten(out, 1, (-1, heads)).transpose(1, 2).flatten(1, 2)
     yield Guess("wrong heads", "keys and values are dealt out to the queries' heads in turns", out)
 
@@ -147,8 +148,8 @@ def _other_scale(case: Case, query: torch.Tensor, key: torch.Tensor, value: torc
     few = slice(len(query) - min(FEW, len(query)), len(query))
 
     def error(scale: float) -> float:
-        return rms(ref.attend(query[few], key, value, positions[few], scale, window)[0] - case.out[few])
+        return rms(formulas.attend(query[few], key, value, positions[few], scale, window)[0] - case.out[few])
 
     found = _best(right, 16.0, error)
     detail = f"of the scores: {found / right:.4g} / sqrt(head size) in place of 1 / sqrt(head size)"
-    yield Guess("wrong scale", detail, ref.attend(query, key, value, positions, found, window)[0])
+    yield Guess("wrong scale", detail, formulas.attend(query, key, value, positions, found, window)[0])

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megasync.comparing.reference import SUM_ROUNDINGS, UNIT_FLOAT32, Reference, Side, sources
+from megasync.comparing.formulas import UNIT_FLOAT32
+from megasync.comparing.reference import SUM_ROUNDINGS, Reference, Side, sources
 
 DEVIATIONS = 8.0  # from the mean
 TOGETHER = 8.0  # of the rms of what two passes differ by: as much as a bound of one element has at least

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.nn.functional as F
 
+from megasync.comparing import formulas
 from megasync.comparing import reference as ref
 from megasync.comparing.attention_kinds import attention_guesses, rotary_guesses
 from megasync.comparing.cases import STALE_LAYER, WRONG_WEIGHTS, Case, Guess, Kind, Known, other_weights
@@ -145,16 +146,16 @@ def _norm(case: Case) -> Iterator[Guess]:
     shrunk = (case.out * case.expected).sum(-1) / case.expected.square().sum(-1)  # (power + eps) / (power + other eps), rooted
     other = float(((power + eps) / shrunk.square() - power).median())
     if 0 < other < 1:
-        yield Guess("wrong eps", f"{other:.2g} in place of {eps:g}", ref.rms_norm(x, weight, other))
-    yield Guess("centre of weights", "1 is added to them", ref.rms_norm(x, weight + 1, eps))
-    yield Guess("centre of weights", "1 is taken from them", ref.rms_norm(x, weight - 1, eps))
-    yield Guess("weights left out", "as if all were 1", ref.rms_norm(x, torch.ones_like(weight), eps))
+        yield Guess("wrong eps", f"{other:.2g} in place of {eps:g}", formulas.rms_norm(x, weight, other))
+    yield Guess("centre of weights", "1 is added to them", formulas.rms_norm(x, weight + 1, eps))
+    yield Guess("centre of weights", "1 is taken from them", formulas.rms_norm(x, weight - 1, eps))
+    yield Guess("weights left out", "as if all were 1", formulas.rms_norm(x, torch.ones_like(weight), eps))
     yield from other_weights(case)
     if x.ndim == 3:  # of queries' or keys' heads
         layer, _, name = case.site.rpartition(".")
         partner = case.reference.parameters[f"{layer}.{'k_norm' if name == 'q_norm' else 'q_norm'}.weight"]
-        yield Guess("swapped", "the norms of queries and keys", ref.rms_norm(x, partner, eps))
-        together = ref.rms_norm(x.flatten(1), weight.repeat(x.shape[1]), eps).view_as(x)
+        yield Guess("swapped", "the norms of queries and keys", formulas.rms_norm(x, partner, eps))
+        together = formulas.rms_norm(x.flatten(1), weight.repeat(x.shape[1]), eps).view_as(x)
         yield Guess("wrong heads", "all are normed together, not each by itself", together)
     columns = case.wrong.flatten(0, -2).any(0).nonzero().flatten()
     if len(columns) == 1:
@@ -182,7 +183,7 @@ def _log_probs(case: Case) -> Iterator[Guess]:
     for other in tried:
         what = "is forgotten" if other == 1 else f"is {other:.4g}"
         detail = f"it {what}, in place of {temperature:g}"
-        yield Guess("wrong temperature", detail, ref.log_probs(logits, tokens, other))
+        yield Guess("wrong temperature", detail, formulas.log_probs(logits, tokens, other))
 
 
 def _temperatures(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> list[float]:
@@ -190,7 +191,7 @@ def _temperatures(logits: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor)
     best, width = 1.0, 4.0
     for _ in range(6):
         grid = [best * math.exp(width * step / 8) for step in range(-8, 9)]
-        best = min(grid, key=lambda each: rms(ref.log_probs(logits, tokens, each) - out))
+        best = min(grid, key=lambda each: rms(formulas.log_probs(logits, tokens, each) - out))
         width /= 6
     return [best]
 

@@ -8,6 +8,7 @@ code = run_to_end(torchrun(2, "megasync.train", "configs/quickstart.yaml"))
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import platform
 import select
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED = 130  # the exit code of shells for Ctrl-C
@@ -83,8 +84,9 @@ def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
     kinds = (signal.SIGTERM, signal.SIGINT) if and_on_sigint else (signal.SIGTERM,)
 
     def leave(number: int, _: object) -> NoReturn:
-        for kind in kinds:
-            signal.signal(kind, signal.SIG_IGN)
+        for kind in kinds:  # no SIG_IGN: where both have come at once Python says of the other that a race has it ignored
+            signal.signal(kind, lambda *_: None)
+            signal.siginterrupt(kind, False)
         sys.exit(128 + number)
 
     for kind in kinds:
@@ -99,6 +101,29 @@ def end_undisturbed() -> None:
         signal.signal(kind, signal.SIG_IGN)
 
 
+class _Output(io.FileIO):
+    """Goes nowhere once nobody reads it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # also for what C libraries write, and for children
+            os.close(nowhere)
+            return super().write(data)
+
+
+def go_on_unread() -> None:
+    """From now on this program goes on where nobody reads its output any more (`| head -1`, or a `tee` that has ended)."""
+    for name in ("stdout", "stderr"):
+        own = getattr(sys, name)
+        own.flush()
+        output = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
+        by_lines = own.line_buffering or own.write_through
+        setattr(sys, name, io.TextIOWrapper(output, own.encoding, own.errors, line_buffering=by_lines))
+
+
 def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run `main` on the command's arguments and end this process with its code, once all that was written is out; or, where it is
     a rank of torchrun, with the launcher.
@@ -107,6 +132,8 @@ def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     down can wait for each other for ever, and a rank that has done its work would hold its launcher.
     """
     end_after_launcher()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        go_on_unread()
     try:
         code = main(sys.argv[1:])
     except SystemExit as leaving:

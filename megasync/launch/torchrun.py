@@ -43,7 +43,7 @@ from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
-from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, pidfd_problem, run_and_leave
+from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, go_on_unread, pidfd_problem, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
 from megasync.launch.stop_request import forget_former_stop
 
@@ -197,4 +197,5 @@ def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
+    go_on_unread()
     run_and_leave(main)

@@ -5,7 +5,8 @@ loggers.py       TensorBoard, W&B, trackio
 timeline.py      the Chrome trace
 progress.py      the line on the terminal
 metric_names.py  names, units and meanings of all metrics
-advisories.py    conditions of a run that call for a look, as pure functions
+signs.py         what metrics say is going wrong, as pure functions
+advisories.py    conditions of a run that call for a look, and what to try
 reference.py     docs/metrics.md
 html/            the pieces of the report
 page.py          a run, or several, as one HTML file

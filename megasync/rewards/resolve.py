@@ -54,8 +54,10 @@ def resolve_rewards(reward: str | Mapping[str, float]) -> list[Reward]:
     return [_resolve(name, weight) for name, weight in weights(reward).items()]
 
 
-def require_packages(reward: str | Mapping[str, float], has_module: Callable[[str], object] = find_spec) -> None:
-    """Find, or fetch by pip, what our own functions import when they are called.
+def require_packages(
+    reward: str | Mapping[str, float], has_module: Callable[[str], object] = find_spec, *, fetches: bool = True
+) -> None:
+    """Find, or fetch by pip where it `fetches`, what our own functions import when they are called.
 
     Raises:
         ConfigError: a package is missing and cannot be fetched.
@@ -64,7 +66,7 @@ def require_packages(reward: str | Mapping[str, float], has_module: Callable[[st
         if name == "math_verify" and not has_module("math_verify"):
             message = f"rollout.reward = {name}: needs the package math_verify, which is not installed"
             raise ConfigError(message, remedy="pip install math-verify")
-        if name == "reasoning_gym":
+        if name == "reasoning_gym" and fetches:
             try:
                 add_packages("reasoning_gym")
             except ConfigError as error:

@@ -50,7 +50,9 @@ class Checkpoints:
             cut(self.run_folder / VERSIONS, self.first_step + 1)
             return None
         forget_request(self.run_folder)
-        return set_aside(self.run_folder)
+        former = set_aside(self.run_folder)
+        cut(self.run_folder / VERSIONS, 0)  # of a start that was killed before its first result
+        return former
 
     def engine_arguments(self) -> dict[str, Any]:
         """What the engine is to be built with, to go on from the last one. Not collective."""

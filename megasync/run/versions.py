@@ -1,9 +1,9 @@
-"""The log of a run's versions (`sync.log`), written at each sync: who writes, and what a resumed run cuts.
+"""The log of a run's versions (`sync.log`), written at each sync: who writes, and what goes.
 
-    log = VersionLog(config, exporter, first_version=10)
+    log = VersionLog(config, exporter)
     log.write(12)                # metrics; collective
 
-Leaves out the files themselves (bridge/versions/).
+Leaves out the files themselves (bridge/versions/), and what a run that begins cuts (checkpoints.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bridge.export.exporter import Exporter
 from bridge.export.source import whole_tensors
 from bridge.versions.prune import VersionPruner
-from bridge.versions.writer import VersionWriter, Written, cut, forget_stages
+from bridge.versions.writer import VersionWriter, Written, forget_stages
 from megasync.config.files import VERSIONS
 from megasync.config.schema import Config
 from megasync.run.rank_zero import control_group, on_rank_zero
@@ -30,14 +30,12 @@ class VersionLogWriteError(RuntimeError):
 class VersionLog:
     """Methods are collective. The sender of each pipeline stage writes what its stage has."""
 
-    def __init__(self, config: Config, exporter: Exporter, first_version: int) -> None:
-        """Cuts what an ended run left after `first_version`, which is written anew and whole in the place of what is there."""
+    def __init__(self, config: Config, exporter: Exporter) -> None:
         self.folder: Path = config.run.folder / VERSIONS
         self.exporter = exporter
         self.writer: VersionWriter | None = None
         self._pruner = VersionPruner(self.folder, config.sync.log_keep) if config.sync.log_keep is not None else None
         self._last = -1
-        on_rank_zero(lambda: cut(self.folder, first_version + 1))
         if exporter.is_sender:
             keeps, every = config.sync.log == "deltas", config.sync.log_full_every
             stage, count = exporter.stage, exporter.num_stages

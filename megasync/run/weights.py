@@ -109,7 +109,7 @@ class Weights:
         """Into the run's log of versions, where it keeps one; metrics."""
         if self.config.sync.log == "off":
             return {}
-        self.version_log = self.version_log or VersionLog(self.config, self.exporter, first_version=version)
+        self.version_log = self.version_log or VersionLog(self.config, self.exporter)
         return self.version_log.write(version)
 
     def prune_versions(self) -> None:

@@ -16,12 +16,12 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.files import VERSIONS
+from megasync.config.files import METRICS_FILE, VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.export import checkpoints_of, export, export_version, find_weights, run_and_step
 from megasync.hf.folder import check_model_folder, read_json_object
-from megasync.reporting.log import CONFIG_FILE
+from megasync.reporting.log import CONFIG_FILE, read_metrics
 
 if TYPE_CHECKING:
     from bridge.versions.reader import VersionReader
@@ -116,11 +116,13 @@ def _log_of(run: Path) -> VersionReader | None:
 
 
 class Weights:
-    """Those of a run's versions, one after the other. `missing`: those that the log should have and cannot give, and why."""
+    """Those of a run's versions, one after the other. `missing`: those that the log should have and cannot give, and why.
+    `unlogged`: those of between logged ones that were never written into it, as `sync.log` was off.
+    """
 
     def __init__(self, run: Path, scratch: Path, overrides: list[str], needed: Iterable[int]) -> None:
         self._run, self._scratch, self._overrides = run, scratch, overrides
-        self.missing = dict.fromkeys(_lost(run, needed), "the run's log has no file of it, but earlier and later ones")
+        self.missing, self.unlogged = _lost(run, needed)
 
     def each(self, versions: Iterable[int]) -> Iterator[tuple[int, Config]]:
         """
@@ -141,13 +143,29 @@ class Weights:
             raise first
 
 
-def _lost(run: Path, needed: Iterable[int]) -> list[int]:
-    """Of these versions those between others of the log that are not there; what it has by digests alone is no loss."""
+def _lost(run: Path, needed: Iterable[int]) -> tuple[dict[int, str], list[int]]:
+    """Of these versions those between others of the log that are not there, and why; and those that never were, with `sync.log`
+    off. What it has by digests alone is no loss.
+    """
     log = _log_of(run)
     if log is None or not (logged := log.with_weights):
-        return []
+        return {}, []
     kept = versions_there(run) | set(log.versions)
-    return [version for version in sorted(needed) if version not in kept and min(logged) < version < max(logged)]
+    gaps = [version for version in sorted(needed) if version not in kept and min(logged) < version < max(logged)]
+    was_logged = _was_logged(run) if gaps else {}
+    no_file = "the run's log has no file of it, but earlier and later ones"
+    unknown = f"{no_file}: it is lost, or sync.log was off then ({METRICS_FILE} does not tell)"
+    lost = {version: no_file if version in was_logged else unknown for version in gaps if was_logged.get(version, True)}
+    return lost, [version for version in gaps if version not in lost]
+
+
+def _was_logged(run: Path) -> dict[int, bool]:
+    """By version, as the metrics of the step that made it tell; nothing of those that they say nothing of."""
+    try:
+        lines = read_metrics(run)
+    except ValueError:
+        return {}
+    return {line["step"]: "sync/log_seconds" in line for line in lines if "sync/seconds" in line}
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:

@@ -234,6 +234,33 @@ def test_versions_that_the_log_has_lost_are_left_out_and_named(tmp_path: Path) -
         list(Weights(run, scratch, [], [7]).each([7]))
 
 
+def test_versions_of_steps_without_a_log_are_told_from_lost_ones(tmp_path: Path) -> None:
+    """Deltas, then a stretch with sync.log=off, then deltas again: metrics tell which versions were logged."""
+    config = load_config(write_runnable(tmp_path), ["run.name=rl", "sync.log=deltas"])
+    run, log = config.run.folder, config.run.folder / "versions"
+    save_config(config, run / "config.yaml")
+    weights = load_file(write_tiny_model(tmp_path / "model", "qwen3") / "model.safetensors")
+    for versions in (range(3), range(5, 8)):
+        writer = VersionWriter(log, stage=0, num_stages=1, keeps_weights=True, full_every=1)
+        for version in versions:
+            writer.write(version, iter(weights.items()))
+    path_of(log, 6, 0).unlink()
+    found = Weights(run, tmp_path / "scratch", [], range(9))
+    assert not found.unlogged and set(found.missing) == {3, 4, 6}
+    assert all("it is lost, or sync.log was off then (metrics.jsonl does not tell)" in why for why in found.missing.values())
+    lines = [{"step": step, "sync/seconds": 1.0, **({} if step in (3, 4) else {"sync/log_seconds": 0.1})} for step in range(1, 8)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = Weights(run, tmp_path / "scratch", [], range(9))
+    assert found.missing == {6: "the run's log has no file of it, but earlier and later ones"} and found.unlogged == [3, 4]
+    done = [replay.Replayed(step, 1, without_weights={step - 1: 7}) for step in (4, 5, 7)]
+    assert replay.not_compared(done, found.missing, found.unlogged)[1:] == [
+        "never logged, as sync.log was off then: versions 3, 4",
+        "version 6 cannot be made: the run's log has no file of it, but earlier and later ones",
+    ]
+    (run / "metrics.jsonl").write_text("{\n{}\n")
+    assert set(Weights(run, tmp_path / "scratch", [], range(9)).missing) == {3, 4, 6}, "a damaged file tells nothing"
+
+
 @pytest.mark.parametrize("last", ["off", "digests", "deltas"])
 def test_the_logs_weights_are_found_whatever_log_the_run_went_on_with(tmp_path: Path, last: str) -> None:
     """Versions 0 and 1 by digests, 2 and 3 whole, 4 by its digests, 5 whole."""

@@ -152,6 +152,38 @@ def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypat
     assert found == [f'{key}="{tmp_path / name}"' for key, name in {**keys, "data.eval.math.path": "held_out"}.items()]
 
 
+@pytest.mark.parametrize("address", ["http://cluster:8265", ""])
+def test_packages_that_the_nodes_need_are_told_and_not_asked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
+) -> None:
+    """But for a local cluster they are; and a module that would have to travel is asked for in any case."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "graders").mkdir()
+    (tmp_path / "graders" / "__init__.py").touch()
+    (tmp_path / "graders" / "good.py").write_text("import a_package_of_nodes\ndef good(sample): return 1.0\n")
+    (tmp_path / "graders" / "broken.py").write_text("1 / 0\n")
+    run, flags = str(write_runnable(tmp_path)), ["--num-ranks", "2", "--include", str(tmp_path / "graders")]
+    flags += ["--address", address] if address else []
+
+    def said(*overrides: str) -> tuple[int, str]:
+        code = check(parse([run, *overrides, *flags]), 2)
+        return code, " ".join(capfd.readouterr().err.split())
+
+    code, told = said("rollout.reward={graders.good:good: 1, reasoning_gym: 1}")
+    assert "No module named 'a_package_of_nodes'" in told
+    is_told = told.startswith("not here, but needed on the cluster's nodes: rollout.reward")
+    assert (code, is_told) == ((0, True) if address else (2, False))
+    code, told = said("rollout.reward=reasoning_gym")
+    assert (code, bool(told)) == ((0, False) if address else (2, True)), told
+    for reward, problem in (("graders.bad:good", "graders.bad"), ("graders.broken:good", "ZeroDivisionError")):
+        code, told = said(f"rollout.reward={reward}")
+        assert code == 2 and problem in told and "cannot be imported" in told
+    code, told = said("rollout.episode=graders.good:good", "rollout.reward=exact_match")
+    assert code == (0 if address else 2) and "a_package_of_nodes" in told
+
+
 @pytest.mark.parametrize("override", ["rollout.ray_address=auto", "rollout.kv_cache_bytes=900GiB"])
 def test_what_the_cluster_has_is_not_looked_for_here(tmp_path: Path, override: str) -> None:
     """Where nothing is submitted, a machine without a Ray or with less memory is refused."""

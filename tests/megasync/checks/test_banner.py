@@ -78,6 +78,20 @@ def test_where_it_goes_on_and_what_it_will_do(runnable: Path) -> None:
     assert told(runnable, "run.steps=3")["will do"].startswith("nothing but the end of step 3")
 
 
+def test_newest_weights_without_a_checkpoint_are_no_start(runnable: Path) -> None:
+    """The optimizer would be a checkpoint's. Nothing is lost: the log is moved aside."""
+    own = ["sync.log=deltas", "checkpoint.resume=newest_weights", "checkpoint.every_steps=50"]
+    run = load_config(runnable).run.folder
+    for version in (0, 11, 12):
+        write(run / "versions" / f"version_{version:08d}.stage_000", "")
+    assert told(runnable, *own)["resumes"] == "nothing: from the weights of model.path"
+    write(run / "metrics.jsonl", '{"step": 12}\n')
+    needed = "and their log, up to version 12: checkpoint.resume=newest_weights needs a checkpoint"
+    aside = "nothing: from the weights of model.path, the results of a former run are moved aside"
+    assert told(runnable, *own)["resumes"] == f"{aside}, {needed}"
+    assert told(runnable, *own[:1])["resumes"] == aside
+
+
 def test_adapters_go_on_with_their_own_base_alone(runnable: Path) -> None:
     config = load_config(runnable, ["engine.lora.rank=4", "engine.lora.targets=[linear_proj]"])
     checkpoint = write_checkpoint(config.run.folder, 1, model_of(config.model.dtype, config.engine.lora))

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from bridge.versions.writer import VersionWriter
 from megasync import bisect
+from megasync.comparing import formulas
 from megasync.comparing import reference as ref
 from megasync.comparing.compare import fits, spread
 from megasync.comparing.judge import local_error, systematic
@@ -88,10 +89,10 @@ def test_log_probs_of_large_vocabularies_are_within_rounding(size: int, scale: f
     logits = scale * torch.randn(4, size, generator=torch.Generator().manual_seed(seed))
     logits[:, 5] += peak
     tokens = torch.full((4,), 5)
-    error = (ref.log_probs(logits, tokens, 1.0).double() - ref.log_probs(logits.double(), tokens, 1.0)).abs()
+    error = (formulas.log_probs(logits, tokens, 1.0).double() - formulas.log_probs(logits.double(), tokens, 1.0)).abs()
     others = 16 * 2.0**-24 * (1 + logits.double().abs().amax(-1))
-    assert (error < others + ref.sum_of_exps_bound(logits.double())).all()
-    assert float(ref.sum_of_exps_bound(logits.double()).max()) < size * 2.0**-24 / 7
+    assert (error < others + formulas.sum_of_exps_bound(logits.double())).all()
+    assert float(formulas.sum_of_exps_bound(logits.double()).max()) < size * 2.0**-24 / 7
 
 
 @settings(deadline=None)
@@ -100,11 +101,11 @@ def test_rows_after_a_cached_prefix_are_those_of_the_whole(num_tokens: int, wind
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(num_tokens, heads, 8, generator=generator, dtype=torch.double) for heads in (4, 2, 2))
     positions = torch.arange(num_tokens)
-    whole, _ = ref.attend(query, key, value, positions, 0.3, window)
+    whole, _ = formulas.attend(query, key, value, positions, 0.3, window)
     first = seed % num_tokens
-    part, _ = ref.attend(query[first:], key, value, positions[first:], 0.3, window)
+    part, _ = formulas.attend(query[first:], key, value, positions[first:], 0.3, window)
     torch.testing.assert_close(part, whole[first:])
-    turned = ref.rotate(query, positions, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.double))
+    turned = formulas.rotate(query, positions, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.double))
     torch.testing.assert_close(turned.norm(dim=-1), query.norm(dim=-1))
     torch.testing.assert_close(turned[0], query[0])
 
@@ -141,7 +142,7 @@ def test_what_a_cache_had_was_rounded_in_another_pass(seed: int) -> None:
     ) -> float:
         own = {name: each[first:] for name, each in whole.items()}
         keys, values = (torch.cat([cached[name][:first], own[name]]) for name in sizes)
-        out, _ = ref.attend(query, keys, values, positions, 0.25, 0)
+        out, _ = formulas.attend(query, keys, values, positions, 0.25, 0)
         tensors = {**own, f"{layer}.rotary_emb.q": query, f"{layer}.attn": out.bfloat16()}
         earlier = {name: each[:first] for name, each in whole.items()}
         other = {name: each[:first] for name, each in (trainer or {}).items()}
@@ -181,7 +182,8 @@ def test_a_norm_that_nearly_multiplies_by_a_power_of_two_is_no_fault(rms: float,
     reference = ref.Reference(shape, parameters, 1.0)
 
     def ratio(eps: float) -> float:
-        normed = ref.rms_norm(whole if way == "sum in float32" else whole.bfloat16().double(), torch.ones(1024).double(), eps)
+        x = whole if way == "sum in float32" else whole.bfloat16().double()
+        normed = formulas.rms_norm(x, torch.ones(1024).double(), eps)
         out = normed.bfloat16().double() * weight if way == "before its weights" else normed * weight
         tensors = {"model.norm:in": whole.bfloat16(), "model.norm": out.bfloat16()}
         side = ref.Side("replica", tensors, torch.arange(32), tokens, 31, {})

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megasync.comparing import formulas
 from megasync.comparing import reference as ref
 from megasync.comparing.cases import Known
 from megasync.comparing.judge import judge
@@ -113,7 +114,7 @@ def summed(stream: float, block: float) -> Fault:
 
 def turned(frequencies: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     def fault(reference: Reference, side: Side, _: torch.Tensor) -> torch.Tensor:
-        return ref.rotate(side.double(f"{ATTENTION}.q_proj"), side.positions, frequencies(reference.shape.frequencies))
+        return formulas.rotate(side.double(f"{ATTENTION}.q_proj"), side.positions, frequencies(reference.shape.frequencies))
 
     return fault
 
@@ -121,7 +122,7 @@ def turned(frequencies: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
 def attended(scale: float) -> Fault:
     def fault(reference: Reference, side: Side, _: torch.Tensor) -> torch.Tensor:
         query, key, value = ref.attention_inputs(f"{ATTENTION}.attn", side)
-        return ref.attend(query, key, value, side.positions, scale * reference.shape.head_size**-0.5, 0)[0]
+        return formulas.attend(query, key, value, side.positions, scale * reference.shape.head_size**-0.5, 0)[0]
 
     return fault
 
@@ -129,7 +130,7 @@ def attended(scale: float) -> Fault:
 def with_low_cache(reference: Reference, side: Side, _: torch.Tensor) -> torch.Tensor:
     query, *cached = ref.attention_inputs(f"{ATTENTION}.attn", side)
     key, value = (each.float().to(torch.float8_e4m3fn).double() for each in cached)
-    return ref.attend(query, key, value, side.positions, reference.shape.head_size**-0.5, 0)[0]
+    return formulas.attend(query, key, value, side.positions, reference.shape.head_size**-0.5, 0)[0]
 
 
 def relu(_: Reference, side: Side, __: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def relu(_: Reference, side: Side, __: torch.Tensor) -> torch.Tensor:
 
 def uncentred(reference: Reference, side: Side, _: torch.Tensor) -> torch.Tensor:
     site = f"{LAYER}.input_layernorm"
-    return ref.rms_norm(side.double(f"{site}:in"), reference.parameters[f"{site}.weight"] - 1, reference.shape.eps)
+    return formulas.rms_norm(side.double(f"{site}:in"), reference.parameters[f"{site}.weight"] - 1, reference.shape.eps)
 
 
 FAULTS: dict[str, tuple[str, Fault]] = {

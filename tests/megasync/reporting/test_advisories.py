@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.reporting.advisories import CONDITIONS, advisories, console_lines
+from megasync.config.load import load_config
+from megasync.reporting.advisories import CONDITIONS, Condition, Unless, advisories, console_lines
 from megasync.reporting.metric_names import METRICS
+from tests.support.config_files import write
 
 RUNS = json.loads((Path(__file__).resolve().parents[2] / "data" / "runs.json").read_text())
 SHORT = 4  # steps, of which nothing is told
@@ -129,13 +133,70 @@ def test_any_metrics_are_taken(values: list[dict[str, Any]], data: st.DataObject
         assert each.evidence and each.remedy
 
 
-def test_what_a_run_has_already_is_said_of_what_to_try() -> None:
-    config = {"algorithm.filter_groups": True, "engine.optimizer.clip_grad_norm": 1.0, "rollout.enforce_eager": True}
-    metrics, _ = CASES["tied_groups"]
-    (tied,) = advisories(made(metrics), (), config.get)
-    assert tied.remedy.endswith("(of these the run has algorithm.filter_groups=true already)")
-    (spikes,) = advisories(made(CASES["gradient_spikes"][0]), (), config.get)
-    assert "has engine.optimizer.clip_grad_norm=1.0 already" in spikes.remedy
-    (waits,) = advisories(made(CASES["trainer_waits"][0]), (), config.get)
-    assert "already" not in waits.remedy, "its graphs are off"
-    assert "already" not in advisories(made(metrics))[0].remedy
+REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
+    "entropy_collapse": (
+        {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.kl_coefficient": 0.01},
+        "a lower learning rate, or a higher temperature",
+    ),
+    "tied_groups": (
+        {"algorithm.filter_groups": True},
+        "a higher rollout.temperature, a larger group_size, or prompts less hard or easy",
+    ),
+    "gradient_spikes": ({"engine.optimizer.clip_grad_norm": 0.5}, "a lower learning rate, or more warmup_steps"),
+    "skipped_steps": ({"model.dtype": "float32"}, "a lower learning rate"),
+    "truncation": ({"algorithm.truncated": "penalise"}, "a larger rollout.max_new_tokens"),
+    "clipping": ({"algorithm.num_minibatches": 1}, "a lower learning rate"),
+    "ess_low": ({"rollout.max_staleness": 0, "algorithm.importance_correction": "mask"}, "a lower learning rate"),
+    "gap_growing": (
+        {"algorithm.importance_correction": "tis", "model.dtype": "float32"},
+        "sync.verify=digest, which shows whether it is the weights",
+    ),
+    "gap_large": (
+        {"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0, "algorithm.router_replay": "rollout"},
+        "algorithm.importance_correction=tis",
+    ),
+    "merge_error": ({"engine.lora.sync": "adapter"}, "a higher learning rate, or a higher engine.lora.alpha"),
+    "trainer_waits": (
+        {"rollout.enforce_eager": False},
+        "more rollout.replicas, or a larger rollout.max_staleness or rollout.max_num_seqs",
+    ),
+    "replicas_paused": ({"rollout.on_update": "continue"}, "a larger data.batch_size, of whose time a sync takes less"),
+    "padding": ({"engine.parallel.context": 1}, "longer samples, or micro-batches that divide among the ranks"),
+    "memory_near_limit": (
+        {"engine.recompute": "selective"},
+        "a smaller engine.tokens_per_microbatch, more shards, or engine.recompute=full",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_what_a_run_has_already_is_not_among_what_to_try(name: str) -> None:
+    config, left = REMEDIES[name]
+    lines = made(CASES[name][0])
+    (found,) = advisories(lines, (), config.get)
+    assert found.remedy == left
+    (condition,) = [each for each in CONDITIONS if each.name == name]
+    assert advisories(lines)[0].remedy == condition.remedy != left, "all of it where the config is not known"
+
+
+def test_every_condition_whose_remedy_can_be_there_already_has_a_case() -> None:
+    able = {each.name for each in CONDITIONS if any(isinstance(one, Unless) for one in each.tries)}
+    assert able == {*REMEDIES, "held_out_falls"}
+
+
+def test_remedies_look_at_keys_that_there_are(tmp_path: Path) -> None:
+    """And a run with all defaults of the config is told nothing that it has."""
+    config = load_config(write(tmp_path / "run.yaml", "{}")).model_dump()
+    asked: list[str] = []
+
+    def setting(key: str) -> object:
+        asked.append(key)
+        return functools.reduce(operator.getitem, key.split("."), config)
+
+    told = {each.name: each.remedy_for(setting) for each in CONDITIONS}
+    assert asked and all(f"{key}={str(setting(key)).lower()}" not in remedy for remedy in told.values() for key in set(asked))
+
+
+def test_where_all_of_it_is_set_something_else_is_advised() -> None:
+    condition = Condition("x", "X", "any", (Unless("a.b=1", lambda _: True),), lambda _: "seen")
+    assert condition.remedy_for(lambda _: None) == "something else than a.b=1, which the run has"

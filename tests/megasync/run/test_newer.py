@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from bridge.versions.file import path_of
+from bridge.versions.file import PARTIAL, path_of, there
 from bridge.versions.reader import VersionReader
 from bridge.versions.writer import VersionWriter
 from megasync.checks.check import check_config
@@ -110,6 +110,26 @@ def test_versions_of_steps_that_are_trained_anew_go_whatever_log_the_run_goes_on
     config = load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl", f"sync.log={log}"])
     assert Checkpoints(config).begin_folder() is None
     assert VersionReader(run_folder / VERSIONS).versions == [8, 9, 10] and marked(run_folder) is None
+
+
+@pytest.mark.usefixtures("rank")
+def test_what_a_run_of_another_layout_left_after_the_checkpoint_goes_too(run_folder: Path) -> None:
+    (run_folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
+    folder = run_folder / VERSIONS
+    left = VersionWriter(folder, stage=5, num_stages=9, keeps_weights=True, full_every=3)
+    for version in range(10, 14):
+        left.write(version, iter([("x", torch.zeros(2))]))
+    (folder / f"{PARTIAL}version_00000009.stage_005").write_bytes(b"half")
+    assert Checkpoints(load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl"])).begin_folder() is None
+    assert {version: list(files) for version, files in there(folder).items()} == {8: [0], 9: [0], 10: [0, 5]}
+    assert not list(folder.glob(f"{PARTIAL}*"))
+
+
+@pytest.mark.usefixtures("rank")
+def test_versions_of_a_start_that_was_killed_before_its_first_result_go(run_folder: Path) -> None:
+    """The run begins anew in the same folder, perhaps with another model and another number of stages."""
+    assert Checkpoints(load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl"])).begin_folder() is None
+    assert not list((run_folder / VERSIONS).iterdir())
 
 
 @pytest.mark.usefixtures("rank")

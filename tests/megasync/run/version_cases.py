@@ -20,7 +20,7 @@ def train_and_log(path: str, config: str, overrides: list[str], layout: dict[str
     own, told = dict[int, Weights](), []
     with engine(path, dtype="bfloat16", optimizer={"learning_rate": 1e-4, "warmup_steps": 0}, **layout) as built:
         exporter = build_exporter(built)
-        log = VersionLog(load_config(config, overrides), exporter, first_version=1)
+        log = VersionLog(load_config(config, overrides), exporter)
         for version in range(1, versions + 1):
             told.append(log.write(version))
             log.prune()
@@ -33,7 +33,7 @@ def train_and_log(path: str, config: str, overrides: list[str], layout: dict[str
 def fail_to_log(path: str, config: str, overrides: list[str], folder: str) -> str:
     """What both ranks say where the stage of one cannot write."""
     with engine(path, pipeline=2) as built:
-        log = VersionLog(load_config(config, overrides), build_exporter(built), first_version=1)
+        log = VersionLog(load_config(config, overrides), build_exporter(built))
         if built.layout.pipeline_rank == 1 and log.writer is not None:
             log.writer.folder = Path(folder) / "file"
             log.writer.folder.write_text("")

@@ -1,0 +1,80 @@
+"""How a program leaves by signals, of which a second one changes nothing; and that a rank goes on unread.
+
+python -m pytest tests/megasync/launch/test_leaving.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+from megasync.launch.processes import end_on_sigterm
+
+kinds = [signal.Signals(int(number)) for number in sys.argv[1:]]
+end_on_sigterm(and_on_sigint=True)
+try:
+    signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
+    for kind in kinds:
+        os.kill(os.getpid(), kind)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, kinds)
+    time.sleep(60)
+finally:
+    for kind in kinds:
+        os.kill(os.getpid(), kind)
+    time.sleep(0.1)
+    print("taken down", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kinds", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT, signal.SIGTERM]])
+def test_signals_that_come_at_once_end_a_program_once(kinds: list[signal.Signals]) -> None:
+    """As a rank's do, which is in a collective while Ctrl-C and then its launcher's SIGTERM come."""
+    command = [sys.executable, "-c", PROGRAM, *(str(int(kind)) for kind in kinds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + min(kinds), "taken down\n", "")
+
+
+UNREAD = """
+import logging, subprocess, sys
+logging.basicConfig(format="%(message)s")
+from megasync.launch.processes import run_and_leave
+
+def main(arguments):
+    print("the first line", flush=True)
+    sys.stdin.readline()  # until nobody reads any more
+    for number in range(1000):
+        print("x" * 1000, flush=number % 2 == 0)
+        print("y" * 1000, file=sys.stderr)
+        logging.warning("z")  # by the stream that was there before
+    subprocess.run(["echo", "of a child"], check=True)
+    return 7
+
+run_and_leave(main)
+"""
+
+
+def test_a_rank_goes_on_where_nobody_reads_its_output_any_more() -> None:
+    """`megasync train CONFIG 2>&1 | head -1`: the run, of hours, is not lost with its reader."""
+    command = [sys.executable, "-c", UNREAD]
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a rank's"}
+    started = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert started.stdin is not None and started.stdout is not None
+    assert started.stdout.readline() == "the first line\n"
+    started.stdout.close()
+    started.stdin.close()
+    assert started.wait(60) == 7
+
+
+def test_what_is_read_comes_whole_and_in_its_encoding() -> None:
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a rank's", "PYTHONIOENCODING": "latin-1"}
+    program = "from megasync.launch.processes import run_and_leave\nrun_and_leave(lambda _: print('é' * 100_000) or 0)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, timeout=60)
+    assert done.stdout == b"\xe9" * 100_000 + b"\n" and done.stderr == b""
