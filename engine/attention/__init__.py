@@ -2,6 +2,7 @@
 
 core.py     the core attention of our layer spec, and the sequence-parallel RMSNorm
 flash.py    its kernels on GPUs
+dense.py    on CPUs, and of float32
 fused.py    rotary embedding and log-probs in one kernel each, with CUDA
 context.py  context parallelism: sequences that several ranks share
 windows.py  how many tokens each layer attends to (no torch)

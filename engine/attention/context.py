@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from engine.attention import flash
+from engine.attention import dense, flash
 from engine import rules
 from engine.batch.batch import MicroBatch
 from engine.config import ParallelConfig
@@ -57,7 +56,7 @@ def attend(
     for start, end, size in part.chunks:
         q, k, v = (x.transpose(0, 1)[None] for x in (query[begin : begin + size], key[start:end], value[start:end]))
         mask = causal_mask(size, end - start, window, query.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out = dense.attend(q, k, v, scale, mask)
         pieces.append(out[0].transpose(0, 1))
         begin += size
     return torch.cat(pieces)

@@ -1,7 +1,7 @@
 """What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
 
 No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through flash.py; otherwise sequences of
-similar length are padded and batched for scaled_dot_product_attention, where a sliding window is a mask. With fusions the rotary
+similar length are padded and batched for torch's attention (dense.py), where a sliding window is a mask. With fusions the rotary
 embedding is done here too (megatron-core's, rope_utils.py:185, synchronises with the device twice a layer). Leaves out dropout.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.attention import context, flash, fused, windows
+from engine.attention import context, dense, flash, fused, windows
 from engine.runtime.megatron import PackedSeqParams, TransformerConfig
 from engine.batch.packed import PackedSequences
 
@@ -77,9 +77,9 @@ class CoreAttention(torch.nn.Module):
         """All of [batch, heads, tokens, dim]; later tokens never reach earlier ones, so right padding does no harm."""
         num_tokens = query.shape[2]
         if not 0 < self.window < num_tokens:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+            return dense.attend(query, key, value, self.scale)
         mask = context.causal_mask(num_tokens, num_tokens, self.window, query.device)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=True)
+        return dense.attend(query, key, value, self.scale, mask)
 
     def _grouped(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         groups, inverse = packed.length_groups

@@ -24,7 +24,8 @@ class Hardware:
 
     kind: str
     memory_bytes: int
-    product_flops: float  # FLOP/s of large matrix products in the model's dtype; not of a CPU
+    product_flops: float  # FLOP/s of large matrix products in 16 bits; not of a CPU
+    float32_flops: float  # of the data sheet, without tensor cores
     bandwidth: float  # of its memory, bytes/s, as much of it as kernels reach
     link: float  # to another device, bytes/s one way
     host_link: float  # to host memory
@@ -32,6 +33,11 @@ class Hardware:
     @property
     def is_cpu(self) -> bool:
         return self.kind == "cpu"
+
+    def flops(self, dtype: str, name: str = "dense") -> float:
+        """FLOP/s of a model's passes. `name`: the share of the speed of large products, in 16 bits, that they reach."""
+        dense = self.float32_flops * share("dense_float32") if dtype == "float32" else self.product_flops * share("dense")
+        return dense * share(name) / share("dense")
 
 
 @cache
@@ -67,6 +73,7 @@ def hardware(kind: str) -> Hardware:
         kind,
         int(gpu["memory_gib"] * GIB),
         gpu["peak_tflops"] * 1e12 * gpu["products"],
+        gpu["float32_tflops"] * 1e12,
         gpu["bandwidth_gb"] * 1e9 * share("bandwidth"),
         gpu["link_gb"] * 1e9,
         gpu["host_gb"] * 1e9,
@@ -76,7 +83,7 @@ def hardware(kind: str) -> Hardware:
 @cache
 def this_cpu() -> Hardware:
     """This machine; how fast its products are is timed as they are needed (cpu/)."""
-    return Hardware("cpu", psutil.virtual_memory().total, 0.0, 8e9, 0.7e9, 5e9)
+    return Hardware("cpu", psutil.virtual_memory().total, 0.0, 0.0, 8e9, 0.7e9, 5e9)
 
 
 def kind_of(name: str) -> str | None:

@@ -79,14 +79,16 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     gathered = gathered_bytes(counts, engine, item, held, is_cpu=is_cpu) if is_sharded else (0, 0)
     parts["gathered by FSDP"] = sum(gathered)
     parts["sync buckets"] = 2 * bucket_bytes
+    parts["workspaces"] = 0 if is_cpu else num_bytes("workspaces")
+    always = state["weights"] + state["gradients"] + reference + 2 * bucket_bytes + parts["workspaces"]
     # the gathered layers and waiting gradients come while activations go (gathered_bytes)
-    tensors = state["weights"] + state["gradients"] + reference + held + working + sum(gathered) + 2 * bucket_bytes
+    tensors = always + held + working + sum(gathered)
     copies = state["optimizer"] // 3 if engine.gradient_dtype == "bfloat16" and dtype == "bfloat16" else 0
     if is_cpu:  # a norm in float64, or two temporaries of Adam (torch/optim/adam.py:_single_tensor_adam)
         copies += 8 * _shared(counts.largest_trained, grid.shards)
-    step = state["weights"] + state["gradients"] + state["optimizer"] + reference + copies + 2 * bucket_bytes
+    step = always + state["optimizer"] + copies
     is_away = engine.optimizer.offload
-    outside = 0 if is_cpu else num_bytes("context") + (num_bytes("nccl") if grid.num_ranks > 1 or bucket_bytes else 0)
+    outside = 0 if is_cpu else num_bytes("trainer")
     on_host = state["optimizer"] if is_away else 0
     if offload_on_host:
         on_host = state["weights"] + state["optimizer"]

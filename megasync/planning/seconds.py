@@ -112,11 +112,11 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     if work.microbatch_tokens(grid) > engine.logits_chunk_tokens:
         passes += costs_.output
     split = grid.tensor * grid.pipeline * grid.context
-    speed = hardware.product_flops * _share(config, costs_, grid)
+    speed = _speed(config, costs_, grid, hardware)
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
-    launched = "layer_launch_selective" if engine.recompute == "selective" else "layer_launch"
-    launch = seconds(launched) * costs_.num_layers / grid.pipeline * count
+    launched = "_float32" if config.model.dtype == "float32" else "_selective" if engine.recompute == "selective" else ""
+    launch = seconds(f"layer_launch{launched}") * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
     train = max(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
@@ -131,10 +131,10 @@ def _adapter_seconds(config: Config, costs_: ModelCosts, tokens: float, hardware
     return ADAPTER_MOVES * width * costs_.num_layers * tokens * DTYPE_BYTES[config.model.dtype] / hardware.bandwidth
 
 
-def _share(config: Config, costs_: ModelCosts, grid: Grid) -> float:
-    """Of the speed of large products."""
+def _speed(config: Config, costs_: ModelCosts, grid: Grid, hardware: Hardware) -> float:
+    """FLOP/s of passes."""
     engine = config.engine
-    found = share("experts") if costs_.experts_per_token else share("dense")
+    found = hardware.flops(config.model.dtype, "experts" if costs_.experts_per_token else "dense")
     if engine.fusions == "none":
         found *= share("no_fusions") / share("dense")
     is_sharded = SHARDS_PARAMETERS[engine.wrap] and grid.shards > 1
@@ -189,14 +189,14 @@ def generation_seconds(
             own = costs_.num_layers * seconds("decode_layer_cpu") + running * seconds("decode_sequence_cpu")
             return of_cpu.seconds(running) + host * own
         read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
-        products = 2 * num_active * running / rollout.tensor_parallel / (hardware.product_flops * share("dense"))
+        products = 2 * num_active * running / rollout.tensor_parallel / hardware.flops(config.model.dtype)
         return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")
 
     prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
     if hardware.is_cpu:
         prefill = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
     else:
-        prefill = 2 * prefilled / (hardware.product_flops * share("dense")) + samples * seconds("sample")
+        prefill = 2 * prefilled / hardware.flops(config.model.dtype) + samples * seconds("sample")
     alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
     mean = work.mean_tokens - work.prompt_tokens
     return alone, min(alone, samples * mean / at_once * one_step(at_once) + prefill)

@@ -158,7 +158,7 @@ class _Pass:
 
     def measure(self, *, backward: bool) -> tuple[int, Tracker]:
         """Bytes that wait after the forward pass, and what has been counted."""
-        on_cpu, use_fused = self.traced.on_cpu, self.traced.engine.fusions == "all"
+        on_cpu, use_fused, dtype = self.traced.on_cpu, self.traced.engine.fusions == "all", self.traced.rank.bridge.dtype
         tracker = Tracker(counts_operations=on_cpu)
         tracker.leave_out(self.chunk.parameters())
 
@@ -168,7 +168,7 @@ class _Pass:
                 states.register_hook(lambda _: tracker.mark())
 
         top = gpt_model(self.chunk).decoder.layers[-1].register_forward_pre_hook(when_over, with_kwargs=True)
-        with stand_ins.installed(tracker, use_fused=use_fused, on_cpu=on_cpu), OnMeta(), tracker:
+        with stand_ins.installed(tracker, dtype, use_fused=use_fused, on_cpu=on_cpu), OnMeta(), tracker:
             loss = self._forward(use_fused)
             held = tracker.bytes_now
             if backward:

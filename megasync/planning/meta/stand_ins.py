@@ -1,8 +1,9 @@
 """What meta tensors cannot go through, replaced while a step is traced: kernels keep their memory, not their arithmetic.
 
-For GPUs attention's kernels save what FlashAttention's do and have its temporaries, and the norm is torch's CUDA kernel; for CPUs
-both are the engine's own code and torch's operators, as there. The fused kernels of torch.compile are one piece each; experts
-get equal numbers of tokens. All else is the engine's own code. Leaves out the counting (tracker.py).
+For GPUs attention's kernels save what FlashAttention's do and have its temporaries, in float32 those of torch's memory-efficient
+kernel, and the norm is torch's CUDA kernel; for CPUs both are the engine's own code and torch's operators, as there. The fused
+kernels of torch.compile are one piece each; experts get equal numbers of tokens. All else is the engine's own code. Leaves out
+the counting (tracker.py).
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _attend_packed(self: Any, query: torch.Tensor, key: torch.Tensor, value: tor
     return flash.attend(query, key, value, packed, self.scale, self.window).flatten(1)
 
 
-def _attend_on_cpu(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+def _attend_grouped(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
     """CoreAttention._grouped for sequences of one length: they are gathered, attended to at once, and put back in order."""
     count, length = len(packed.lengths), max(packed.lengths)
     assert count * length == len(query)
@@ -118,12 +119,22 @@ def _attend_on_cpu(self: Any, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def _dot_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any) -> Any:
-    """What it calls on CPUs; of meta tensors it takes plain products, as of values smaller than keys."""
+    """torch's attention on CPUs; of meta tensors it takes plain products, as of values smaller than keys."""
     if value.shape[-1] != query.shape[-1]:
         return _real_dot_products(query, key, value, attn_mask=attn_mask, **options)
     causal, scale = bool(options.get("is_causal")), options.get("scale")
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _dot_products_on_gpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any
+) -> torch.Tensor:
+    """torch's attention of float32 on GPUs, with as many heads of keys as engine/attention/dense.py makes there."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    bias = None if attn_mask is None else attn_mask.to(query.dtype).expand(*query.shape[:2], *attn_mask.shape)
+    causal, kernel = bool(options.get("is_causal")), torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, bias, True, 0.0, causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 
 
 def _attend_over_context(part: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -173,8 +184,8 @@ def _sorted_chunks(
 
 
 @contextmanager
-def installed(tracker: Tracker, *, use_fused: bool, on_cpu: bool = False) -> Iterator[None]:
-    """Within the block the engine's code runs on meta tensors, with the kernels of GPUs or of CPUs.
+def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: bool = False) -> Iterator[None]:
+    """Within the block the engine's code runs on meta tensors of that dtype, with the kernels of GPUs or of CPUs.
 
     Nothing compiled may be called: torch's compiler leaves alone for good what it first meets under a dispatch mode
     (torch/_dynamo/convert_frame.py:_handle_skip), and a run that has made its plan would train without its kernels.
@@ -193,8 +204,11 @@ def installed(tracker: Tracker, *, use_fused: bool, on_cpu: bool = False) -> Ite
             (core.CoreAttention, "_packed", _attend_packed),
             (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
         ]
+        if dtype is torch.float32 or on_cpu:
+            products = _dot_products if on_cpu else _dot_products_on_gpu
+            kernels[0:1] = [(core.CoreAttention, "_packed", _attend_grouped), (F, "scaled_dot_product_attention", products)]
         if on_cpu:
-            kernels = [(core.CoreAttention, "_packed", _attend_on_cpu), (F, "scaled_dot_product_attention", _dot_products)]
+            del kernels[-1]
         for owner, name, stand_in in (
             *kernels,
             (_Grouped, "tracker", tracker),

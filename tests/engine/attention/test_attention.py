@@ -119,6 +119,36 @@ def test_a_part_of_a_sequence_attends_to_what_the_whole_one_does(window: int, si
     _check(out, expected[queries], mine, theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (128, 128), (48, 32)])
+def test_float32_on_a_gpu_is_exact_and_holds_no_scores(size: int, value_size: int, window: int) -> None:
+    """Values and gradients, with fewer heads of keys; scores [tokens, tokens] of all heads would be 16 times the limit."""
+    from engine.attention.core import CoreAttention
+    from engine.batch.packed import PackedSequences
+
+    lengths = [4096, 3000, 7]
+    config = SimpleNamespace(no_rope_freq=None, window_size=(window - 1, 0) if window else None, window_attn_skip_freq=[1])
+    attention = CoreAttention(config, 1, None, "self")
+    query, key, value, seed = inputs(lengths, size, "cuda", torch.float32)
+    mine = [x.clone().requires_grad_() for x in (query, key, value[..., :value_size])]
+    theirs = [x.detach().double().requires_grad_() for x in mine]
+    packed = PackedSequences.from_lengths(lengths, torch.device("cuda"))
+    expected = reference(*theirs, lengths, window)
+    expected.backward(seed[..., :value_size].double())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attention(*mine, packed_seq_params=packed).view(expected.shape)
+    held = torch.cuda.memory_allocated() - before
+    out.backward(seed[..., :value_size])
+    scores = 2 * 4 * 4096**2 * 4
+    assert held < (scores / 4 if window else scores / 16), "a window is a mask, which its kernel reads as float32"
+    for a, b in [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]:
+        assert a is not None and b is not None
+        assert float((a.double() - b).abs().max()) < 1e-4 * max(float(b.abs().max()), 1e-3)
+
+
 def _check(out: torch.Tensor, expected: torch.Tensor, mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     """To 2 % of the largest; with a window of one token the gradients of q and k are 0, and rounded to about 2e-6."""
     for a, b in [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]:

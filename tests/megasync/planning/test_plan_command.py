@@ -43,7 +43,7 @@ def written_changes(text: str) -> dict[str, str]:
 
 def test_the_nearest_change_fits_and_training_takes_it(tmp_path: Path) -> None:
     config = config_of(tmp_path, "tiny", engine={"wrap": "ddp"}, algorithm={"name": "sft"})
-    request = Request(1, with_memory(hardware("h100"), 1_090_000_000), 256.0, lengths=(256,))
+    request = Request(1, with_memory(hardware("h100"), 2_356_000_000), 256.0, lengths=(256,))
     plan = make_plan(config, request)
     assert not plan.fits and "a trainer rank takes" in plan.problems[0]
     changes = written_changes(nearest(plan))
