@@ -29,8 +29,8 @@ from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
 from megasync.hf.folder import check_model_folder
 from megasync.reporting.log import CONFIG_FILE
-from megasync.rollouts.played import episode_identity
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
+from megasync.rollouts.turns import episode_identity
 from megasync.serving import compare, scored
 from megasync.serving.replicas import served
 from megasync.serving.rerun import Change, rerun

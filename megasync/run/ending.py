@@ -17,7 +17,7 @@ from megasync.planning.replicas import WORKER_PEAK
 from megasync.reporting.log import SUMMARY_FILE, read_evaluations
 from megasync.reporting.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
 from megasync.run.rank_zero import on_rank_zero
-from megasync.run.scale_request import forget_request
+from megasync.run.scaling import forget_request
 
 if TYPE_CHECKING:
     from megasync.run.session import Session
@@ -82,7 +82,7 @@ def _forget_what_was_asked(folder: Path) -> None:
 
 
 def summary(config: Config, steps: int, syncs: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Of a run that has done so many `steps`; `seconds`: where this process's time went (clock.py)."""
+    """Of a run that has done so many `steps`; `seconds`: where this process's time went (step_log.py)."""
     folder = config.run.folder
     lines = read_evaluations(folder)
     return {

@@ -28,19 +28,16 @@ from megasync.reporting.log import RunLog
 from megasync.reporting.page import write_unfinished_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
+from megasync.rollouts.group import order_notes
 from megasync.rollouts.progress import Progress, save_progress
-from megasync.rollouts.restore import order_notes
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
-from megasync.run.checkpoints import Checkpoints
-from megasync.run.clock import StepClock
-from megasync.run.distribute import TokenScatter
+from megasync.run.checkpoints import Checkpoints, Saving
 from megasync.run.heartbeat import Heartbeat
-from megasync.run.rank_zero import RankZeroError, TooFewReplicasError, on_rank_zero
+from megasync.run.rank_zero import RankZeroError, TokenScatter, TooFewReplicasError, on_rank_zero
 from megasync.run.replica_start import ReplicaStart
-from megasync.run.saving import Saving
 from megasync.run.scaling import Scaling
-from megasync.run.step_log import StepLog
+from megasync.run.step_log import StepClock, StepLog
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all

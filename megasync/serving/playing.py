@@ -29,9 +29,9 @@ def play(config: Config, pool: ReplicaPool, evaluation: Evaluation, prompts: Pro
     """
     from bridge.messages import FOLDER_VERSION
     from megasync.episodes.pool import EpisodePool
-    from megasync.rollouts.played import episode_settings
     from megasync.rollouts.rollout import stream_settings
     from megasync.rollouts.stream import RolloutStream
+    from megasync.rollouts.turns import episode_settings
 
     requests = requests_of(evaluation, prompts, config.run.seed)
     tasks = [task_of(prompts, *pair) for pair in zip(evaluation.examples, requests, strict=True)]

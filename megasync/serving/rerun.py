@@ -20,8 +20,8 @@ from megasync.config.errors import refuse_if
 from megasync.data.prompts import load_data
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import EnvironmentAnswer, History, turns_of
-from megasync.rollouts.played import episode_settings
 from megasync.rollouts.requests import task_of
+from megasync.rollouts.turns import episode_settings
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config

@@ -17,10 +17,9 @@ from megasync.data.data import Example, PromptOrder
 from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
 from megasync.episodes.segments import Branch, Turn
 from megasync.episodes.task import Played, Task
-from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.group import Group, Restored, StreamSettings, order_notes, restore_groups
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
-from megasync.rollouts.restore import Restored, order_notes, restore_groups
 from megasync.rollouts.attempt import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
