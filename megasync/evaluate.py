@@ -26,14 +26,13 @@ from megasync.config.errors import ConfigError, main_errors
 from megasync.config.schema import Config
 from megasync.data.data import load_examples
 from megasync.data.prompts import Prompts, load_data
-from megasync.rewards.failure import RewardError
 from megasync.rewards.resolve import require_packages, resolve_rewards
+from megasync.rewards.wire import RewardError
 from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations
 from megasync.serving import answers
-from megasync.serving.interval import Estimate, estimates
+from megasync.serving.answers import Estimate, estimates
 from megasync.serving.playing import play
-from megasync.serving.replicas import served
-from megasync.serving.scratch import scratch_folder
+from megasync.serving.replicas import scratch_folder, served
 from megasync.serving.source import Source, find_source
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from megasync.data.prompts import Prompts
 from megasync.data.tables import SURROGATE
 from megasync.rollouts.evaluation import Evaluation
 from megasync.serving import answers
-from megasync.serving.replicas import served
-from megasync.serving.scratch import scratch_folder
+from megasync.serving.replicas import scratch_folder, served
 from megasync.serving.source import find_source
 
 if TYPE_CHECKING:

@@ -32,9 +32,8 @@ from megasync.reporting.log import CONFIG_FILE
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
 from megasync.rollouts.turns import episode_identity
 from megasync.serving import compare, scored
-from megasync.serving.replicas import served
+from megasync.serving.replicas import scratch_folder, served
 from megasync.serving.rerun import Change, rerun
-from megasync.serving.scratch import scratch_folder
 from megasync.serving.send import sender
 from megasync.serving.source import Weights, versions_there
 

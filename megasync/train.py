@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             listen_on_loopback()  # before anything imports ray
     end_on_sigterm(and_on_sigint=True)
     if config.run.deterministic:
-        from engine.runtime.deterministic import use_deterministic
+        from engine.runtime.random_state import use_deterministic
 
         use_deterministic()  # also by its environment, which replicas inherit
     with starting_replicas(config, rank) as replicas:

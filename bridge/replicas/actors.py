@@ -2,8 +2,8 @@
 
 Numbers are the replicas'. Wanted: those that there are to be. Members: those that are asked, and brought to new weights; which
 they are changes in `rejoin` alone, between two syncs. A member that is wanted no more stays one until `dismiss`.
-Leaves out ray.init (the caller's), how actors start and end (launched.py), what is asked of them (pool.py), waiting for answers
-(answers.py) and what they do (replica.py).
+Leaves out ray.init (the caller's), how actors start, end and are waited for (launched.py), what is asked of them (pool.py) and
+what they do (replica.py).
 """
 
 from __future__ import annotations

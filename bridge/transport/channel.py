@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import TransportError
 from bridge.transport.store import ABORT, SCHEME, STORE_TIMEOUT, connect_store, open_store, own_address
 
 dist: Any = distributed  # its stores and backends are not typed

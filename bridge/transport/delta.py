@@ -21,7 +21,7 @@ import torch
 from bridge.layout.bucket import Bucket, StagePlan, gaps
 from bridge.layout.digest import BucketDigests, digest_bytes
 from bridge.transport.channel import Channel
-from bridge.transport.errors import DamagedError, TransportError
+from bridge.transport.protocol import DamagedError, TransportError
 from bridge.transport.store import abort_all
 from bridge.versions import delta
 from bridge.versions.file import VersionLogError

@@ -17,7 +17,7 @@ import torch
 from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests
 from bridge.transport.channel import Channel
-from bridge.transport.errors import DamagedError
+from bridge.transport.protocol import DamagedError
 from bridge.transport.store import abort_all
 
 NUM_BUFFERS = 2

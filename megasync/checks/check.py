@@ -14,8 +14,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.checks.data import check_data, check_engine_arguments
-from megasync.checks.episodes import check_episodes
+from megasync.checks.data import check_data, check_engine_arguments, check_episodes
 from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory

@@ -1,6 +1,6 @@
-"""Do the keys of data, evaluation sets and vLLM's arguments fit each other? No torch in here.
+"""Do the keys of data, evaluation sets, episodes and vLLM's arguments fit each other? No torch in here.
 
-Leaves out reading the data (megasync/data/prompts.py).
+Leaves out reading the data (megasync/data/prompts.py), and what an episode does, which its own failures tell (rollouts/turns.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import difflib
 from bridge.vllm.serving import arguments
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.schema import Config
+from megasync.config.schema import Config, RolloutConfig
+from megasync.episodes.resolve import resolve_episode
 
 SHOWN_FIELDS = 8
 
@@ -63,3 +64,20 @@ def _way_out(name: str, key: str) -> dict[str, str]:
     alike = difflib.get_close_matches(name, choices, SHOWN_FIELDS, cutoff=0.4)
     remedy = f"write rollout.engine_arguments.{near}" if near else f"take {key} out"
     return {"nearest": near, "choices": ", ".join(alike), "remedy": remedy}
+
+
+KEYS = [name for name in RolloutConfig.model_fields if name.startswith("episode_")]
+
+
+def check_episodes(config: Config) -> None:
+    """ConfigError for keys of episodes without one, and for an episode that cannot be imported or called."""
+    rollout = config.rollout
+    if not rollout.episode:
+        for name in KEYS:
+            value = getattr(rollout, name)
+            if value != RolloutConfig.model_fields[name].default:
+                message = f"rollout.{name} = {value}: rollout.episode is empty, and samples have one turn"
+                remedy = f"write rollout.episode=package.module:name, or leave rollout.{name} out"
+                raise ConfigError(message, remedy=remedy)
+        return
+    resolve_episode(rollout.episode)

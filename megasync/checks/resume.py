@@ -1,7 +1,7 @@
 """Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its model; its prompts.
 No torch in here.
 
-Leaves out the optimizer's tensors and layout, which resuming looks at (engine/checkpoint/resuming.py).
+Leaves out the optimizer's tensors and layout, which resuming looks at (engine/checkpoint/folder.py).
 """
 
 from __future__ import annotations

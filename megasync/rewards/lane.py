@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megasync.rewards.failure import RewardError
 from megasync.rewards.process import RewardProcess
 from megasync.rewards.resolve import Reward
-from megasync.rewards.wire import Answers, Call, Failure, Ready, Work
+from megasync.rewards.wire import Answers, Call, Failure, Ready, RewardError, Work
 
 if TYPE_CHECKING:
     from megasync.config.schema import RolloutConfig

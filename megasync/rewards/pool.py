@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from megasync.rewards.failure import RewardError, describe
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.lane import LIMIT_KEY, Lane, Pending
 from megasync.rewards.resolve import Reward, identity, resolve_rewards
-from megasync.rewards.wire import Call, Failure
+from megasync.rewards.wire import Call, Failure, RewardError, describe
 
 if TYPE_CHECKING:
     from megasync.config.schema import RolloutConfig

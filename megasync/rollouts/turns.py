@@ -29,7 +29,7 @@ from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Played
 from megasync.episodes.wire import Ask, Ended
 from megasync.hf.folder import model_shape
-from megasync.rewards.failure import shown
+from megasync.rewards.wire import shown
 from megasync.rollouts.attempt import Attempt, TurnGroup, begun, played_of, unfinished
 from megasync.rollouts.group import Group
 
