@@ -15,8 +15,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +31,11 @@ from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations
 from megasync.serving import answers
 from megasync.serving.answers import Estimate, estimates
 from megasync.serving.playing import play
-from megasync.serving.replicas import scratch_folder, served
+from megasync.serving.replicas import Serve, scratch_folder, served
 from megasync.serving.source import Source, find_source
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
-
-Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -22,6 +22,7 @@ from engine.model.build import global_name, is_tied_copy
 from engine.runtime.megatron import parallel_state as mpu
 from engine.wrap.optimizer import inner_optimizers
 
+
 class Box(NamedTuple):
     """A box of a tensor: where it begins and how large it is in each dimension."""
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.runtime.megatron import tensor_parallel
 
+
 def random_state() -> dict[str, Any]:
     """Python's, numpy's, torch's (CPU and CUDA), and megatron-core's for tensor-parallel ranks."""
     numpy_state: Any = np.random.get_state()

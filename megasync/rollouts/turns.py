@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sample import Sample
+from megasync.config.schema import Config
 from megasync.episodes.record import Asked, History
 from megasync.episodes.resolve import identity, resolve_episode
 from megasync.episodes.segments import Turn
@@ -32,9 +33,6 @@ from megasync.hf.folder import model_shape
 from megasync.rewards.wire import shown
 from megasync.rollouts.attempt import Attempt, TurnGroup, begun, played_of, unfinished
 from megasync.rollouts.group import Group
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
 
 logger = logging.getLogger(__name__)
 

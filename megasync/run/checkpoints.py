@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bridge.layout.digest import digest_tensor
 from bridge.versions.file import VersionLogError
@@ -24,6 +24,7 @@ from engine import checkpoint
 from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
 from engine.engine import Engine
 from megasync.config.files import CHECKPOINTS, MARKER, VERSIONS, read_marker, set_aside, write_atomically
+from megasync.config.schema import Config
 from megasync.reporting.log import RunLog
 from megasync.rollouts.progress import Progress, SavedGroup, load_progress, order_of
 from megasync.run.heartbeat import Heartbeat
@@ -31,9 +32,6 @@ from megasync.run.rank_zero import on_rank_zero
 from megasync.run.scaling import forget_request
 from megasync.run.step_log import StepClock
 from megasync.run.weights import Weights
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
 
 GIVE_UP_SECONDS = 60.0  # for one that is being written when the run fails
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasync.config.files import forget_stop, newest_checkpoint
 from megasync.config.schema import Config
@@ -18,9 +18,7 @@ from megasync.reporting.log import SUMMARY_FILE, read_evaluations
 from megasync.reporting.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
 from megasync.run.rank_zero import on_rank_zero
 from megasync.run.scaling import forget_request
-
-if TYPE_CHECKING:
-    from megasync.run.session import Session
+from megasync.run.session import Session
 
 HELD_OUT = {"eval/reward": "held-out reward", "eval/accuracy": "held-out accuracy"}  # metrics of one file, and in words
 

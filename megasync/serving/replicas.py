@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,9 @@ from megasync.launch.scope import listen_on_loopback, run_scope
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
+
+Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]  # `served`, or what stands for it
+
 
 @contextmanager
 def served(config: Config, *, warms_up: bool = True, meanwhile: Callable[[], None] = lambda: None) -> Iterator[ReplicaPool]:
