@@ -22,6 +22,7 @@ from engine.runtime.random_state import derive_random_state, set_random_state
 from engine.wrap.optimizer import load_scaler_state, scaler_state
 
 STEP = re.compile(r"step_(\d{8})")
+MAX_NAMED = 5  # tensors in an error
 
 
 def steps(root: Path) -> list[Path]:
@@ -73,9 +74,6 @@ def layout(engine: Engine) -> dict[str, int]:
         "context": own.context_size,
         "expert": own.expert_size,
     }
-
-
-MAX_NAMED = 5  # tensors in an error
 
 
 def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:

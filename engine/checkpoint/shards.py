@@ -22,6 +22,9 @@ from engine.model.build import global_name, is_tied_copy
 from engine.runtime.megatron import parallel_state as mpu
 from engine.wrap.optimizer import inner_optimizers
 
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+GATE_AND_UP = re.compile(r"linear_fc1\.(weight|bias|lora_b)$")
+
 
 class Box(NamedTuple):
     """A box of a tensor: where it begins and how large it is in each dimension."""
@@ -74,10 +77,6 @@ def pieces(dims: list[Dim], start: int, end: int) -> Iterator[Piece]:
         if math.prod(kept):
             yield Piece(Box(begins, kept), position)
         position += math.prod(sizes)
-
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-GATE_AND_UP = re.compile(r"linear_fc1\.(weight|bias|lora_b)$")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from engine.config import AlgorithmConfig
 from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 MAX_KL = 10.0
+MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
+Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, use_fused: bool = False) -> torch.Tensor:
@@ -144,10 +146,6 @@ def _kl(log_probs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     assert batch.reference_log_probs is not None
     difference = bounded((batch.reference_log_probs - log_probs) * batch.mask)
     return (difference.exp() - difference - 1).clamp(max=MAX_KL)
-
-
-MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
-Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,14 @@ import torch
 
 from engine.runtime.megatron import tensor_parallel
 
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else torch refuses matrix products (docs of use_deterministic_algorithms)
+    "NCCL_ALGO": "Ring",  # of one algorithm and protocol sums have one order
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",  # NVLink's switches add in an order of theirs
+    "NCCL_COLLNET_ENABLE": "0",
+}
+
 
 def random_state() -> dict[str, Any]:
     """Python's, numpy's, torch's (CPU and CUDA), and megatron-core's for tensor-parallel ranks."""
@@ -58,15 +66,6 @@ def derive_random_state(seed: int) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else torch refuses matrix products (docs of use_deterministic_algorithms)
-    "NCCL_ALGO": "Ring",  # of one algorithm and protocol sums have one order
-    "NCCL_PROTO": "Simple",
-    "NCCL_NVLS_ENABLE": "0",  # NVLink's switches add in an order of theirs
-    "NCCL_COLLNET_ENABLE": "0",
-}
 
 
 def use_deterministic() -> None:

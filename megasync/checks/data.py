@@ -14,6 +14,7 @@ from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.resolve import resolve_episode
 
 SHOWN_FIELDS = 8
+EPISODE_KEYS = [name for name in RolloutConfig.model_fields if name.startswith("episode_")]
 
 
 def check_data(config: Config) -> None:
@@ -66,14 +67,11 @@ def _way_out(name: str, key: str) -> dict[str, str]:
     return {"nearest": near, "choices": ", ".join(alike), "remedy": remedy}
 
 
-KEYS = [name for name in RolloutConfig.model_fields if name.startswith("episode_")]
-
-
 def check_episodes(config: Config) -> None:
     """ConfigError for keys of episodes without one, and for an episode that cannot be imported or called."""
     rollout = config.rollout
     if not rollout.episode:
-        for name in KEYS:
+        for name in EPISODE_KEYS:
             value = getattr(rollout, name)
             if value != RolloutConfig.model_fields[name].default:
                 message = f"rollout.{name} = {value}: rollout.episode is empty, and samples have one turn"

@@ -20,6 +20,8 @@ from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
 from megasync.launch.devices import visible_devices
 
+ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
+
 
 def check_settings(config: Config, num_ranks: int) -> None:
     """ConfigError for the first key that does not go with the others, or with so many trainer ranks."""
@@ -93,9 +95,6 @@ def _check_schedule(config: Config) -> None:
     message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
     is_over = end is not None and end <= warmup
     refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
-
-
-ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 
 
 def check_objective(config: Config) -> None:

@@ -28,6 +28,19 @@ from megasync.config.schema import Config
 COMMAND_LINE = "the command line"
 Root = TypeVar("Root", bound=Config, default=Config)
 Sources = dict[tuple[str, ...], str]  # where each value was given, by its path
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a mapping of names to values",
+    list: "a list",
+}
+ITEMS = {int: "whole numbers", str: "texts"}
+EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
+OTHER_NAMES = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}  # unlike the choice that is meant
+OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root] = Config) -> Root:  # type: ignore[assignment]
@@ -161,21 +174,6 @@ def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:
         remedy = "give it a value; ${...} may name another full key, or an environment variable as ${oc.env:NAME}"
         source = sources.get(tuple(key.split(".")), "")
         raise ConfigError(headline, given_in=source, remedy=remedy) from error
-
-
-KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    dict: "a mapping of names to values",
-    list: "a list",
-}
-ITEMS = {int: "whole numbers", str: "texts"}
-EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
-OTHER_NAMES = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}  # unlike the choice that is meant
-OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
-ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
 
 
 def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapping[tuple[str, ...], str]) -> ConfigError:

@@ -21,6 +21,14 @@ from megasync.launch.scope import LOOPBACK, ON_LOOPBACK
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FEW_PORTS = 1000  # a run of a few replicas has some hundred connections
 SECONDS = 5.0
+ROOT = Path(__file__).resolve().parents[2]
+PROBE, NUM_RANKS, DONE = "megasync.diagnosis.probe", 2, "all-reduce: "
+NAMES = {"gloo": "gloo", "nccl": "NCCL"}
+REMEDIES = {
+    "gloo": "unset GLOO_SOCKET_IFNAME, or let it name an interface that `ip addr` lists; see that torch can be imported",
+    "nccl": "run it again with NCCL_DEBUG=INFO; see driver, /dev/shm and NCCL_* variables; is it P2P? try NCCL_P2P_DISABLE=1",
+}
+LEAST_GB_PER_SECOND = {"gloo": 0.0, "nccl": 5.0}  # below it NCCL goes through host memory, or PCIe of one lane
 
 
 def check_loopback(address: str = LOOPBACK) -> list[Finding]:
@@ -66,16 +74,6 @@ def check_proxy(environment: Mapping[str, str]) -> list[Finding]:
         return []
     seen = f"{names[0]} is set, and no_proxy leaves {LOOPBACK} out: submitting a job asks the proxy for this machine"
     return warning("proxy", seen, f"export no_proxy={','.join(filter(None, [*exempt, LOOPBACK, 'localhost']))}")
-
-
-ROOT = Path(__file__).resolve().parents[2]
-PROBE, NUM_RANKS, DONE = "megasync.diagnosis.probe", 2, "all-reduce: "
-NAMES = {"gloo": "gloo", "nccl": "NCCL"}
-REMEDIES = {
-    "gloo": "unset GLOO_SOCKET_IFNAME, or let it name an interface that `ip addr` lists; see that torch can be imported",
-    "nccl": "run it again with NCCL_DEBUG=INFO; see driver, /dev/shm and NCCL_* variables; is it P2P? try NCCL_P2P_DISABLE=1",
-}
-LEAST_GB_PER_SECOND = {"gloo": 0.0, "nccl": 5.0}  # below it NCCL goes through host memory, or PCIe of one lane
 
 
 def check_collective(backend: str, environment: Mapping[str, str], seconds: float = 120.0) -> list[Finding]:

@@ -34,6 +34,28 @@ NAMES = {
     "minimax_m2": ("minimax-m2",),
     "nemotron_h": ("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
 }
+TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+USER: Message = {"role": "user", "content": "1 + 1?"}
+CALLED: Message = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
+RESULT: Message = {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "2"}
+ANSWER: Message = {"role": "assistant", "content": "It is 2."}
+THOUGHT: Message = {"reasoning": "Hm."}
+CONVERSATIONS: tuple[tuple[list[Message], list[Tool]], ...] = (
+    ([USER], []),
+    ([SYSTEM, USER, ANSWER, USER], []),
+    ([SYSTEM, USER, CALLING, RESULT], [TOOL]),
+    ([USER, CALLING, RESULT, ANSWER, USER], [TOOL]),
+    ([USER, {**CALLING, **THOUGHT}, RESULT, {**ANSWER, **THOUGHT}, USER, {**CALLING, **THOUGHT}, RESULT], [TOOL]),
+)
 
 
 class FamilyRenderer:
@@ -148,30 +170,6 @@ def _object(arguments: Any) -> dict[str, Any] | None:
         except ValueError:
             return None
     return arguments if isinstance(arguments, dict) else None
-
-
-TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
-SYSTEM: Message = {"role": "system", "content": "Be brief."}
-USER: Message = {"role": "user", "content": "1 + 1?"}
-CALLED: Message = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
-RESULT: Message = {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "2"}
-ANSWER: Message = {"role": "assistant", "content": "It is 2."}
-THOUGHT: Message = {"reasoning": "Hm."}
-CONVERSATIONS: tuple[tuple[list[Message], list[Tool]], ...] = (
-    ([USER], []),
-    ([SYSTEM, USER, ANSWER, USER], []),
-    ([SYSTEM, USER, CALLING, RESULT], [TOOL]),
-    ([USER, CALLING, RESULT, ANSWER, USER], [TOOL]),
-    ([USER, {**CALLING, **THOUGHT}, RESULT, {**ANSWER, **THOUGHT}, USER, {**CALLING, **THOUGHT}, RESULT], [TOOL]),
-)
 
 
 def renderer_of(tokens: Tokens, model_type: str, arguments: Mapping[str, Any] | None = None) -> Renderer:

@@ -27,6 +27,19 @@ PROBE_TOOL: Tool = {
     "function": {"name": PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
 PROBE_CALL = {"id": "probe0c4f", "type": "function", "function": {"name": PROBE, "arguments": {}}}  # nine characters: mistral's
+TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,21 +228,6 @@ def of_template(message: Message) -> Message:
     """Marks are only ours; reasoning has the name that templates give it."""
     made = {**message, "content": MARK.sub("", message["content"])}
     return {**made, "reasoning_content": made.pop("reasoning")} if "reasoning" in made else made
-
-
-TOOLS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 def fold(

@@ -20,6 +20,47 @@ from megasync.config.errors import ConfigError
 GELU = "gelu_pytorch_tanh"
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SMALLEST = {"sliding_window": 0, "max_window_layers": 0, "sliding_window_pattern": 1}
+NULL = type(None)
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the config classes of all families
+    **dict.fromkeys(("tie_word_embeddings", "use_cache", "attention_bias", "use_sliding_window"), ((bool,), "true or false")),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), ((float,), "a number with a point, such as 1e-06,")),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), ((int, NULL), "a token's number")),
+    "attention_dropout": ((int, float, NULL), "a number"),
+    "max_position_embeddings": ((int,), "a whole number"),
+    "eos_token_id": ((int, list, NULL), "a token's number, or a list of them,"),
+    "rope_parameters": ((dict, NULL), "an object"),
+    "rope_scaling": ((dict, NULL), "an object"),
+    "rope_theta": ((int, float, NULL), "a number"),
+}
+AT_LEAST = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
+REMEDY = "correct it, or download the model again: hf download NAME --local-dir FOLDER"
+REFUSED_FAMILIES = {  # those that mbridge knows, and relatives, by what the engine would compute wrongly
+    "gemma3": "vision layers",
+    "glm4v": "vision layers",
+    "glm4v_moe": "vision layers",
+    "internvl_chat": "vision layers",
+    "mimo": "multi-token prediction (num_nextn_predict_layers)",
+    "qwen2_5_vl": "vision layers",
+}
+ROPE_NUMBERS = {  # what a type of rope scaling needs, and has no default
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+YARN_REFUSED = ("attention_factor", "mscale", "mscale_all_dim")  # transformers and versions of vLLM read them differently
+LATENT_YARN_REFUSED = ("attention_factor", "truncate")  # the same; of the other two vLLM has other defaults
+PARTIAL_ROTARY = ("glm4_moe",)  # families with it; the factor is a half where config.json says nothing
+SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
+ROUTER_DEFAULTS = {  # where config.json says nothing: transformers 5.19, DeepseekV3Config, Glm4MoeConfig
+    "deepseek_v3": {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3},
+    "glm4_moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1},
+}
+QUERY_RANK = 1536  # transformers 5.19, DeepseekV3Config.q_lora_rank
+REMEDIES = {  # for features that begin like this
+    "a quantised checkpoint": "convert its weights to bfloat16 and leave quantization_config out of config.json",
+    "architectures": "where its weights are those of a language model, write the one ending in ForCausalLM, as its family has it",
+    "routers with topk_method": "if it was trained so, write them into config.json: noaux_tc and sigmoid",
+}
 
 
 def refused_windows(family: str, fields: dict[str, Any]) -> dict[str, bool]:
@@ -93,22 +134,6 @@ def refused_rope_by_layer_type(fields: dict[str, Any]) -> dict[str, bool]:
     return refused
 
 
-NULL = type(None)
-TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the config classes of all families
-    **dict.fromkeys(("tie_word_embeddings", "use_cache", "attention_bias", "use_sliding_window"), ((bool,), "true or false")),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range"), ((float,), "a number with a point, such as 1e-06,")),
-    **dict.fromkeys(("bos_token_id", "pad_token_id"), ((int, NULL), "a token's number")),
-    "attention_dropout": ((int, float, NULL), "a number"),
-    "max_position_embeddings": ((int,), "a whole number"),
-    "eos_token_id": ((int, list, NULL), "a token's number, or a list of them,"),
-    "rope_parameters": ((dict, NULL), "an object"),
-    "rope_scaling": ((dict, NULL), "an object"),
-    "rope_theta": ((int, float, NULL), "a number"),
-}
-AT_LEAST = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
-REMEDY = "correct it, or download the model again: hf download NAME --local-dir FOLDER"
-
-
 def check_types(path: Path, fields: Mapping[str, Any]) -> None:
     """ConfigError names the field of config.json, at `path`, its value and what is expected."""
     rope = fields.get("rope_parameters")
@@ -126,35 +151,6 @@ def check_types(path: Path, fields: Mapping[str, Any]) -> None:
     for name in ("dtype", "torch_dtype"):
         if fields.get(name) is not None and fields[name] not in ITEM_BYTES:
             raise ConfigError(f"{path}: {name} = {fields[name]!r}: is no dtype", choices=", ".join(ITEM_BYTES), remedy=REMEDY)
-
-
-REFUSED_FAMILIES = {  # those that mbridge knows, and relatives, by what the engine would compute wrongly
-    "gemma3": "vision layers",
-    "glm4v": "vision layers",
-    "glm4v_moe": "vision layers",
-    "internvl_chat": "vision layers",
-    "mimo": "multi-token prediction (num_nextn_predict_layers)",
-    "qwen2_5_vl": "vision layers",
-}
-ROPE_NUMBERS = {  # what a type of rope scaling needs, and has no default
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-YARN_REFUSED = ("attention_factor", "mscale", "mscale_all_dim")  # transformers and versions of vLLM read them differently
-LATENT_YARN_REFUSED = ("attention_factor", "truncate")  # the same; of the other two vLLM has other defaults
-PARTIAL_ROTARY = ("glm4_moe",)  # families with it; the factor is a half where config.json says nothing
-SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
-ROUTER_DEFAULTS = {  # where config.json says nothing: transformers 5.19, DeepseekV3Config, Glm4MoeConfig
-    "deepseek_v3": {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3},
-    "glm4_moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1},
-}
-QUERY_RANK = 1536  # transformers 5.19, DeepseekV3Config.q_lora_rank
-REMEDIES = {  # for features that begin like this
-    "a quantised checkpoint": "convert its weights to bfloat16 and leave quantization_config out of config.json",
-    "architectures": "where its weights are those of a language model, write the one ending in ForCausalLM, as its family has it",
-    "routers with topk_method": "if it was trained so, write them into config.json: noaux_tc and sigmoid",
-}
 
 
 def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:

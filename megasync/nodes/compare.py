@@ -21,6 +21,7 @@ NAMED = (  # facts that are values by name: what they are called, what a node ha
     ("files", "other files", "absent", "let all nodes see the same folder, or copy it to each"),
 )
 Facts = Mapping[str, Any]
+SLOW_SHARE = 0.5  # of the median bandwidth
 
 
 def differences(nodes: Mapping[str, Facts]) -> dict[str, str]:
@@ -81,9 +82,6 @@ def _named(nodes: Mapping[str, Facts], fact: str, what: str, absent: str, remedy
         if wrong:
             found[host] = explain(f"{host}: {what}", here=some(wrong, SHOWN), remedy=remedy)
     return found
-
-
-SLOW_SHARE = 0.5  # of the median bandwidth
 
 
 def judge(hosts: Sequence[str], results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:

@@ -32,6 +32,20 @@ CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
 FILES = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
+SHOWN = {  # metric -> (label, format)
+    "reward/mean": ("reward", "{:.3f}"),
+    "eval/reward": ("held-out reward", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.3f}"),
+    "loss/policy": ("loss", "{:+.4f}"),
+    "loss/sft": ("loss", "{:.4f}"),
+    "grad_norm": ("grad norm", "{:.3f}"),
+    "logprob_gap/max": ("largest gap", "{:.1e}"),
+    "staleness/max": ("stale", "{:.0f}"),
+    "sync/seconds": ("sync", "{:.3f} s"),
+    "rollout/tokens_per_second": ("rollout", "{:,.0f} tok/s"),
+    "train/tokens_per_second": ("train", "{:,.0f} tok/s"),
+    "step/seconds": ("step", "{:.2f} s"),
+}
 
 
 class RunLog:
@@ -186,22 +200,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-SHOWN = {  # metric -> (label, format)
-    "reward/mean": ("reward", "{:.3f}"),
-    "eval/reward": ("held-out reward", "{:.3f}"),
-    "eval/accuracy": ("held-out accuracy", "{:.3f}"),
-    "loss/policy": ("loss", "{:+.4f}"),
-    "loss/sft": ("loss", "{:.4f}"),
-    "grad_norm": ("grad norm", "{:.3f}"),
-    "logprob_gap/max": ("largest gap", "{:.1e}"),
-    "staleness/max": ("stale", "{:.0f}"),
-    "sync/seconds": ("sync", "{:.3f} s"),
-    "rollout/tokens_per_second": ("rollout", "{:,.0f} tok/s"),
-    "train/tokens_per_second": ("train", "{:,.0f} tok/s"),
-    "step/seconds": ("step", "{:.2f} s"),
-}
 
 
 class Progress:

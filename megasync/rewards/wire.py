@@ -18,6 +18,7 @@ from megasync.rewards.functions import RewardInput
 
 LENGTH = struct.Struct("!Q")
 BEGUN = struct.Struct("dq")  # time.monotonic() when the call that is worked on in turn began, and its number
+SHOWN = 300  # characters of a text
 
 
 class Setup(NamedTuple):
@@ -95,9 +96,6 @@ class Unpacker:
             body = bytes(self._bytes[LENGTH.size : end])
             del self._bytes[:end]
             yield pickle.loads(body)  # noqa: S301 # from a process of ours
-
-
-SHOWN = 300  # characters of a text
 
 
 class RewardError(RuntimeError):

@@ -26,6 +26,8 @@ from megasync.rewards.pool import Scored
 from megasync.rollouts.progress import Progress, SavedGroup, SavedSample
 from megasync.rollouts.scheduler import Candidate, trainable
 
+PATIENCE = 3  # steps in a row
+
 
 @dataclass(frozen=True)
 class StreamSettings:
@@ -150,9 +152,6 @@ class Group:
 def oldest_of(completion: Completion | Played) -> int | None:
     """The version of its oldest token."""
     return completion.oldest if isinstance(completion, Played) else int(completion.weight_versions.min())
-
-
-PATIENCE = 3  # steps in a row
 
 
 def tied_fraction(groups: Sequence[Sequence[float]]) -> float:

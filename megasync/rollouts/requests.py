@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megasync.rewards.pool import RewardPool
 
 SEED_STRIDE = 1_000_003
+MAX_LOGGED_TOKENS = 1024  # of a response, or a branch; what there is of each token is left out after these
 
 
 def training_sampling(rollout: RolloutConfig) -> Sampling:
@@ -125,9 +126,6 @@ def sample_line(
         "versions": [int(min(completion.weight_versions)), int(max(completion.weight_versions))],
         "finish_reason": completion.finish_reason,
     }
-
-
-MAX_LOGGED_TOKENS = 1024  # of a response, or a branch; what there is of each token is left out after these
 
 
 def token_fields(prompts: Prompts, done: Completion | Played) -> dict[str, Any]:

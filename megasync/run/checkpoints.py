@@ -34,6 +34,7 @@ from megasync.run.step_log import StepClock
 from megasync.run.weights import Weights
 
 GIVE_UP_SECONDS = 60.0  # for one that is being written when the run fails
+REBUILT = ".newer"  # among the checkpoints: on the file system that all nodes share
 
 
 class Checkpoints:
@@ -124,9 +125,6 @@ class Checkpoints:
         """Of a run that failed. Not collective."""
         if self._saving is not None:
             self._saving.give_up(GIVE_UP_SECONDS)
-
-
-REBUILT = ".newer"  # among the checkpoints: on the file system that all nodes share
 
 
 @dataclass(frozen=True)

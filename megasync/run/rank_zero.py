@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from engine.runtime.parallel import Layout
 
 NO_LIMIT = timedelta(days=365)
+EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
+MESSAGE_ELEMENTS = 2**28  # of 4 bytes
 
 
 class RankZeroError(RuntimeError):
@@ -40,9 +42,6 @@ class RankZeroError(RuntimeError):
 
 class TooFewReplicasError(RankZeroError):
     """Fewer than `rollout.min_replicas` replicas run, and no more came within `rollout.restart_timeout_seconds`."""
-
-
-EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
 
 
 def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda result: result) -> Any:
@@ -85,9 +84,6 @@ def _control_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG0
     group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-MESSAGE_ELEMENTS = 2**28  # of 4 bytes
 
 
 def flatten(table: SampleTable, indices: Sequence[int]) -> torch.Tensor:

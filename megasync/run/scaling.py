@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megasync.config.schema import Config
 
 REQUEST_FILE, ANSWER_FILE = "scale.json", "scale_answer.json"
+DONE, FAILED, REFUSED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,6 @@ def forget_request(run_folder: Path) -> None:
     """Of a run that begins anew, or that is done."""
     for name in (REQUEST_FILE, ANSWER_FILE):
         (run_folder / name).unlink(missing_ok=True)
-
-
-DONE, FAILED, REFUSED = 0, 1, 2
 
 
 def asked_number(request: Request, wanted: set[int], hosts: Mapping[int, str]) -> tuple[int, list[int]]:

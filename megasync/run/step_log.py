@@ -32,6 +32,9 @@ from megasync.reporting.log import RunLog
 from megasync.rollouts.requests import rows_of_first_members, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch
 
+PHASES = ("rollout", "log_probs", "train", "sync", "evaluation", "checkpoint")
+OF_GENERATION = ("rollout", "sync")
+
 
 def compare(
     samples: Sequence[Sample | None], trained: Sequence[npt.NDArray[np.float32]], version: int, *, recomputes: bool
@@ -55,10 +58,6 @@ def compare(
         compared += int(is_own.sum())
         differing += int(((theirs != log_probs) & is_own).sum())
     return {"exact/compared_tokens": float(compared), "exact/differing_tokens": float(differing)}
-
-
-PHASES = ("rollout", "log_probs", "train", "sync", "evaluation", "checkpoint")
-OF_GENERATION = ("rollout", "sync")
 
 
 class StepClock:

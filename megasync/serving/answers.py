@@ -63,6 +63,7 @@ TRAINING = (
     *("rollout.max_staleness", "rollout.on_update", "rollout.cache_on_update", "rollout.record"),
     *("rollout.evaluate_every_steps", "rollout.evaluate_at_start"),
 )
+Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -217,9 +218,6 @@ def opened(path: Path) -> Iterator[TextIO]:
     finally:
         with suppress(OSError):  # of what `write` could not write, and told
             file.close()
-
-
-Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ FOR_UPSTREAM = (
     ),
     ("connector", "aux_output_connector", "is_mm_encoder_only", "perf_metrics"),
 )
+JOINED = ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
+SAID = ("scheduler_stats", "finished_requests", "wave_complete", "start_wave")  # by EngineCoreOutputs, beside outputs
 
 
 class HeldTokens:
@@ -180,10 +182,6 @@ def _is_plain(request: Any) -> bool:
 def _stale_field() -> str:
     """Of a Request: how many of the tokens under way were overtaken by a preemption. Its name up to vLLM 0.26, and since."""
     return next(name for name in ("num_stale_output_tokens", "async_tokens_to_discard") if name in inspect.getsource(Request))
-
-
-JOINED = ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
-SAID = ("scheduler_stats", "finished_requests", "wave_complete", "start_wave")  # by EngineCoreOutputs, beside outputs
 
 
 class Held:

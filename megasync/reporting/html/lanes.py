@@ -21,6 +21,16 @@ COLOURS = {  # of a span: a colour of style.py's
     "train": 0, "log-probs": 4, "wait for rollout": 7, "scatter": 6, "checkpoint": 5, "rollout": 1, "evaluate": 3, "sync": 2,
     "gather": 0, "pack": 4, "wait": 7, "load": 1, "commit": 3, "resume": 6, "begin": 5, "pause": 2,
 }  # fmt: skip
+NAMES = {  # of a phase: in words
+    "rollout": "waiting for rollouts",
+    "wait for rollout": "waiting for rollouts",
+    "wait": "waiting for rollouts",
+    "log-probs": "log-probs",
+    "log_probs": "log-probs",
+    "evaluate": "evaluation",
+}
+ORDER = ("train", "log-probs", "waiting for rollouts", "sync", "evaluation", "checkpoint", "scatter", "other")
+PREFIX, SUFFIX = "step/", "_seconds"
 
 
 def timeline(record: Record) -> str:
@@ -99,18 +109,6 @@ def _bar(span: Span, row: int, begin: float, length: float) -> str:
         f"left:{left:.3f}%;width:{right - left:.3f}%;top:calc({row} * var(--row));background:{_colour(span.name)}"
     )
     return f'<span style="{style}" title="{html.escape(told)}">{shown if right - left > 4 else ""}</span>'
-
-
-NAMES = {  # of a phase: in words
-    "rollout": "waiting for rollouts",
-    "wait for rollout": "waiting for rollouts",
-    "wait": "waiting for rollouts",
-    "log-probs": "log-probs",
-    "log_probs": "log-probs",
-    "evaluate": "evaluation",
-}
-ORDER = ("train", "log-probs", "waiting for rollouts", "sync", "evaluation", "checkpoint", "scatter", "other")
-PREFIX, SUFFIX = "step/", "_seconds"
 
 
 def phases(record: Record) -> list[tuple[str, float]]:
