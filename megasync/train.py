@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
+from megasync.checks.data import ask_vllm
 from megasync.checks.unused import unused_keys
-from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import main_errors
 from megasync.config.files import lock, newest_checkpoint, refuse_going_on
 from megasync.config.load import load_config

@@ -2,12 +2,11 @@
 
 check.py      all checks in order, and the command
 banner.py     what a run will do, in words
-data.py       the data files, episodes and vLLM's arguments
+data.py       the data files, episodes and vLLM's arguments, which vLLM itself is asked about
 exact.py      what is not exact or deterministic
 latent.py     multi-latent attention
 resume.py     the checkpoint that the run would go on from
 settings.py   keys of the algorithm, ranks and the model's shape: what plans are checked by, too
 sizes.py      the model's sizes against the layout, its memory and the number of ranks
-vllm_arguments.py  whether vLLM takes its arguments, asked of itself
 unused.py     keys that have no effect beside others
 """

@@ -14,12 +14,11 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.checks.data import check_data, check_engine_arguments, check_episodes
+from megasync.checks.data import ask_vllm, check_data, check_engine_arguments, check_episodes
 from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.unused import unused_keys
-from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.files import CHECKPOINTS, has_results
 from megasync.config.load import load_config

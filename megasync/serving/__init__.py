@@ -2,7 +2,6 @@
 
 source.py    which weights, and by which config they are asked
 replicas.py  a Ray and replicas for them; a folder for what is made of them on the way
-playing.py   episodes of a run that has such
 answers.py   what they are asked, and what the answers are worth, with confidence intervals
 compare.py   what a step was trained on, to be sampled again, and where that differs
 scored.py    what a step was trained on, scored by the trainer's model

@@ -147,7 +147,7 @@ def check_lengths(config: Config, evaluation: Evaluation, prompts: Prompts) -> N
 def ask(pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts, run_seed: int) -> Answers:
     """Completions of every example, in order; the same as those of a run's evaluation with this name and seed.
 
-    Episodes are played by playing.py.
+    Episodes are played by megasync/evaluate.py.
     """
     return pool.generate(requests_of(evaluation, prompts, run_seed)).result()
 
