@@ -184,7 +184,7 @@ class Episodes:
         turn.before, attempt.last = None, turn  # or all would stay
         attempt.num_prompt += len(turn.request.prompt_ids)
         attempt.num_held += turn.num_held
-        return Turn(done.token_ids, done.log_probs, done.weight_versions, done.finish_reason, done.routed_experts)
+        return done
 
     def _flush(self) -> None:
         waiting, self._waiting = [turn for turn in self._waiting if turn.is_wanted], []

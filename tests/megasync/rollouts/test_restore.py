@@ -94,18 +94,6 @@ def test_a_group_without_samples_begins_anew_without_a_word() -> None:
     assert (found.groups, found.anew, found.notes) == ([], [0], [])
 
 
-def test_groups_of_a_file_without_digests_begin_anew(tmp_path: Path) -> None:
-    """Older versions wrote the ordinals alone, and a third count."""
-    save_progress(tmp_path, saved(4, 5))
-    with np.load(tmp_path / FILE) as file:
-        fields = {**file, "groups": file["groups"][:, 0], "counts": np.append(file["counts"], 7)}
-    np.savez(tmp_path / FILE, **fields)
-    progress = load_progress(tmp_path)
-    assert progress is not None and (progress.num_trained, progress.num_begun) == (40, 2)
-    found = restored(progress, 1, 1, lambda key: (key + 1, key + 1))
-    assert (found.groups, found.anew) == ([], [0, 1]) and "2 begin anew" in found.notes[0]
-
-
 def test_a_sample_without_a_reward_has_none_afterwards() -> None:
     group = SavedGroup(0, (replace(sample(0, 5), reward=math.nan),))
     (found,) = restored(Progress(0, 1, None, (group,)), 1, 1).groups
