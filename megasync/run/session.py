@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -80,7 +79,7 @@ class Session:
         self.step_log = StepLog(*of_step, first_step=self.first_step, is_writer=self.layout.rank == 0)
         self.weights = Weights(config, self.engine, self.log, replica_start)
         parts = (self.engine, self.weights, self.log, self.clock, self.heartbeat)
-        self.saving = Saving(self.checkpoints, *parts, save_progress=self._save_progress)
+        self.saving = Saving(self.checkpoints, *parts, save_progress=lambda folder: save_progress(folder, self._progress()))
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.is_stopped = False  # before all steps were done, because it was asked to
@@ -220,10 +219,6 @@ class Session:
         self.weights.prune_versions()
         if self.checkpoints.is_due(step):
             self.saving.write(step)
-
-    def _save_progress(self, folder: Path) -> None:
-        """On rank 0."""
-        save_progress(folder, self._progress())
 
     def _begun(self) -> Progress:
         """On rank 0."""
