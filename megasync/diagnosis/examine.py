@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 
 from megasync.config.errors import ConfigError
-from megasync.config.files import CHECKPOINTS, VERSIONS, lock_holder
+from megasync.config.files import CHECKPOINTS, VERSIONS, existing, lock_holder
 from megasync.config.schema import Config
 from megasync.diagnosis import environment, gpus, inputs, leftovers, limits, network, packages, storage
 from megasync.diagnosis.finding import Finding
@@ -141,7 +141,7 @@ def _of_machine(machine: Machine, config: Config | None, needs: Needs, given: Ma
     yield from storage.check_disk(folder, storage.free_bytes(folder), held, needs)
     yield from storage.check_temporary(given.get("TMPDIR"))
     newest = storage.newest_file(Path(__file__).parent)
-    skew = storage.file_system_skew(storage.existing(folder))
+    skew = storage.file_system_skew(existing(folder))
     yield from storage.check_clock(time.time(), newest, skew, storage.clock_rate())
     place = environment.Place(
         has_gpus=bool(machine.visible),

@@ -86,7 +86,7 @@ def _disk_bytes(config: Config, parameters: int) -> int:
         kept = min(config.checkpoint.keep + 1, max(1, -(-config.run.steps // every)))
     if config.engine.lora.rank == 0:
         needed += kept * (weights + parameters * SAVED_BYTES)
-        needed += weights if config.checkpoint.resume == "newest_weights" else 0  # rebuilt at the start (run/newer.py)
+        needed += weights if config.checkpoint.resume == "newest_weights" else 0  # rebuilt at the start (run/checkpoints.py)
     return needed + version_log.disk_bytes(config, parameters)
 
 
