@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
+TOKEN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class GenerationRequest(Sampling):
 class Completion:
     """One sample of n tokens. A stop token, or the token that completed a stop text, is its last token.
 
+    Any sequence of numbers becomes an array of the field's dtype.
+
     `log_probs` are natural logarithms at the request's temperature (plain at temperature 0), renormalised over the tokens
     that `top_p`, `top_k` and `min_p` leave. In `weight_versions` FOLDER_VERSION stands for the model folder's weights.
     """
@@ -51,9 +54,13 @@ class Completion:
     token_ids: npt.NDArray[np.int32]  # [n]
     log_probs: npt.NDArray[np.float32]  # [n]
     weight_versions: npt.NDArray[np.int32]  # [n]
-    finish_reason: str  # stop | length
+    finish_reason: str = "stop"  # stop | length
     # [prompt and response tokens - 1, layers, experts of a token], uint8 or int16, where ReplicaConfig.returns_experts is set
     routed_experts: npt.NDArray[Any] = field(default_factory=lambda: NO_EXPERTS)
+
+    def __post_init__(self) -> None:
+        for name, dtype in TOKEN_ARRAYS.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
     def copy(self) -> Completion:
         """With arrays of its own: those that Ray hands out are views of its object store, which cannot free them before."""
@@ -93,7 +100,7 @@ class Collected:
         """Sent as a few arrays for all: each costs more than the numbers in it."""
         done = [each.completion for each in self.finished]
         names = [(each.key, each.sample, each.completion.finish_reason) for each in self.finished]
-        columns = [[getattr(each, name) for each in done] for name in ("token_ids", "log_probs", "weight_versions")]
+        columns = [[getattr(each, name) for each in done] for name in TOKEN_ARRAYS]
         experts = [each.routed_experts for each in done] if any(each.routed_experts.size for each in done) else []
         joined = [np.concatenate(column) if done else np.empty(0) for column in columns]
         return _collected, (names, [len(each.token_ids) for each in done], joined, experts, self.silent_seconds)

@@ -29,8 +29,8 @@ from engine.moe import router, router_bias
 from engine.batch.batch import MicroBatch, SampleTable
 from engine.batch.plan import needed_samples, split_members
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
-from engine.objective.chosen import chosen_log_probs
-from engine.objective.correction import Sums
+from engine.objective.metrics import chosen_log_probs
+from engine.objective.loss import Sums
 from engine.runtime.megatron import finalize_model_grads
 from engine.model.build import balance, build_mbridge, build_chunks, gpt_model, pipeline_layers
 from engine.minibatch import MiniBatch

@@ -32,7 +32,7 @@ from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.examples.small_qwen3 import EOS, PAD, UNKNOWN, write_small_qwen3
 from megasync.examples.smollm2 import SMOLLM2, write_smollm2
 from megasync.examples.tasks import generate_task
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 
 CHARACTERS = "0123456789+-*/=()<>.,:;?! xyz"
 VOCABULARY = (PAD, EOS, UNKNOWN, *CHARACTERS)  # 32 entries: every id of the model is a token, and ranks can split it

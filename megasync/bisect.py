@@ -32,8 +32,7 @@ from megasync.hf.folder import model_shape
 from megasync.planning.replicas import cache_bytes_per_token
 from megasync.reporting.log import json_text
 from megasync.serving import answers
-from megasync.serving.replicas import served
-from megasync.serving.scratch import scratch_folder
+from megasync.serving.replicas import scratch_folder, served
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool

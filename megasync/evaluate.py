@@ -15,8 +15,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,20 +25,20 @@ from megasync.config.errors import ConfigError, main_errors
 from megasync.config.schema import Config
 from megasync.data.data import load_examples
 from megasync.data.prompts import Prompts, load_data
-from megasync.rewards.failure import RewardError
+from megasync.episodes.task import Played
+from megasync.rewards.pool import Scored
 from megasync.rewards.resolve import require_packages, resolve_rewards
-from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations
+from megasync.rewards.wire import RewardError
+from megasync.rollouts.evaluation import HELD_OUT, Evaluation, evaluations, requests_of
+from megasync.rollouts.group import Group
+from megasync.rollouts.requests import task_of
 from megasync.serving import answers
-from megasync.serving.interval import Estimate, estimates
-from megasync.serving.playing import play
-from megasync.serving.replicas import served
-from megasync.serving.scratch import scratch_folder
+from megasync.serving.answers import Estimate, estimates
+from megasync.serving.replicas import Serve, scratch_folder, served
 from megasync.serving.source import Source, find_source
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
-
-Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -107,6 +106,46 @@ def answers_of(config: Config, pool: ReplicaPool, evaluation: Evaluation, prompt
     if config.rollout.episode:
         return play(config, pool, evaluation, prompts)
     return answers.ask(pool, evaluation, prompts, config.run.seed)
+
+
+def play(config: Config, pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts) -> list[list[Played]]:
+    """Of every example, in order, with the seeds of a run's own evaluation.
+
+    Raises:
+        RuntimeError: too few replicas are left, or an episode failed and rollout.episode_on_failure is stop.
+    """
+    from bridge.messages import FOLDER_VERSION
+    from megasync.episodes.pool import EpisodePool
+    from megasync.rollouts.rollout import stream_settings
+    from megasync.rollouts.stream import RolloutStream
+    from megasync.rollouts.turns import episode_settings
+
+    requests = requests_of(evaluation, prompts, config.run.seed)
+    tasks = [task_of(prompts, *pair) for pair in zip(evaluation.examples, requests, strict=True)]
+    players = EpisodePool(config)
+    settings = stream_settings(config, scores_groups=False), _no_group, _no_scores, _note
+    stream = RolloutStream(pool, *settings, episodes=(players, episode_settings(config)))
+    try:
+        stream.serve(FOLDER_VERSION)
+        played = stream.generate(requests, tasks)
+    finally:
+        stream.close()
+        players.close()
+    if played is None:
+        raise RuntimeError(f"fewer than rollout.min_replicas = {config.rollout.min_replicas} replicas are left")
+    return played  # type: ignore[return-value] # they had tasks
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _no_group(ordinal: int) -> Group:
+    raise AssertionError(f"group {ordinal}: nothing is trained here")
+
+
+async def _no_scores(group: Group, _: Sequence[int]) -> list[Scored]:
+    raise AssertionError(f"group {group.key}: the stream scores what is trained")
 
 
 def with_sets(source: Source, given: argparse.Namespace) -> Config:

@@ -12,27 +12,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from bridge.generation import Sampling
 from megasync.config.errors import main_errors, refuse_if
 from megasync.config.schema import Config
 from megasync.data.data import Example, load_examples
-from megasync.data.prompts import Prompts
+from megasync.data.prompts import Prompts, check_turns
 from megasync.data.tables import SURROGATE
 from megasync.rollouts.evaluation import Evaluation
 from megasync.serving import answers
-from megasync.serving.replicas import served
-from megasync.serving.scratch import scratch_folder
+from megasync.serving.replicas import Serve, scratch_folder, served
 from megasync.serving.source import find_source
-
-if TYPE_CHECKING:
-    from bridge.replicas.pool import ReplicaPool
-
-Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,10 +51,8 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             source = find_source(given.what, scratch, given.step, given.overrides)
             config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
             answers.check_servable(config)
-            prompts, asked = (
-                Prompts(config.model.path, config.data),
-                Evaluation("generate", examples(config, given), sampling(config, given)),
-            )
+            prompts = Prompts(config.model.path, config.data)
+            asked = Evaluation("generate", examples(config, given), sampling(config, given))
             answers.check_lengths(config, asked, prompts)
             config = answers.with_length(source, config, [asked], prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else sys.stdout
@@ -89,9 +79,7 @@ def examples(config: Config, given: argparse.Namespace) -> list[Example]:
             refuse_if(SURROGATE.search(text), message, remedy="write it in a terminal that speaks UTF-8, or take --data FILE")
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
     found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")[: given.limit]
-    turns = next((example for example in found if example.turns and not config.data.chat_template), None)
-    message = f"{given.data}: line {turns.line if turns else 0} holds a list of messages, and data.chat_template = false"
-    refuse_if(turns, message, remedy="write data.chat_template=true, or make one text of it")
+    check_turns(given.data, found, config.data)
     return found
 
 

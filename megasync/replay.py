@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,19 +28,16 @@ from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
 from megasync.hf.folder import check_model_folder
 from megasync.reporting.log import CONFIG_FILE
-from megasync.rollouts.played import episode_identity
 from megasync.rollouts.records import RecordedGroup, StepRecord, load_record, paths_of
+from megasync.rollouts.turns import episode_identity
 from megasync.serving import compare, scored
-from megasync.serving.replicas import served
+from megasync.serving.replicas import Serve, scratch_folder, served
 from megasync.serving.rerun import Change, rerun
-from megasync.serving.scratch import scratch_folder
 from megasync.serving.send import sender
 from megasync.serving.source import Weights, versions_there
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
-
-Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]
 ALL, MOST_SHOWN, MOST_STEPS = "all", 5, 20
 
 

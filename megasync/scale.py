@@ -23,7 +23,7 @@ from megasync.config.files import lock_holder
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.reporting.log import CONFIG_FILE
-from megasync.run.scale_request import Request, ask, read_answer
+from megasync.run.scaling import Request, ask, read_answer
 
 POLL_SECONDS = 0.3
 LONG_SECONDS = 15.0  # without an answer

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
+from megasync.checks.data import ask_vllm
 from megasync.checks.unused import unused_keys
-from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import main_errors
 from megasync.config.files import lock, newest_checkpoint, refuse_going_on
 from megasync.config.load import load_config
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             listen_on_loopback()  # before anything imports ray
     end_on_sigterm(and_on_sigint=True)
     if config.run.deterministic:
-        from engine.runtime.deterministic import use_deterministic
+        from engine.runtime.random_state import use_deterministic
 
         use_deterministic()  # also by its environment, which replicas inherit
     with starting_replicas(config, rank) as replicas:

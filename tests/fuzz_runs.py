@@ -35,7 +35,7 @@ import psutil
 
 from bridge.versions.reader import VersionReader
 from megasync.config.files import CHECKPOINTS, VERSIONS
-from megasync.run.newer import marked
+from megasync.run.checkpoints import marked
 from tests.support.fuzzed import worth
 from tests.runs.train_cases import TORCHRUN, Run, leaves_nothing, metrics, processes_with, write_config
 

@@ -19,8 +19,7 @@ from bridge.layout.digest import BucketDigests
 from bridge.layout.manifest import TensorSpec
 from bridge.layout.plan import LoadPlan
 from bridge.messages import BeginSync
-from bridge.transport.errors import TransportError
-from bridge.transport.protocol import Reader
+from bridge.transport.protocol import Reader, TransportError
 from bridge.vllm.weights.experts import KEPT_IN_VIEWS
 
 

@@ -2,8 +2,8 @@
 
 Numbers are the replicas'. Wanted: those that there are to be. Members: those that are asked, and brought to new weights; which
 they are changes in `rejoin` alone, between two syncs. A member that is wanted no more stays one until `dismiss`.
-Leaves out ray.init (the caller's), how actors start and end (launched.py), what is asked of them (pool.py), waiting for answers
-(answers.py) and what they do (replica.py).
+Leaves out ray.init (the caller's), how actors start, end and are waited for (launched.py), what is asked of them (pool.py) and
+what they do (replica.py).
 """
 
 from __future__ import annotations
@@ -107,11 +107,6 @@ class ReplicaActors(ActorLauncher):
         free = places.free_resources(kind, besides=[group.id.hex() for group in self._groups.values()])
         return places.room_problem(free, num_replicas, self.config.tensor_parallel, kind)
 
-    def restart(self, *replicas: int) -> None:
-        """New actors in the place of those that failed or died. They generate after the next publish."""
-        self._end([self._actors.pop(replica) for replica in replicas if replica in self._actors])
-        self._actors |= self._launch(replicas, serves_folder=False)
-
     # ------------------------------------------------------------------------------------------------ how many there are to be
 
     def scale(self, num_replicas: int, without: Iterable[int] = ()) -> None:
@@ -177,7 +172,8 @@ class ReplicaActors(ActorLauncher):
     # ------------------------------------------------------------------------------------------------ started anew
 
     def replace(self, *replicas: int) -> None:
-        """As `restart`, in the background: new actors wait for `rejoin`. Nothing where that has begun already.
+        """New actors in the place of those that failed or died, in the background: they wait for `rejoin`, and generate after the
+        next publish. Nothing where that has begun already.
 
         One that is wanted no more is only ended. On devices that the trainer shares they start within `rejoin`, since now the
         trainer may have the memory.

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.config import OnUpdate
-from bridge.generation import Collected, Completion, Finished, GenerationRequest, GroupRequest
+from bridge.generation import NO_EXPERTS, Collected, Completion, Finished, GenerationRequest, GroupRequest
 from bridge.messages import NotServingError
 from bridge.vllm.serving import api, routing
 from bridge.vllm.serving import requests as vllm_requests
@@ -276,7 +276,7 @@ class Generator:
         self._has_news.set()
 
     async def _completions(self, ended: Sequence[Ended]) -> list[Completion]:
-        experts: Sequence[Any] = [None] * len(ended)
+        experts: Sequence[Any] = [NO_EXPERTS] * len(ended)
         if self._returns_experts and ended:
             experts = await routing.routed_experts(self._engine, {name: output for name, _, output in ended})
         pairs = zip(ended, experts, strict=True)

@@ -20,11 +20,6 @@ RESERVE_SECONDS = 60.0
 SHARE_OF_CPU = 0.01  # a bundle must hold something: without GPUs a little of a CPU
 
 
-def free_gpus() -> dict[str, int]:
-    """By node; see free_resources."""
-    return free_resources("GPU")
-
-
 def free_resources(kind: str, besides: Collection[str] = ()) -> dict[str, int]:
     """Of `kind`, GPU or CPU, by node: Ray's, without those that placement groups hold; actors of other runs may be on some.
 

@@ -22,8 +22,7 @@ import ray
 from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.messages import BeginSync, ReplicaState, StageSpan
 from bridge.replicas.actors import ReplicaActors
-from bridge.replicas.answers import wait_while_alive
-from bridge.replicas.launched import ReplicaActor
+from bridge.replicas.launched import ReplicaActor, wait_while_alive
 
 CONTROL_SECONDS = 60.0  # calls that no generation and no transfer holds up
 

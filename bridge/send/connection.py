@@ -1,15 +1,17 @@
 """What trainer ranks and replicas agree on before the first sync, and keep until one fails: plan, endpoints, who sends to whom.
 
-Leaves out the syncs themselves (publish.py).
+Ranks are the collective calls about a sync: flags and a few numbers each time, objects at a connect or a failure. Leaves out the
+syncs themselves (publish.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from bridge import processes
 from bridge.config import SyncConfig, Transport
@@ -18,7 +20,6 @@ from bridge.layout.bucket import SyncPlan
 from bridge.layout.lanes import Holder, LanePlan, lane_bucket_bytes, plan_lanes
 from bridge.layout.manifest import Manifest
 from bridge.messages import SyncError
-from bridge.send.collectives import Ranks
 from bridge.send.sender import StageSender
 from bridge.transport.delta import DeltaWriter
 from bridge.transport.lanes import LaneWriter
@@ -180,3 +181,40 @@ def _check_stages(roles: list[RankRole], num_stages: int) -> list[str]:
     if senders == list(range(num_stages)):
         return []
     return [f"stages with a sender are {senders}, needed is one each for 0 to {num_stages - 1}"]
+
+
+class Ranks:
+    """Collective calls over `group`; a single process without torch.distributed is a group of one.
+
+    `group` has to take CPU tensors. None is the default group, or on a machine with CUDA, where that one takes none, a gloo
+    group of the same ranks, made here (collective).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        if self._is_distributed and group is None and torch.cuda.is_available():
+            group = dist.new_group(backend="gloo")
+        self._group = group
+        self.rank = dist.get_rank(group) if self._is_distributed else 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        if not self._is_distributed:
+            return flag
+        status = torch.tensor([int(flag)])
+        dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(status.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, pickled: slow."""
+        if not self._is_distributed:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, a CPU tensor, summed over ranks in place."""
+        if self._is_distributed:
+            dist.all_reduce(values, group=self._group)
+        return values

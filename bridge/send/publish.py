@@ -27,8 +27,7 @@ from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.layout.manifest import TIED_HEAD
 from bridge.messages import BeginSync, Replicas, Spans, SyncError, SyncReport, name_replicas
-from bridge.send.collectives import Ranks
-from bridge.send.connection import Connection, Readers, connect
+from bridge.send.connection import Connection, Ranks, Readers, connect
 from bridge.send.sender import PassResult
 
 POLL_SECONDS = 0.01

@@ -1,6 +1,6 @@
 """How a bucket travels from a trainer rank to the vLLM workers.
 
-protocol.py  Writer and Reader, which all transports implement
+protocol.py  Writer and Reader, which all transports implement, and what goes wrong in all of them
 open.py      opens them: what `auto` means, and which transport an endpoint belongs to
 shm.py       shared memory of one host: a
 segment.py   with words that tell what lies in it
@@ -11,5 +11,4 @@ ports.py     where one reader gets a lane's buckets from; over
 delta.py     what changed since the last sync, for slow links; over
 channel.py   one such group, its deadlines and aborts; over
 store.py     where its members find each other
-errors.py    what goes wrong in all of them
 """

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bridge.transport.errors import TransportError
-from bridge.transport.store import ABORT, SCHEME, STORE_TIMEOUT, connect_store, open_store, own_address
+from bridge.transport.protocol import TransportError
+from bridge.transport.store import ABORT, SCHEME, STORE_TIMEOUT, abort_all, connect_store, open_store, own_address
 
 dist: Any = distributed  # its stores and backends are not typed
 
@@ -242,6 +242,33 @@ class Channel:
         elif group is not None:
             threading.Thread(target=_leave, args=([group], list(self._under_way)), daemon=True).start()
         self._under_way.clear()
+
+
+class Channels:
+    """One to the sender of each stage. `reader`: the index of whose they are among the `num_readers` workers of all replicas."""
+
+    def __init__(self, endpoints: Sequence[str], reader: int, num_readers: int, device: torch.device) -> None:
+        self._endpoints, self._place, self._device = endpoints, (1 + reader, 1 + num_readers), device
+        self._joined: dict[int, Channel] = {}  # by stage
+
+    def join(self, stage: int, deadline: float) -> Channel:
+        """Raises TransportError as `connect` and `meet` do."""
+        if stage not in self._joined:
+            self._joined[stage] = Channel.connect(self._endpoints[stage], *self._place, self._device, deadline)
+        self._joined[stage].meet(deadline)
+        return self._joined[stage]
+
+    def abort(self, reason: str) -> None:
+        """At all senders, also those whose group this reader has not joined."""
+        joined = dict(self._joined)
+        for channel in joined.values():
+            channel.abort(reason)
+        abort_all([endpoint for stage, endpoint in enumerate(self._endpoints) if stage not in joined], reason)
+
+    def close(self) -> None:
+        for channel in self._joined.values():
+            channel.close()
+        self._joined = {}
 
 
 def _leave(group: list[Any], under_way: list[Any]) -> None:

@@ -20,9 +20,8 @@ import torch
 
 from bridge.layout.bucket import Bucket, StagePlan, gaps
 from bridge.layout.digest import BucketDigests, digest_bytes
-from bridge.transport.channel import Channel
-from bridge.transport.errors import DamagedError, TransportError
-from bridge.transport.store import abort_all
+from bridge.transport.channel import Channel, Channels
+from bridge.transport.protocol import DamagedError, TransportError
 from bridge.versions import delta
 from bridge.versions.file import VersionLogError
 from bridge.versions.reader import VersionReader
@@ -131,16 +130,10 @@ class DeltaReader:
     interleaves = lends_memory = False
 
     def __init__(
-        self,
-        endpoints: tuple[str, ...],
-        reader: int,
-        num_readers: int,
-        device: torch.device,
-        store: Store = READERS_STORE,
+        self, endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device, store: Store = READERS_STORE
     ) -> None:
-        self.endpoints, self._reader, self._num_readers, self._device = endpoints, reader, num_readers, device
-        self._channels: list[Channel | None] = [None] * len(endpoints)
-        self._store = store
+        self.endpoints, self._reader, self._device, self._store = endpoints, reader, device, store
+        self._channels = Channels([endpoint.removeprefix(SCHEME) for endpoint in endpoints], reader, num_readers, CPU)
 
     def digests(self, stage: int) -> BucketDigests | None:  # they are compared before a bucket is given
         return None
@@ -148,7 +141,7 @@ class DeltaReader:
     def buckets(
         self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool  # always
     ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        channel, kept = self._join(stage.index, deadline), kept_of(self._store, stage)
+        channel, kept = self._channels.join(stage.index, deadline), kept_of(self._store, stage)
         offer = json.loads(channel.ask(f"offer {sync_index}", deadline, f"the sender of stage {stage.index}"))
         has_base = bool(offer["state"]) and (kept.state == offer["state"] or self._is_of_log(stage, kept, offer, deadline))
         channel.tell(f"answer {sync_index} {self._reader}", HAVE if has_base else LACK)
@@ -196,27 +189,11 @@ class DeltaReader:
         kept.close_pass([digest_bytes(data) for data in found])
         return kept.state == offer["state"]
 
-    def _join(self, stage: int, deadline: float) -> Channel:
-        channel = self._channels[stage]
-        if channel is None:
-            address = self.endpoints[stage].removeprefix(SCHEME)
-            channel = Channel.connect(address, 1 + self._reader, 1 + self._num_readers, CPU, deadline)
-            self._channels[stage] = channel
-        channel.meet(deadline)
-        return channel
-
     def abort(self, reason: str) -> None:
-        for channel in self._channels:
-            if channel is not None:
-                channel.abort(reason)
-        pairs = zip(self.endpoints, self._channels, strict=True)
-        abort_all([endpoint.removeprefix(SCHEME) for endpoint, channel in pairs if channel is None], reason)
+        self._channels.abort(reason)
 
     def close(self) -> None:
-        for channel in self._channels:
-            if channel is not None:
-                channel.close()
-        self._channels = [None] * len(self.endpoints)
+        self._channels.close()
 
 
 def _nothing() -> None:

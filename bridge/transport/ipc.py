@@ -18,7 +18,7 @@ import torch
 
 from bridge.layout.bucket import StagePlan
 from bridge.layout.digest import BucketDigests
-from bridge.transport.errors import DamagedError
+from bridge.transport.protocol import DamagedError
 from bridge.transport.segment import NUM_BUFFERS, UnlinkedFile
 from bridge.transport.shm import ShmReader, ShmWriter, endpoint_of
 

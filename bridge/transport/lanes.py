@@ -20,9 +20,9 @@ from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests
 from bridge.layout.lanes import Lane, LanePlan
 from bridge.transport.channel import Channel
-from bridge.transport.errors import DamagedError
 from bridge.transport.nccl import GroupWriter
 from bridge.transport.ports import FirstPort, Port, RelayedPort, Staging
+from bridge.transport.protocol import DamagedError
 from bridge.transport.store import abort_all
 
 

@@ -16,9 +16,8 @@ import torch
 
 from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests
-from bridge.transport.channel import Channel
-from bridge.transport.errors import DamagedError
-from bridge.transport.store import abort_all
+from bridge.transport.channel import Channel, Channels
+from bridge.transport.protocol import DamagedError
 
 NUM_BUFFERS = 2
 
@@ -83,9 +82,8 @@ class GroupReader:
     interleaves = lends_memory = False
 
     def __init__(self, endpoints: tuple[str, ...], reader: int, num_readers: int, device: torch.device) -> None:
-        self.endpoints = endpoints
-        self._channels: list[Channel | None] = [None] * len(endpoints)
-        self._reader, self._num_readers, self._device = reader, num_readers, device
+        self.endpoints, self._device = endpoints, device
+        self._channels = Channels(endpoints, reader, num_readers, device)
         self._buffers: list[torch.Tensor] = []
         self._digests: dict[int, BucketDigests] = {}
 
@@ -96,7 +94,7 @@ class GroupReader:
         self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool
     ) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The next bucket is on the wire while one is loaded; digests are compared after the last."""
-        channel = self._join(stage.index, deadline)
+        channel = self._channels.join(stage.index, deadline)
         self._make_buffers(stage.buffer_bytes)
         freed: list[Any] = [None] * NUM_BUFFERS
 
@@ -128,14 +126,6 @@ class GroupReader:
         if wrong:
             raise DamagedError(stage, wrong)
 
-    def _join(self, stage: int, deadline: float) -> Channel:
-        channel = self._channels[stage]
-        if channel is None:
-            channel = Channel.connect(self.endpoints[stage], 1 + self._reader, 1 + self._num_readers, self._device, deadline)
-            self._channels[stage] = channel
-        channel.meet(deadline)
-        return channel
-
     def _make_buffers(self, buffer_bytes: int) -> None:
         """Two for all stages, as large as the largest stage's."""
         if not self._buffers or self._buffers[0].numel() < buffer_bytes:
@@ -143,15 +133,8 @@ class GroupReader:
             self._buffers = [torch.zeros(buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
 
     def abort(self, reason: str) -> None:
-        for channel in self._channels:
-            if channel is not None:
-                channel.abort(reason)
-        pairs = zip(self.endpoints, self._channels, strict=True)
-        abort_all([endpoint for endpoint, channel in pairs if channel is None], reason)
+        self._channels.abort(reason)
 
     def close(self) -> None:
-        for channel in self._channels:
-            if channel is not None:
-                channel.close()
-        self._channels = [None] * len(self.endpoints)
+        self._channels.close()
         self._buffers = []

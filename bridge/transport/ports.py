@@ -17,9 +17,9 @@ import torch
 from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.lanes import Lane, LanePlan
 from bridge.transport.channel import Channel
-from bridge.transport.errors import TransportError
 from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.nccl import NUM_BUFFERS
+from bridge.transport.protocol import TransportError
 from bridge.transport.shm import ShmReader, ShmWriter
 
 Progress = Callable[[], None]

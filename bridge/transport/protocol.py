@@ -1,6 +1,7 @@
-"""What every transport does, whatever it is: the sending and the receiving side of buckets. Opened by open.py.
+"""What every transport does, whatever it is: the sending and the receiving side of buckets, and what goes wrong in all of them.
 
-All methods but `abort` and `close` raise TransportError: aborted by another side, over the deadline, or damaged.
+All methods but `abort` and `close` raise TransportError: aborted by another side, over the deadline, or damaged. Opened by
+open.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,19 @@ import torch
 
 from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests
+
+
+class TransportError(RuntimeError):
+    """A bucket did not get through: aborted by another side, over the deadline, or damaged on the way."""
+
+
+class DamagedError(TransportError):
+    """Buckets of a stage, by index, whose digests differ from the sender's."""
+
+    def __init__(self, stage: StagePlan, buckets: list[int]) -> None:
+        told = ", ".join(stage.describe(stage.buckets[index]) for index in buckets)
+        super().__init__(f"{told} arrived damaged: its digest differs from the sender's")
+        self.buckets = buckets
 
 
 class Writer(Protocol):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import TransportError
 
 FOLDER = Path("/dev/shm")  # noqa: S108
 PREFIX = "megasync-"

@@ -20,7 +20,7 @@ import torch
 
 from bridge.layout.bucket import Bucket, StagePlan
 from bridge.layout.digest import BucketDigests, digest_bytes
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import TransportError
 from bridge.transport.segment import NUM_BUFFERS, Segment
 
 SCHEME = "shm:"

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,17 +30,17 @@ def connect_store(endpoint: str, timeout: timedelta) -> Any:
 
 
 def abort_all(endpoints: Collection[str], reason: str) -> None:
-    """`abort_at` all of them at once: each may take its time, where a sender was stopped."""
+    """Tell the members of groups that this process is not in, all at once: each may take its time, where a sender was stopped.
+
+    Nothing where the sender is gone.
+    """
+
+    def abort_at(endpoint: str) -> None:
+        with suppress(RuntimeError):
+            connect_store(endpoint, timedelta(seconds=3)).compare_set(ABORT, "", reason)
+
     with ThreadPoolExecutor(max(1, len(endpoints)), thread_name_prefix="megasync-abort") as threads:
-        list(threads.map(lambda endpoint: abort_at(endpoint, reason), endpoints))
-
-
-def abort_at(endpoint: str, reason: str) -> None:
-    """Tell the members of a group that this process is not in; nothing where the sender is gone."""
-    try:
-        connect_store(endpoint, timedelta(seconds=3)).compare_set(ABORT, "", reason)
-    except RuntimeError:
-        return
+        list(threads.map(abort_at, endpoints))
 
 
 def open_store(address: str) -> Any:

@@ -20,7 +20,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 from engine.config import EngineConfig, ModelConfig
 from megasync.bench.config import VARIANTS
 from megasync.config.schema import Config, DataConfig
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from megasync.planning.hardware import hardware, kind_of
 from megasync.planning.make import Plan, make_plan
 from megasync.planning.shapes import Request

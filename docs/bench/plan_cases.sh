@@ -25,7 +25,7 @@ experts() { # LAYERS: the folder of a config.json with so many layers of 30b-a3b
   mkdir -p "$folder"
   (cd "$here" && "$python" -c "
 import json, sys
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 fields = SHAPES['30b-a3b']._replace(num_hidden_layers=$1).hf_config(32768)
 json.dump({**fields, 'torch_dtype': 'bfloat16'}, open('$folder/config.json', 'w'))")
   echo "$folder"

@@ -11,16 +11,13 @@ Resuming builds the engine from `engine_arguments(folder)` and then calls `resto
 with another one all tensors are the same and random states are derived anew. Leaves out another dtype and other adapters.
 
 saving.py     save: what is written, and when it gets its name
-resuming.py   restore; what a run starts from
-folder.py     names of checkpoints, and what an index says of the run that wrote it
+folder.py     names of checkpoints, what an index says of the run that wrote it; restore
 state.py      files of main weights and optimizer state: each rank writes what it has and reads what it needs
-shards.py     which part of which tensor of the whole model each of a rank's optimizer parameters is
-boxes.py      ranges of elements as boxes of a tensor (pure functions)
+shards.py     which part of which tensor of the whole model each of a rank's optimizer parameters is, as boxes
 hf_folder.py  the folder that other programs load
 """
 
-from engine.checkpoint.folder import engine_arguments, newest, step_of
-from engine.checkpoint.resuming import restore
+from engine.checkpoint.folder import engine_arguments, newest, restore, step_of
 from engine.checkpoint.saving import CheckpointError, Save, save
 
 __all__ = ["CheckpointError", "Save", "engine_arguments", "newest", "restore", "save", "step_of"]

@@ -1,19 +1,28 @@
-"""Names of checkpoints and of their files, and what an index says of the run that wrote it."""
+"""Names of checkpoints and of their files, and what an index says of the run that wrote it; what a resumed run starts from.
+
+`restore` puts the optimizer, the schedule and random states back, in the same layout or another.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from engine.checkpoint.shards import Shard, optimizer_shards
+from engine.checkpoint.state import Reader
 from engine.engine import Engine
-from engine.resume import FORMAT, model_of
-from engine.wrap.optimizer import scaler_state
+from engine.resume import FORMAT, from_weights, model_of, read_index
+from engine.runtime.random_state import derive_random_state, set_random_state
+from engine.wrap.optimizer import load_scaler_state, scaler_state
 
 STEP = re.compile(r"step_(\d{8})")
+MAX_NAMED = 5  # tensors in an error
 
 
 def steps(root: Path) -> list[Path]:
@@ -65,3 +74,64 @@ def layout(engine: Engine) -> dict[str, int]:
         "context": own.context_size,
         "expert": own.expert_size,
     }
+
+
+def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:
+    """Put optimizer, schedule and random states back. The engine was built from `engine_arguments(folder)`. Every rank calls.
+
+    `steps_since`: or it was built from the weights of so many steps later. They stay, the learning rate is that of then, and of
+    the checkpoint there are the optimizer's moments alone.
+
+    Returns what the log should say, or None.
+
+    Raises:
+        ValueError: the checkpoint is of another dtype, of other adapters or of an older version; a tensor is missing, superfluous
+            or of another shape; a file is damaged, or holds objects other than tensors, numbers and text.
+    """
+    index = read_index(folder, model(engine))
+    reader, shards = Reader(folder, index["tensors"]), optimizer_shards(engine)
+    _check_tensors(folder, reader, shards)
+    with engine.state_on_device():
+        for shard in shards:
+            reader.load(shard, takes_weight=not steps_since)
+    engine.schedule.load_state_dict(index["schedule"])
+    if index.get("loss_scaler"):
+        load_scaler_state(engine.optimizer, index["loss_scaler"])
+    now = layout(engine)
+    if steps_since:
+        engine.schedule.step(increment=steps_since * engine.algorithm.num_minibatches)
+        derive_random_state((index["random_seed"] + steps_since) % 2**32)
+        return f"resumed with weights of {steps_since} steps after {folder.name}, whose optimizer goes on from them"
+    if index["layout"] == now:
+        set_random_state(_read_random_state(folder, engine))
+        return None
+    derive_random_state(index["random_seed"])
+    former = index["layout"]
+    changed = ", ".join(f"{key} {former.get(key)} -> {value}" for key, value in now.items() if former.get(key) != value)
+    return f"resumed with another layout ({changed}): random states are derived anew from the checkpoint's"
+
+
+def _check_tensors(folder: Path, reader: Reader, shards: list[Shard]) -> None:
+    """Every tensor of the model is in the checkpoint, and no other, in the same shape."""
+    problems = [problem for shard in shards if (problem := reader.problem(shard))]
+    mine = {"names": [shard.name for shard in shards], "problems": problems}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = {problem for each in everyone for problem in each["problems"]}
+    names = {name for each in everyone for name in each["names"]}
+    found |= {f"{name} is not in this model" for name in reader.index if name not in names}
+    if found:
+        told = "; ".join(sorted(found)[:MAX_NAMED])
+        raise ValueError(f"{folder}: cannot be resumed, {len(found)} tensors do not fit: {told}")
+
+
+def _read_random_state(folder: Path, engine: Engine) -> dict[str, Any]:
+    path = folder / f"random_{engine.layout.rank:05d}.pt"
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=engine.device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path}: holds objects that no checkpoint of this version has, none of which was loaded: it is damaged, of another "
+            f"version or not to be trusted. Begin another run from its weights: {from_weights(folder)}"
+        ) from error
+    return state

@@ -2,8 +2,8 @@
 
 A tensor of the whole model has megatron-core's name with the layer counted over all stages, and a shape that no layout changes:
 [rows, columns]; [2, rows, columns] where gate and up are one linear; [experts, ...] where a layer has experts. Data parallelism
-gives a rank a range of elements of its tensor- and expert-parallel shard, which is a few boxes of the whole tensor. Leaves out
-files (state.py). Sources: megatron-core 0.16.1 optimizer/distrib_optimizer.py, megatron-fsdp 0.6.1
+gives a rank a range of elements of its tensor- and expert-parallel shard, itself a box, which is a few boxes of the whole tensor.
+Leaves out files (state.py). Sources: megatron-core 0.16.1 optimizer/distrib_optimizer.py, megatron-fsdp 0.6.1
 param_and_grad_buffer.py.
 """
 
@@ -17,14 +17,66 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.checkpoint.boxes import Dim, Piece, pieces
 from engine.engine import Engine
-from engine.runtime.megatron import parallel_state as mpu
 from engine.model.build import global_name, is_tied_copy
+from engine.runtime.megatron import parallel_state as mpu
 from engine.wrap.optimizer import inner_optimizers
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 GATE_AND_UP = re.compile(r"linear_fc1\.(weight|bias|lora_b)$")
+
+
+class Box(NamedTuple):
+    """A box of a tensor: where it begins and how large it is in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Dim(NamedTuple):
+    """One dimension of a shard, and of the whole tensor."""
+
+    local: int
+    whole: int
+    offset: int
+
+
+class Piece(NamedTuple):
+    """A box of the whole tensor; its elements lie together in the shard, from `start` on."""
+
+    box: Box
+    start: int
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    """The elements start .. end of a contiguous tensor of `shape` as boxes, at most 2 * dimensions - 1, in their order.
+
+    Invariant: the boxes' elements, one box after the other and each in row-major order, are the range.
+    """
+    inner = math.prod(shape[1:])
+    if start >= end:
+        return
+    first, last = start // inner, end // inner
+    if start % inner:
+        for offsets, sizes in boxes(shape[1:], start % inner, min(end, (first + 1) * inner) - first * inner):
+            yield Box((first, *offsets), (1, *sizes))
+        first += 1
+    if last > first:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if last >= first and end % inner:
+        for offsets, sizes in boxes(shape[1:], 0, end % inner):
+            yield Box((last, *offsets), (1, *sizes))
+
+
+def pieces(dims: list[Dim], start: int, end: int) -> Iterator[Piece]:
+    """The elements start .. end of a shard within the whole tensor, without what is padding there (of a first dimension)."""
+    position = 0
+    for offsets, sizes in boxes(tuple(dim.local for dim in dims), start, end):
+        begins = tuple(offset + dim.offset for offset, dim in zip(offsets, dims, strict=True))
+        kept = (max(0, min(sizes[0], dims[0].whole - begins[0])), *sizes[1:])
+        if math.prod(kept):
+            yield Piece(Box(begins, kept), position)
+        position += math.prod(sizes)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     index.json                   for each tensor of the whole model its shape and which file has which box of it
 
 No file holds anything but numbers and text. torch.distributed.checkpoint's planner finds what overlaps; its files are not used
-because its metadata is a pickle, which executes code. Leaves out everything else of a checkpoint (saving.py, resuming.py).
+because its metadata is a pickle, which executes code. Leaves out everything else of a checkpoint (saving.py, folder.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  #
 GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))
 Rung = Literal["bfloat16", "bfloat16 head", "float16", "float16 head", "float32", "exact"]
 ShapeName = Literal["135m", "3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]
-SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/hf/shapes.py
+SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/hf/model_shape.py
 
 
 class BenchConfig(Section):

@@ -16,7 +16,7 @@ from megasync.checks.sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, refuse_if
 from megasync.config.load import with_changes
 from megasync.hf.folder import check_model_folder
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from megasync.launch.devices import visible_devices
 
 PROMPT_TOKENS, TOOL_TOKENS = 64, 64  # of an episode of `bench episodes`, and between two turns: more than they are

@@ -1,16 +1,12 @@
 """Whether a config can run here, asked before anything starts. No torch in here.
 
 check.py      all checks in order, and the command
-algorithm.py  keys of `algorithm` that go together
 banner.py     what a run will do, in words
-data.py       the data files and vLLM's arguments
+data.py       the data files, episodes and vLLM's arguments, which vLLM itself is asked about
 exact.py      what is not exact or deterministic
-episodes.py   what samples play, where that is more than one turn
 latent.py     multi-latent attention
-memory.py     layouts that cannot hold a batch
 resume.py     the checkpoint that the run would go on from
-settings.py   keys, ranks and the model's shape: what plans are checked by, too
-sizes.py      the model's sizes against the layout and the number of ranks
-vllm_arguments.py  whether vLLM takes its arguments, asked of itself
+settings.py   keys of the algorithm, ranks and the model's shape: what plans are checked by, too
+sizes.py      the model's sizes against the layout, its memory and the number of ranks
 unused.py     keys that have no effect beside others
 """

@@ -8,24 +8,20 @@ No torch in here.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.checks.data import check_data, check_engine_arguments
-from megasync.checks.episodes import check_episodes
+from megasync.checks.data import ask_vllm, check_data, check_engine_arguments, check_episodes
 from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.unused import unused_keys
-from megasync.checks.vllm_arguments import ask_vllm
 from megasync.config.errors import ConfigError, main_errors, refuse_if
-from megasync.config.files import CHECKPOINTS, has_results
+from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data, read_files
@@ -107,20 +103,11 @@ def _check_run_folder(config: Config, *, makes_folder: bool) -> None:
     message = f"run.dir, run.name = {unprintable!r}: holds a control character, or another that cannot be printed"
     refuse_if(unprintable, message, remedy="write it with letters, digits, - and _")
     _check_former_run(config)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
+    problem = unwritable(folder)
+    message, remedy = f"run.dir, run.name = {folder}: cannot be written: {problem}", "write run.dir=FOLDER for a folder of yours"
+    refuse_if(problem, message, looked_at=str(existing(folder)), remedy=remedy)
+    if makes_folder:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
-            probe.write(b"probe")
-            probe.flush()
-    except OSError as error:
-        message = f"run.dir, run.name = {folder}: the run's folder cannot be written: {error.strerror}"
-        remedy = "write run.dir=FOLDER for a folder of yours"
-        raise ConfigError(message, looked_at=str(folder.resolve()), remedy=remedy) from error
-    finally:
-        with contextlib.suppress(OSError):  # another process may have begun to use them
-            for path in made if not makes_folder else ():
-                path.rmdir()
 
 
 def _check_former_run(config: Config) -> None:

@@ -1,18 +1,31 @@
-"""Do the keys of data, evaluation sets and vLLM's arguments fit each other? No torch in here.
+"""Do the keys of data, evaluation sets, episodes and vLLM's arguments fit each other? No torch in here.
 
-Leaves out reading the data (megasync/data/prompts.py).
+`ask_vllm` asks vLLM itself for `rollout.engine_arguments`, in a process of its own, for the seconds of its import. It is for
+`--check` alone: a run's replicas ask the same when they start. What vLLM refuses only once it has a device, such as a block size
+that no attention kernel has, is not seen. Leaves out reading the data (megasync/data/prompts.py), and what an episode does, which
+its own failures tell (rollouts/turns.py).
 """
 
 from __future__ import annotations
 
 import difflib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 from bridge.vllm.serving import arguments
+from megasync.checks.sizes import is_served_here
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.schema import Config
+from megasync.config.load import save_config
+from megasync.config.schema import Config, RolloutConfig
+from megasync.episodes.resolve import resolve_episode
 
 SHOWN_FIELDS = 8
+EPISODE_KEYS = [name for name in RolloutConfig.model_fields if name.startswith("episode_")]
+ASKED, REFUSED = "megasync.run.argument_check", 3
+SECONDS, SHOWN = 180.0, 600
 
 
 def check_data(config: Config) -> None:
@@ -63,3 +76,36 @@ def _way_out(name: str, key: str) -> dict[str, str]:
     alike = difflib.get_close_matches(name, choices, SHOWN_FIELDS, cutoff=0.4)
     remedy = f"write rollout.engine_arguments.{near}" if near else f"take {key} out"
     return {"nearest": near, "choices": ", ".join(alike), "remedy": remedy}
+
+
+def check_episodes(config: Config) -> None:
+    """ConfigError for keys of episodes without one, and for an episode that cannot be imported or called."""
+    rollout = config.rollout
+    if not rollout.episode:
+        for name in EPISODE_KEYS:
+            value = getattr(rollout, name)
+            if value != RolloutConfig.model_fields[name].default:
+                message = f"rollout.{name} = {value}: rollout.episode is empty, and samples have one turn"
+                remedy = f"write rollout.episode=package.module:name, or leave rollout.{name} out"
+                raise ConfigError(message, remedy=remedy)
+        return
+    resolve_episode(rollout.episode)
+
+
+def ask_vllm(config: Config) -> None:
+    """Where replicas will be on this machine, and there is something to ask. Silent if vLLM cannot be asked: the run tells."""
+    rollout = config.rollout
+    if config.algorithm.name != "grpo" or not rollout.engine_arguments or not is_served_here(config):
+        return
+    with tempfile.TemporaryDirectory(prefix="megasync-check-") as folder:
+        file = Path(folder) / "config.yaml"
+        save_config(config, file)
+        command, quiet = [sys.executable, "-m", ASKED, str(file)], subprocess.DEVNULL
+        try:
+            asked = subprocess.run(command, stdout=subprocess.PIPE, stderr=quiet, text=True, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return
+    if asked.returncode == REFUSED:
+        names = ", ".join(rollout.engine_arguments)
+        message = f"rollout.engine_arguments ({names}): vLLM refuses them"
+        raise ConfigError(message, vllm_says=asked.stdout[:SHOWN].strip(), remedy="write what vLLM takes, or take them out")

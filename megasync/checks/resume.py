@@ -1,7 +1,7 @@
 """Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its model; its prompts.
 No torch in here.
 
-Leaves out the optimizer's tensors and layout, which resuming looks at (engine/checkpoint/resuming.py).
+Leaves out the optimizer's tensors and layout, which resuming looks at (engine/checkpoint/folder.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _check_model(config: Config, folder: Path) -> None:
 
 def _check_marked(config: Config) -> None:
     """ConfigError where the newest weights in the run's log are of another model. A log that cannot be read is told at the start
-    (run/newer.py), and the run goes on from its checkpoint.
+    (run/checkpoints.py), and the run goes on from its checkpoint.
     """
     log, base, step = config.run.folder / VERSIONS, Path(config.model.path), first_step(config)
     try:

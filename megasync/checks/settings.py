@@ -1,6 +1,7 @@
 """Keys against each other, the ranks and the model's shape: all that needs neither weights nor data, nor this machine's packages.
 
-What starts a run and what plans one both ask here first. Leaves out files, rewards and folders (check.py).
+What starts a run and what plans one both ask here first. Leaves out keys without effect (unused.py), sizes (sizes.py), files,
+rewards and folders (check.py). No torch in here.
 
     check_settings(config, num_ranks)
     check_layout(config, model_shape(config.model.path), num_ranks)
@@ -8,8 +9,8 @@ What starts a run and what plans one both ask here first. Leaves out files, rewa
 
 from __future__ import annotations
 
+from engine.config import BIASED_ROUTERS, AlgorithmConfig
 from engine.wrap import ddp_fields
-from megasync.checks.algorithm import check_objective, check_routing
 from megasync.checks.exact import check_deterministic, check_exact
 from megasync.checks.resume import check_newest_weights
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
@@ -18,6 +19,8 @@ from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
 from megasync.launch.devices import visible_devices
+
+ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 
 
 def check_settings(config: Config, num_ranks: int) -> None:
@@ -92,3 +95,51 @@ def _check_schedule(config: Config) -> None:
     message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
     is_over = end is not None and end <= warmup
     refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
+
+
+def check_objective(config: Config) -> None:
+    """ConfigError for the first key of the objective that has nothing to work on, or whose value cannot work."""
+    algorithm = config.algorithm
+    if algorithm.name == "sft":
+        message = "algorithm.loss_aggregation = constant_length: supervised steps have no rollout.max_new_tokens to divide by"
+        lines = {"choices": "token_mean, sequence_mean", "remedy": "write algorithm.loss_aggregation=token_mean"}
+        refuse_if(algorithm.loss_aggregation == "constant_length", message, **lines)
+        return
+    _check_correction(algorithm)
+    _check_truncated(algorithm, config.rollout.max_new_tokens)
+
+
+def check_routing(config: Config, shape: ModelShape) -> None:
+    """ConfigError for keys about routers that this model has none for."""
+    algorithm = config.algorithm
+    for key in ROUTER_KEYS:
+        value = getattr(algorithm, key)
+        message = f"algorithm.{key} = {value}: {shape.model_type} has no experts"
+        is_unused = value != AlgorithmConfig.model_fields[key].default and not shape.num_experts
+        refuse_if(is_unused, message, model=config.model.path, remedy=f"leave algorithm.{key} out")
+    _check_bias(config, shape)
+
+
+def _check_bias(config: Config, shape: ModelShape) -> None:
+    rate = config.algorithm.router_bias_update_rate
+    given, remedy = f"algorithm.router_bias_update_rate = {rate:g}", "leave algorithm.router_bias_update_rate out"
+    message = f"{given}: the routers of {shape.model_type} have no bias"
+    is_unused = rate > 0 and shape.model_type not in BIASED_ROUTERS
+    refuse_if(is_unused, message, model=config.model.path, needs=", ".join(BIASED_ROUTERS), remedy=remedy)
+    message = f"{given}: with engine.lora.rank = {config.engine.lora.rank} checkpoints hold adapters alone, and no biases"
+    refuse_if(rate > 0 and config.engine.lora.rank > 0, message, choices="0", remedy=remedy)
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    is_mask, cap = algorithm.importance_correction == "mask", algorithm.importance_cap
+    message = f"algorithm.importance_cap = {cap:g}: with algorithm.importance_correction = mask even tokens of the trainer's own "
+    message += "policy, at 1, would be masked"
+    refuse_if(is_mask and cap < 1, message, allowed="at least 1", remedy="write for example algorithm.importance_cap=2")
+
+
+def _check_truncated(algorithm: AlgorithmConfig, max_new_tokens: int) -> None:
+    buffer, example = algorithm.overlong_buffer, max(1, max_new_tokens // 5)
+    message = f"algorithm.overlong_buffer = {buffer}: no span of lengths for algorithm.truncated = penalise"
+    allowed = f"at least 1 and below rollout.max_new_tokens = {max_new_tokens}"
+    is_wrong = algorithm.truncated == "penalise" and not 0 < buffer < max_new_tokens
+    refuse_if(is_wrong, message, allowed=allowed, remedy=f"write for example algorithm.overlong_buffer={example}")

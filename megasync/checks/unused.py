@@ -1,7 +1,7 @@
 """Which keys that a config gives have no effect beside its other keys: two tables of rules. No torch in here.
 
 What can only be a mistake is refused. What a config may have for another phase, or for a longer run, is told and passed over.
-A key counts as given where its value is not the default. Leaves out what a model has no use for (algorithm.py).
+A key counts as given where its value is not the default. Leaves out what a model has no use for (settings.py).
 """
 
 from __future__ import annotations

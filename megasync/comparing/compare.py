@@ -68,7 +68,6 @@ class Found:
     num_swapped: int
     seconds: dict[str, float]
     replica_log_probs: torch.Tensor
-    trainer_log_probs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def compare(forward: Forward, passes: Passes, response: Response, references: Re
     return Found(
         judgement, cached, culprit, kind, gap(trainer["log_probs"], theirs),
         gap(swapped, theirs) if swapped is not None else None, count,
-        {"trainer": traced - begin, "judging": done - traced}, theirs, trainer["log_probs"],
+        {"trainer": traced - begin, "judging": done - traced}, theirs,
     )  # fmt: skip
 
 

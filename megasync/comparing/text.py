@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megasync.comparing.shape import layer_of
+from megasync.config.errors import some
 
 if TYPE_CHECKING:
     from megasync.comparing.compare import Found
@@ -90,8 +91,7 @@ def _verdict(found: Found) -> Iterator[str]:
     wrong = dict.fromkeys(f"{each.side} {each.site}" for each in (*found.judgement.wrong, *found.again.wrong))
     others = [each for each in wrong if each != f"{culprit.side} {culprit.site}"]
     if others:
-        more = f" and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
-        yield f"  wrong too:   {', '.join(others[:MAX_OTHERS])}{more}"
+        yield f"  wrong too:   {some(others, MAX_OTHERS)}"
 
 
 def _growth(differences: list[Difference], culprit: Local | None) -> Iterator[str]:

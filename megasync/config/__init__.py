@@ -3,8 +3,7 @@
 schema.py       all keys, joined once; the models of `model`, `engine`, `algorithm` and `sync` are in engine/ and bridge/, that of
 data_section.py  `data` here
 keys.py         what those models say of a key: name, choices, bounds, nearest
-load.py         reads YAML files and `key=value` overrides
-invalid.py      what pydantic refuses, in words
+load.py         reads YAML files and `key=value` overrides; what pydantic refuses, in words
 named.py        what a user names as package.module:name
 errors.py       errors that name key, value, choices and remedy
 json_schema.py  writes the JSON schema that editors use

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megasync.config.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 VERSIONS = "versions"
-MARKER = f"{VERSIONS}/trained.json"  # up to which step the run's log of versions can be gone on from (run/newer.py)
+MARKER = f"{VERSIONS}/trained.json"  # up to which step the run's log of versions can be gone on from (run/checkpoints.py)
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -105,6 +106,26 @@ def read_marker(run_folder: Path) -> dict[str, Any] | None:
         problem = f"{type(error).__name__}: {error}"
     remedy = "delete it, or write checkpoint.resume=auto: the run goes on from its newest checkpoint"
     raise ConfigError(f"{path}: cannot be read: {problem}", remedy=remedy)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that there is."""
+    path = folder.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def unwritable(folder: Path) -> str:
+    """Why no file can be made in the folder, or in the nearest above it that there is; empty where one can. Nothing stays."""
+    nearest = existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=nearest, prefix=".probe-") as probe:  # whose name goes at once
+            probe.write(b"probe")
+            probe.flush()
+    except OSError as error:
+        return str(error.strerror) if nearest.is_dir() else f"{nearest} is a file"
+    return ""
 
 
 def has_results(run_folder: Path) -> bool:

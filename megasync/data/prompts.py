@@ -213,11 +213,15 @@ def read_files(config: Config, *, trains: bool = True) -> dict[str, list[Example
             examples[key] = found[: source.limit]
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
-        turns = next((example for example in examples[key] if example.turns and not data.chat_template), None)
-        if turns is not None:
-            message = f"{key}: {source.path}: line {turns.line} holds a list of messages, and data.chat_template = false"
-            raise ConfigError(message, remedy="write data.chat_template=true, or make one text of it")
+        check_turns(f"{key}: {source.path}", examples[key], data)
     return examples
+
+
+def check_turns(place: str, examples: Iterable[Example], data: DataConfig) -> None:
+    """ConfigError where a prompt is a list of messages, and nothing makes a text of them."""
+    line = next((example.line for example in examples if example.turns and not data.chat_template), 0)
+    message = f"{place}: line {line} holds a list of messages, and data.chat_template = false"
+    refuse_if(line, message, remedy="write data.chat_template=true, or make one text of it")
 
 
 def _check_answers(config: Config, key: str, examples: list[Example]) -> None:

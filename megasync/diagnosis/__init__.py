@@ -7,11 +7,10 @@ finding.py      what a check says: ok, warning or error, what was seen, the reme
 needs.py        what a config needs of a machine, in bytes, ranks and GPUs
 packages.py     Python, packages beside their lock, the wrong apex, vLLM's plug-in
 gpus.py         GPUs as nvidia-smi lists them: driver, memory, links
-collectives.py  NCCL and gloo between two processes
 probe.py        the program of such a process
 limits.py       ulimits, control groups, memory, threads
 storage.py      /dev/shm, disk, folders, clock
-network.py      loopback, ports, proxies
+network.py      loopback, ports, proxies; NCCL and gloo between two processes
 environment.py  environment variables that change what a run does
 leftovers.py    a Ray of others, and what former runs left
 inputs.py       config, model folder, data, reward

@@ -54,97 +54,41 @@ def _has_library(folders: str, place: Place) -> bool:
     return place.has_gpus and next(found, None) is not None
 
 
+def _is_on_with_gpus(value: str, place: Place) -> bool:
+    return place.has_gpus and _is_on(value, place)
+
+
 _UNSET = "unset it"
 _INTERFACE = "unset it, or name one that `ip addr` lists"
 RULES = (
-    Rule(
-        "MEGASYNC_LANE",
-        "error",
-        lambda v, _: v not in ("", "cpu", "gpu"),
-        "there is no such lane, and the scripts in launch/ stop",
-        "write MEGASYNC_LANE=cpu or MEGASYNC_LANE=gpu, or unset it",
-    ),
-    Rule(
-        "VLLM_PLUGINS",
-        "error",
-        lambda v, p: p.has_rollouts and "megasync" not in v.split(","),
-        "vLLM loads these plug-ins alone, without ours",
-        "unset it, or add megasync",
-    ),
-    Rule(
-        "NCCL_SOCKET_IFNAME",
-        "error",
-        lambda v, p: p.has_gpus and _names_no_interface(v, p),
-        "no such network interface",
-        _INTERFACE,
-    ),
+    Rule("MEGASYNC_LANE", "error", lambda v, _: v not in ("", "cpu", "gpu"),
+         "there is no such lane, and the scripts in launch/ stop", "write MEGASYNC_LANE=cpu or MEGASYNC_LANE=gpu, or unset it"),
+    Rule("VLLM_PLUGINS", "error", lambda v, p: p.has_rollouts and "megasync" not in v.split(","),
+         "vLLM loads these plug-ins alone, without ours", "unset it, or add megasync"),
+    Rule("NCCL_SOCKET_IFNAME", "error", lambda v, p: p.has_gpus and _names_no_interface(v, p),
+         "no such network interface", _INTERFACE),
     Rule("GLOO_SOCKET_IFNAME", "error", _names_no_interface, "no such network interface", _INTERFACE),
-    Rule(
-        "CUDA_LAUNCH_BLOCKING",
-        "warning",
-        lambda v, p: p.has_gpus and _is_on(v, p),
-        "every kernel is waited for: several times slower",
-        _UNSET,
-    ),
-    Rule("NCCL_P2P_DISABLE", "warning", lambda v, p: p.has_gpus and _is_on(v, p), "GPUs talk through host memory", _UNSET),
-    Rule(
-        "NCCL_SHM_DISABLE",
-        "warning",
-        lambda v, p: p.has_gpus and _is_on(v, p),
-        "GPUs without peer access talk through sockets",
-        _UNSET,
-    ),
-    Rule(
-        "NCCL_DEBUG",
-        "warning",
-        lambda v, p: p.has_gpus and v.upper() in ("INFO", "TRACE"),
-        "NCCL writes a page for each communicator",
-        _UNSET,
-    ),
-    Rule(
-        "TORCHDYNAMO_DISABLE",
-        "warning",
-        lambda v, p: p.has_gpus and _is_on(v, p),
-        "neither vLLM nor the trainer compiles kernels: both are slower",
-        _UNSET,
-    ),
-    Rule(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "warning",
-        lambda v, p: p.has_gpus and p.is_colocated and "expandable_segments:true" in v.lower(),
-        "not tried with vLLM's sleep and with memory that processes share",
-        "unset it for rollout.placement=colocated",
-    ),
-    Rule(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        "warning",
-        lambda v, p: p.has_gpus and _is_on(v, p),
-        "each tensor is allocated by the driver: many times slower",
-        _UNSET,
-    ),
-    Rule(
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        "warning",
-        lambda v, p: p.has_rollouts and not _is_on(v, p),
-        "vLLM's core holds up the replica's answers",
-        _UNSET,
-    ),
-    Rule(
-        "LD_LIBRARY_PATH",
-        "warning",
-        _has_library,
-        "holds a libnccl that is loaded in the place of torch's own",
-        "take that folder out",
-    ),
-    Rule(
-        "PYTHONDONTWRITEBYTECODE",
-        "warning",
-        lambda v, p: v != "" and not p.has_compiled_torch,
-        "torch was installed without its compiled files, which each process makes anew: some ten seconds a start",
-        "unset it, or run python -m compileall over the folder that torch is in",
-    ),
+    Rule("CUDA_LAUNCH_BLOCKING", "warning", _is_on_with_gpus, "every kernel is waited for: several times slower", _UNSET),
+    Rule("NCCL_P2P_DISABLE", "warning", _is_on_with_gpus, "GPUs talk through host memory", _UNSET),
+    Rule("NCCL_SHM_DISABLE", "warning", _is_on_with_gpus, "GPUs without peer access talk through sockets", _UNSET),
+    Rule("NCCL_DEBUG", "warning", lambda v, p: p.has_gpus and v.upper() in ("INFO", "TRACE"),
+         "NCCL writes a page for each communicator", _UNSET),
+    Rule("TORCHDYNAMO_DISABLE", "warning", _is_on_with_gpus,
+         "neither vLLM nor the trainer compiles kernels: both are slower", _UNSET),
+    Rule("PYTORCH_CUDA_ALLOC_CONF", "warning",
+         lambda v, p: p.has_gpus and p.is_colocated and "expandable_segments:true" in v.lower(),
+         "not tried with vLLM's sleep and with memory that processes share", "unset it for rollout.placement=colocated"),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", "warning", _is_on_with_gpus,
+         "each tensor is allocated by the driver: many times slower", _UNSET),
+    Rule("VLLM_ENABLE_V1_MULTIPROCESSING", "warning", lambda v, p: p.has_rollouts and not _is_on(v, p),
+         "vLLM's core holds up the replica's answers", _UNSET),
+    Rule("LD_LIBRARY_PATH", "warning", _has_library,
+         "holds a libnccl that is loaded in the place of torch's own", "take that folder out"),
+    Rule("PYTHONDONTWRITEBYTECODE", "warning", lambda v, p: v != "" and not p.has_compiled_torch,
+         "torch was installed without its compiled files, which each process makes anew: some ten seconds a start",
+         "unset it, or run python -m compileall over the folder that torch is in"),
     Rule("PYTHONOPTIMIZE", "warning", _is_on, "asserts are left out: mistakes of ours stay unseen", _UNSET),
-)
+)  # fmt: skip
 
 
 def has_compiled(package: str) -> bool:

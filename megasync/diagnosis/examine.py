@@ -21,9 +21,9 @@ from typing import NamedTuple
 import psutil
 
 from megasync.config.errors import ConfigError
-from megasync.config.files import CHECKPOINTS, VERSIONS, lock_holder
+from megasync.config.files import CHECKPOINTS, VERSIONS, existing, lock_holder
 from megasync.config.schema import Config
-from megasync.diagnosis import collectives, environment, gpus, inputs, leftovers, limits, network, packages, storage
+from megasync.diagnosis import environment, gpus, inputs, leftovers, limits, network, packages, storage
 from megasync.diagnosis.finding import Finding
 from megasync.diagnosis.needs import Needs, needs_of
 from megasync.hf.tensors import num_parameters
@@ -141,7 +141,7 @@ def _of_machine(machine: Machine, config: Config | None, needs: Needs, given: Ma
     yield from storage.check_disk(folder, storage.free_bytes(folder), held, needs)
     yield from storage.check_temporary(given.get("TMPDIR"))
     newest = storage.newest_file(Path(__file__).parent)
-    skew = storage.file_system_skew(storage.existing(folder))
+    skew = storage.file_system_skew(existing(folder))
     yield from storage.check_clock(time.time(), newest, skew, storage.clock_rate())
     place = environment.Place(
         has_gpus=bool(machine.visible),
@@ -162,9 +162,9 @@ def _of_collectives(machine: Machine, given: Mapping[str, str]) -> Iterator[Find
     yield from network.check_proxy(given)
     if packages.cuda_of_torch() is None:
         return  # without torch, which `packages` says
-    yield from collectives.check_collective("gloo", given)
+    yield from network.check_collective("gloo", given)
     if len(machine.visible) > 1:
-        yield from collectives.check_collective("nccl", given)
+        yield from network.check_collective("nccl", given)
 
 
 def _of_config(config: Config, num_ranks: int) -> Iterator[Finding]:

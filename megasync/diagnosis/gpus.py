@@ -1,6 +1,6 @@
 """The GPUs of this machine as nvidia-smi tells of them: driver, who is visible, memory, compute capability, links.
 
-`read_*` ask nvidia-smi, `parse_*` read its words, `check_*` judge. Leaves out transfers between GPUs (collectives.py). No torch.
+`read_*` ask nvidia-smi, `parse_*` read its words, `check_*` judge. Leaves out transfers between GPUs (network.py). No torch.
 """
 
 from __future__ import annotations

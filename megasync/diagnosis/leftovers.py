@@ -21,7 +21,7 @@ from megasync.diagnosis.finding import Finding, error, gib, ok, warning
 from megasync.launch.scope import is_of_run, unreachable
 
 SEGMENTS = (*SHARED_MEMORY, "cuda.shm.*", "torch_*")
-# of launch/scope.py, launch/ray_cluster.py, bridge/processes.py and serving/scratch.py, as Python's tempfile ends their names
+# of launch/scope.py, launch/ray_cluster.py, bridge/processes.py and serving/replicas.py, as Python's tempfile ends their names
 FOLDER = re.compile(r"(ms|ray)-[a-z0-9_]{8}|megasync-(?:vllm|serve)-(\d+)-[a-z0-9_]{8}")
 SHOWN = 12
 RANK = re.compile(r"megasync\.train\b|megasync\.rewards\.program|ray::(TrainerRank|Replica)\b|VLLM::")

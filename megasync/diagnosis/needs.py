@@ -75,11 +75,6 @@ def _segment_bytes(config: Config, *, has_gpus: bool) -> int:
     return config.engine.parallel.pipeline * SEGMENT_BUFFERS * config.sync.bucket_bytes
 
 
-def _state_bytes(config: Config) -> int:
-    """Of a trained parameter beside its weight and gradient."""
-    return MOMENT_BYTES + MAIN_BYTES[config.model.dtype]
-
-
 def _disk_bytes(config: Config, parameters: int) -> int:
     """Checkpoints that are kept, one more while it is written, the exported folder and the log of versions.
 
@@ -91,7 +86,7 @@ def _disk_bytes(config: Config, parameters: int) -> int:
         kept = min(config.checkpoint.keep + 1, max(1, -(-config.run.steps // every)))
     if config.engine.lora.rank == 0:
         needed += kept * (weights + parameters * SAVED_BYTES)
-        needed += weights if config.checkpoint.resume == "newest_weights" else 0  # rebuilt at the start (run/newer.py)
+        needed += weights if config.checkpoint.resume == "newest_weights" else 0  # rebuilt at the start (run/checkpoints.py)
     return needed + version_log.disk_bytes(config, parameters)
 
 
@@ -103,7 +98,7 @@ def _trainer_bytes(config: Config, parameters: int, num_ranks: int, *, has_gpus:
     parts = {
         "parameters": copies * parameters * DTYPE_BYTES[config.model.dtype],
         "gradients": copies * trained * DTYPE_BYTES[engine.gradient_dtype],
-        "optimizer": trained * _state_bytes(config),
+        "optimizer": trained * (MOMENT_BYTES + MAIN_BYTES[config.model.dtype]),
     }
     processes = num_ranks * PROCESS_BYTES[has_gpus]
     if not has_gpus:

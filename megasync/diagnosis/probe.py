@@ -1,4 +1,4 @@
-"""One of two processes that add numbers up over gloo or NCCL, as trainer ranks do. Started by collectives.py.
+"""One of two processes that add numbers up over gloo or NCCL, as trainer ranks do. Started by network.py.
 
 python -m megasync.diagnosis.probe gloo 0 29500        # backend, rank, port; prints seconds and GB/s
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 NUM_RANKS, ROUNDS = 2, 5
 NUM_BYTES = {"gloo": 2**20, "nccl": 2**28}
 SECONDS = 60
-DONE = "all-reduce: "  # as collectives.py looks for it
+DONE = "all-reduce: "  # as network.py looks for it
 
 
 def main(arguments: Sequence[str]) -> int:

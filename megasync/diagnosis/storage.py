@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bridge.processes import LONGEST_PATH, RAY_PATH
+from megasync.config.files import existing, unwritable
 from megasync.diagnosis.finding import Finding, error, gib, ok, warning
 from megasync.diagnosis.needs import Needs
 
@@ -45,14 +46,6 @@ def free_bytes(folder: Path) -> int:
     return -1
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that there is."""
-    path = folder.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
 def bytes_below(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*") if folder.is_dir() else ():
@@ -77,14 +70,9 @@ def check_run_folder(folder: Path, holder: str | None) -> list[Finding]:
     if holder is not None:
         remedy = "wait for its end, end it, or write run.name=NAME for another run"
         return error("run folder", f"{folder}: a run is going on in it: {holder}", remedy)
-    nearest, remedy = existing(folder), "write run.dir=FOLDER for a folder of yours"
-    if not nearest.is_dir():
-        return error("run folder", f"{nearest} is a file", remedy)
-    try:
-        with tempfile.TemporaryFile(dir=nearest, prefix=".probe-"):  # whose name goes at once
-            pass
-    except OSError as problem:
-        return error("run folder", f"{nearest} cannot be written: {problem.strerror}", remedy)
+    if problem := unwritable(folder):
+        seen = f"{existing(folder)} cannot be written: {problem}"
+        return error("run folder", seen, "write run.dir=FOLDER for a folder of yours")
     return ok("run folder", f"{folder}{'' if folder.exists() else ', to be made'}")
 
 

@@ -5,11 +5,9 @@ record.py     how turns were asked for and what environments answered, so that a
 messages.py   messages in OpenAI's form, made plain, and by what one is known again
 parse.py      what a model sampled, read as content, reasoning and tool calls
 tokens.py     text to tokens, with marks in the text for tokens that are known already
-fold.py       tools and system messages for chat templates that know none
-template.py   a conversation as token ids, by the chat template of the model's folder
-family.py     the same by the renderers package, for families that it knows
+template.py   a conversation as token ids, by the chat template of the model's folder; also by one that knows no tools
 chat.py       Model: what an episode talks to
-render.py     which of the two a model's folder gets
+render.py     by the renderers package, for families that it knows; which of the two a model's folder gets
 task.py       what an episode gets and gives back
 environments.py  environments in the Gymnasium manner, played turn by turn
 resolve.py    `rollout.episode` becomes a function, checked and imported

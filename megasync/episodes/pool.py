@@ -15,10 +15,11 @@ import logging
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from megasync.config.schema import Config
 from megasync.episodes.record import History
 from megasync.episodes.remote import EpisodeProcess, Places, RemoteProcess
 from megasync.episodes.running import MOST_LATE, AskFunction, ProcessState, Running
@@ -26,9 +27,6 @@ from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
 from megasync.rewards.wire import Failure, Ready
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
 
 logger = logging.getLogger(__name__)
 

@@ -74,7 +74,6 @@ class _Episode:
     model: Model
     calls: dict[bytes, _Call] = field(default_factory=dict)  # the last of each request
     followed_up: set[bytes] = field(default_factory=set)
-    num_retries: int = 0
 
     def call(self, asked: Asked, retry: str | None) -> _Call:
         """A new one, or that of which this request is a retry."""
@@ -82,7 +81,6 @@ class _Episode:
         self.followed_up.update(histories[:-1])
         found = self.calls.get(key)
         if found and found.history not in self.followed_up and _is_retry(found, retry):
-            self.num_retries += 1
             return found
         made = _Call(asyncio.create_task(_sample(self.model, asked)), histories[-1] if histories else b"")
         made.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to wait for it

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megasync.episodes.segments import TURN_ARRAYS, Branch, Recorder, Turn
+from bridge.generation import TOKEN_ARRAYS
+from megasync.episodes.segments import Branch, Recorder, Turn
 
 if TYPE_CHECKING:
     from engine.sample import IntArray
@@ -97,7 +98,7 @@ def turns_of(branches: Sequence[Branch], records: Iterable[TurnRecord]) -> list[
     found = []
     for record in records:
         branch, end = branches[record.branch], record.start + record.length
-        ids, log_probs, versions = (getattr(branch, name)[record.start : end] for name in TURN_ARRAYS)
+        ids, log_probs, versions = (getattr(branch, name)[record.start : end] for name in TOKEN_ARRAYS)
         turn = Turn(ids, log_probs, versions, record.finish_reason, branch.routed_experts[: end - 1])
         found.append((branch.token_ids[: record.start], turn))
     return found

@@ -22,13 +22,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from megasync.rewards.process import ENVIRONMENT, RewardProcess
+from megasync.config.schema import RolloutConfig
+from megasync.rewards.process import ENVIRONMENT, Owner, RewardProcess
 from megasync.rewards.wire import pack
-
-if TYPE_CHECKING:
-    from megasync.config.schema import RolloutConfig
 
 COLLECT_SECONDS = 0.5  # an actor with no news answers after so long
 NODES_SECONDS = 5.0  # for which the list of nodes is taken as it was
@@ -49,14 +47,6 @@ class EpisodeProcess(RewardProcess):
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process.pid, signal.SIGTERM)
-
-
-class Owner(Protocol):
-    """Who hears of messages and of the end."""
-
-    def on_message(self, process: Any, message: Any) -> None: ...
-
-    def on_end(self, process: Any, how: str, stack: str) -> None: ...
 
 
 class Collected(NamedTuple):

@@ -19,31 +19,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from bridge.generation import NO_EXPERTS, TOKEN_ARRAYS, Completion
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from engine.sample import ExpertArray, FloatArray, IntArray
 
-TURN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
-BRANCH_ARRAYS = {**TURN_ARRAYS, "is_sampled": np.bool_}
-NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """What a replica sampled for one request. Any sequence of numbers becomes an array of the field's dtype."""
-
-    token_ids: IntArray  # [n], the stop token included
-    log_probs: FloatArray  # [n], natural log
-    weight_versions: IntArray  # [n]
-    finish_reason: str = "stop"  # stop | length
-    # [prompt and sampled tokens - 1, layers, experts of a token]; empty where not asked for
-    routed_experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
-
-    def __post_init__(self) -> None:
-        for name, dtype in TURN_ARRAYS.items():
-            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
-        assert len(self.token_ids) == len(self.log_probs) == len(self.weight_versions)
+BRANCH_ARRAYS = {**TOKEN_ARRAYS, "is_sampled": np.bool_}
+Turn = Completion  # what a replica sampled for one request of an episode
 
 
 class Sampler(Protocol):
@@ -86,6 +70,7 @@ class Recorder:
 
     def add(self, prompt_ids: Sequence[int] | IntArray, turn: Turn) -> None:
         """Extends the branch of which the most tokens begin `prompt_ids`, else begins another. A turn of no token adds none."""
+        assert len(turn.token_ids) == len(turn.log_probs) == len(turn.weight_versions)
         if not len(turn.token_ids):
             return
         prompt = np.asarray(prompt_ids, np.int32)

@@ -1,15 +1,39 @@
-"""What a config.json asks for that the engine's layers do not compute: features by name. No torch in here.
+"""What a config.json says that training or vLLM would get wrong: types that are not theirs, features by name. No torch in here.
 
-Leaves out sliding windows (windows.py), sizes and files (folder.py).
+vLLM 0.32 gives a window to all layers of a model or to none, but for gemma3_text (engine/arg_utils.py:create_engine_config,
+model_executor/models/qwen2.py:Qwen2Model); with windows in some layers it would generate with another model than the engine
+trains. On types other than theirs transformers 5 raises, on each rank and in vLLM. Leaves out what a window is
+(engine/attention/windows.py), sizes and files (folder.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from engine.config import BIASED_ROUTERS, GEMMA, LATENT_FAMILIES, ROPE_TYPES
-from megasync.hf.windows import refused_rope_by_layer_type
+from bridge.layout.manifest import ITEM_BYTES
+from engine.attention.windows import FAMILIES, FULL, OF_ALL_LAYERS, SLIDING, SWITCHED, layer_types, window
+from engine.config import BIASED_ROUTERS, GEMMA, LATENT_FAMILIES, ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from megasync.config.errors import ConfigError
 
+GELU = "gelu_pytorch_tanh"
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+SMALLEST = {"sliding_window": 0, "max_window_layers": 0, "sliding_window_pattern": 1}
+NULL = type(None)
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the config classes of all families
+    **dict.fromkeys(("tie_word_embeddings", "use_cache", "attention_bias", "use_sliding_window"), ((bool,), "true or false")),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), ((float,), "a number with a point, such as 1e-06,")),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), ((int, NULL), "a token's number")),
+    "attention_dropout": ((int, float, NULL), "a number"),
+    "max_position_embeddings": ((int,), "a whole number"),
+    "eos_token_id": ((int, list, NULL), "a token's number, or a list of them,"),
+    "rope_parameters": ((dict, NULL), "an object"),
+    "rope_scaling": ((dict, NULL), "an object"),
+    "rope_theta": ((int, float, NULL), "a number"),
+}
+AT_LEAST = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
+REMEDY = "correct it, or download the model again: hf download NAME --local-dir FOLDER"
 REFUSED_FAMILIES = {  # those that mbridge knows, and relatives, by what the engine would compute wrongly
     "gemma3": "vision layers",
     "glm4v": "vision layers",
@@ -37,6 +61,96 @@ REMEDIES = {  # for features that begin like this
     "architectures": "where its weights are those of a language model, write the one ending in ForCausalLM, as its family has it",
     "routers with topk_method": "if it was trained so, write them into config.json: noaux_tc and sigmoid",
 }
+
+
+def refused_windows(family: str, fields: dict[str, Any]) -> dict[str, bool]:
+    """Whether it is there, by the feature. `fields`: of config.json, its sizes already checked."""
+    if wrong := [name for name, least in SMALLEST.items() if _is_too_small(fields, name, least)]:
+        return {f"{wrong[0]} = {fields[wrong[0]]!r} (a whole number of at least {SMALLEST[wrong[0]]} is)": True}
+    given, size = fields.get("layer_types"), window(fields)
+    if given is not None and not _is_list_of_types(given, fields["num_hidden_layers"]):
+        return {f"layer_types = {given!r} ({FULL} or {SLIDING} for each layer is)": True}
+    types, knows_types = layer_types(fields), family in FAMILIES and family not in OF_ALL_LAYERS
+    has_key, uses_key = (bool(fields.get(key)) for key in ("sliding_window", "use_sliding_window"))
+    ignored = f"sliding_window = {fields.get('sliding_window')} on {family}, which only vLLM heeds,"
+    taken_for_other = "layer_types on mistral, with which transformers takes it for ministral,"
+    of_some = "a sliding window in some of the layers (max_window_layers, layer_types), which vLLM leaves out,"
+    of_none = "a sliding window in none of the layers (max_window_layers, layer_types), which vLLM up to 0.26 gives to all,"
+    return {
+        ignored: family not in FAMILIES and has_key,
+        "use_sliding_window = true without a sliding_window": family in SWITCHED and uses_key and not size,
+        f"{SLIDING} in layer_types without a sliding_window": SLIDING in types and not size,
+        taken_for_other: family == "mistral" and "layer_types" in fields,
+        f"layer_types on {family}, which only vLLM heeds,": given not in (None, types) and not knows_types,
+        of_some: len(set(types)) > 1 and family != GEMMA,
+        of_none: SLIDING not in types and size > 0,
+    }
+
+
+def _is_too_small(fields: dict[str, Any], name: str, least: int) -> bool:
+    value = fields.get(name, least)
+    return not (value is None and name == "sliding_window") and (type(value) is not int or value < least)
+
+
+def _is_list_of_types(given: Any, count: int) -> bool:
+    return isinstance(given, list) and len(given) == count and all(each in (FULL, SLIDING) for each in given)
+
+
+def refused_gemma(family: str, fields: dict[str, Any]) -> dict[str, bool]:
+    """Whether it is there, by the feature, in Gemma3TextConfig of transformers 5.19."""
+    if family != GEMMA:
+        return {}
+    activation = fields.get("hidden_activation", GELU)
+    both_ways = "attention to later tokens (use_bidirectional_attention = true)"
+    return {
+        f"hidden_activation = {activation!r} ({GELU} is)": activation != GELU,
+        both_ways: bool(fields.get("use_bidirectional_attention")),
+        **{f"{name} = {fields.get(name)}": bool(fields.get(name)) for name in SOFT_CAPS},
+    }
+
+
+def rope_by_layer_type(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is said of rotary embeddings for each layer type, as transformers 5 or 4 wrote it for Gemma 3; else {}."""
+    given = fields.get("rope_parameters")
+    if given is None:
+        scaling = fields.get("rope_scaling") or {}
+        return {} if any(isinstance(value, dict) for value in scaling.values()) else {FULL: scaling, SLIDING: {}}
+    if not isinstance(given, dict) or set(given) - {FULL, SLIDING}:
+        return {}
+    return {kind: given.get(kind) or {} for kind in (FULL, SLIDING)}
+
+
+def refused_rope_by_layer_type(fields: dict[str, Any]) -> dict[str, bool]:
+    """Whether it is there, by the feature, in a config.json of Gemma 3."""
+    ropes = rope_by_layer_type(fields)
+    refused = {"rotary embeddings that are not by layer type (rope_parameters)": not ropes}
+    for kind, rope in ropes.items():
+        type_ = rope.get("rope_type") or rope.get("type") or "default"
+        refused[f"rope scaling of type {type_!r} in layers of {kind}"] = type_ not in ROPE_BY_LAYER_TYPE
+        number = type(rope.get("factor")) in (int, float)
+        refused[f"rope scaling of type 'linear' without a number factor in layers of {kind}"] = type_ == "linear" and not number
+        partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+        refused[f"partial rotary embedding (partial_rotary_factor = {partial})"] = partial not in (None, 1, 1.0)
+    return refused
+
+
+def check_types(path: Path, fields: Mapping[str, Any]) -> None:
+    """ConfigError names the field of config.json, at `path`, its value and what is expected."""
+    rope = fields.get("rope_parameters")
+    given = {**(rope if isinstance(rope, dict) else {}), **fields}
+    for name, (types, expected) in TYPES.items():
+        if name in given and type(given[name]) not in types:
+            raise ConfigError(f"{path}: {name} = {given[name]!r}: {expected} is expected", remedy=REMEDY)
+        least = AT_LEAST.get(name)
+        if least is not None and given.get(name) is not None and not given[name] >= least:
+            raise ConfigError(f"{path}: {name} = {given[name]!r}: at least {least} is expected", remedy=REMEDY)
+    for key in ("rope_parameters", "rope_scaling"):
+        for name, value in (fields.get(key) or {}).items():
+            if name in ("rope_type", "type") and type(value) not in (str, NULL):
+                raise ConfigError(f"{path}: {key}.{name} = {value!r}: a word is expected", remedy=REMEDY)
+    for name in ("dtype", "torch_dtype"):
+        if fields.get(name) is not None and fields[name] not in ITEM_BYTES:
+            raise ConfigError(f"{path}: {name} = {fields[name]!r}: is no dtype", choices=", ".join(ITEM_BYTES), remedy=REMEDY)
 
 
 def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:

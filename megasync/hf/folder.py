@@ -20,14 +20,15 @@ from megasync.hf.features import (
     REFUSED_FAMILIES,
     REMEDIES,
     ROUTER_DEFAULTS,
+    check_types,
+    refused_gemma,
     refused_latent,
     refused_rope,
     refused_router,
+    refused_windows,
 )
 from megasync.hf.model_shape import ModelShape
 from megasync.hf.tensors import check_tensors
-from megasync.hf.types import check_types
-from megasync.hf.windows import refused_gemma, refused_windows
 
 DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache

@@ -6,10 +6,9 @@ torchrun's (launch/torchrun.py). Leaves out the cluster that somebody else has s
 
 roll_call.py  who has come, who sits where, what is missing: pure
 facts.py      what a node tells of itself: code, packages, config, files
-compare.py    what differs between nodes, in words: pure
+compare.py    what differs between nodes, and what the figures of wire.py mean, in words: pure
 store.py      JSON in the head's store, signs of life, and what it means when the head is silent
 wire.py       the program that tries ports, clocks, an all-reduce and the bandwidth between nodes
-judge.py      what the figures of wire.py mean: pure
 ray_node.py   the node's part of the run's Ray
 presence.py   who has come, who gives signs of life, who has left
 head.py       the head's decisions: rounds, the check, the outcome

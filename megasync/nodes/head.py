@@ -23,7 +23,7 @@ from engine.config import ParallelConfig
 from engine.rules import ranks_problem
 from megasync.config.files import is_asked_to_stop
 from megasync.launch.processes import REFUSED, STOPPED
-from megasync.nodes.judge import judge
+from megasync.nodes.compare import judge
 from megasync.nodes.presence import Presence
 from megasync.nodes.roll_call import Arrival, fewer_seats, replica_room, roll_call, room_problem, seats
 from megasync.nodes.store import NodeStore

@@ -1,6 +1,6 @@
 """The program that tries, on every node of a round, what takes two: ports, clocks, a shared folder, an all-reduce, bandwidth.
 
-Each node writes its results as JSON to the store at key `wire/SEAT`, whatever it met; judge.py says what they mean. Over NCCL
+Each node writes its results as JSON to the store at key `wire/SEAT`, whatever it met; compare.py says what they mean. Over NCCL
 where every node has a GPU, else over gloo. Leaves out vLLM's and Ray's own ports.
 
     python -m megasync.nodes.wire HOST PORT SEAT NUM_NODES gloo|nccl FOLDER

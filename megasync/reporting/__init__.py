@@ -1,9 +1,8 @@
 """What a run writes down and shows.
 
-log.py           metrics.jsonl, samples.jsonl, summary.json
+log.py           metrics.jsonl, samples.jsonl, summary.json, the line on the terminal
 loggers.py       TensorBoard, W&B, trackio
 timeline.py      the Chrome trace
-progress.py      the line on the terminal
 metric_names.py  names, units and meanings of all metrics
 signs.py         what metrics say is going wrong, as pure functions
 advisories.py    conditions of a run that call for a look, and what to try

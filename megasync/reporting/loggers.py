@@ -93,15 +93,11 @@ class TensorBoard:
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         head = [COLUMNS, ["---"] * len(COLUMNS)]
-        rows = [[_markdown_cell(value) for value in row] for row in rows_of(step, lines)]
+        rows = [[str(value).replace("\n", "<br>").replace("|", "\\|") for value in row] for row in rows_of(step, lines)]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows)), step)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _markdown_cell(value: object) -> str:
-    return str(value).replace("\n", "<br>").replace("|", "\\|")
 
 
 class Wandb:

@@ -2,10 +2,9 @@
 
 functions.py   what a reward is given, and the rewards that have a name
 resolve.py     `rollout.reward` becomes functions, checked and imported
-wire.py        what travels between the trainer and the processes
+wire.py        what travels between the trainer and the processes, and what is said of a reward that fails
 program.py     the program of such a process
 process.py     one process as the trainer holds it
-failure.py     what is said of a reward that fails, with its sample
 lane.py        some processes: who gets which sample, time limits, who is to blame
 pool.py        the whole, as rollouts see it
 """

@@ -14,15 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megasync.rewards.failure import RewardError
+from megasync.config.schema import RolloutConfig
 from megasync.rewards.process import RewardProcess
 from megasync.rewards.resolve import Reward
-from megasync.rewards.wire import Answers, Call, Failure, Ready, Work
-
-if TYPE_CHECKING:
-    from megasync.config.schema import RolloutConfig
+from megasync.rewards.wire import Answers, Call, Failure, Ready, RewardError, Work
 
 logger = logging.getLogger(__name__)
 

@@ -19,16 +19,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from megasync.rewards.failure import RewardError, describe
+from megasync.config.schema import RolloutConfig
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.lane import LIMIT_KEY, Lane, Pending
 from megasync.rewards.resolve import Reward, identity, resolve_rewards
-from megasync.rewards.wire import Call, Failure
-
-if TYPE_CHECKING:
-    from megasync.config.schema import RolloutConfig
+from megasync.rewards.wire import Call, Failure, RewardError, describe
 
 logger = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ JOIN_SECONDS = 10.0
 
 
 class Owner(Protocol):
-    """Who hears of a process's messages and of its end."""
+    """Who hears of the messages and of the end of a process, which is of the owner's kind."""
 
-    def on_message(self, process: RewardProcess, message: Any) -> None: ...
+    def on_message(self, process: Any, message: Any) -> None: ...
 
-    def on_end(self, process: RewardProcess, how: str, stack: str) -> None: ...
+    def on_end(self, process: Any, how: str, stack: str) -> None: ...
 
 
 class RewardProcess:

@@ -2,19 +2,23 @@
 
 socket.send(pack(Work([Call(7, 0, [sample])], is_serial=True)))
 messages = list(unpacker.feed(socket.recv(65536)))
+
+Of a reward that fails it is said what the user's function did, with the sample that it was given.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megasync.config.errors import explain
 from megasync.rewards.functions import RewardInput
 
 LENGTH = struct.Struct("!Q")
 BEGUN = struct.Struct("dq")  # time.monotonic() when the call that is worked on in turn began, and its number
+SHOWN = 300  # characters of a text
 
 
 class Setup(NamedTuple):
@@ -92,3 +96,30 @@ class Unpacker:
             body = bytes(self._bytes[LENGTH.size : end])
             del self._bytes[:end]
             yield pickle.loads(body)  # noqa: S301 # from a process of ours
+
+
+class RewardError(RuntimeError):
+    """A reward has no number for a sample; the text names reward, reason and sample, with the user's own traceback."""
+
+
+def describe(name: str, failure: Failure, samples: Sequence[RewardInput], remedy: str) -> str:
+    """The error's text."""
+    first = samples[0]
+    headline = explain(
+        f"the reward {name} {failure.what}",
+        samples=f"{len(samples)} of one prompt, of which this is the first" if len(samples) > 1 else "",
+        data_line=str(first.line or ""),
+        prompt=shown(first.prompt),
+        answer=shown(first.answer),
+        response=shown(first.response),
+        remedy=remedy,
+    )
+    return f"{headline}\n{failure.details}".strip()
+
+
+def shown(text: str) -> str:
+    """The text on one line; of a long one beginning and end."""
+    if len(text) > SHOWN:
+        half = SHOWN // 2
+        return f"{text[:half]!r} ... {text[-half:]!r} ({len(text)} characters)"
+    return repr(text)

@@ -1,16 +1,32 @@
-"""A prompt's samples on their way from request to batch, and what a run says of all of them. No torch in here."""
+"""A prompt's samples on their way from request to batch, and what a run says of all of them. No torch in here.
+
+A group of a checkpoint goes on where it would be asked the same question today and a step can still train it in time; all others
+begin anew. Where only its answer or its reward has changed it is scored anew. Groups whose samples all have the same reward teach
+nothing: TieWatch says so once it has been all for some steps. Leaves out the checkpoint's file (progress.py) and who generates
+(stream.py).
+
+    restored = restore_groups(progress, step, settings, make_group)
+    fraction = tied_fraction([[1.0, 1.0], [0.0, 1.0]])     # 0.5
+    hint = TieWatch().look(step=3, fraction=1.0, rewards=[0.0, 0.0])
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 from bridge.generation import Completion, GenerationRequest
+from engine.objective.advantages import is_group_worth_training
+from megasync.data.data import PromptOrder
 from megasync.episodes.task import Played, Task
 from megasync.rewards.pool import Scored
-from megasync.rollouts.progress import SavedGroup, SavedSample
+from megasync.rollouts.progress import Progress, SavedGroup, SavedSample
+from megasync.rollouts.scheduler import Candidate, trainable
+
+PATIENCE = 3  # steps in a row
 
 
 @dataclass(frozen=True)
@@ -136,3 +152,84 @@ class Group:
 def oldest_of(completion: Completion | Played) -> int | None:
     """The version of its oldest token."""
     return completion.oldest if isinstance(completion, Played) else int(completion.weight_versions.min())
+
+
+def tied_fraction(groups: Sequence[Sequence[float]]) -> float:
+    """From 0 to 1, of groups of rewards as the advantages are made of them."""
+    return statistics.fmean(not is_group_worth_training(rewards) for rewards in groups)
+
+
+class TieWatch:
+    """Over the steps of a run. `filters_groups`: whether it already takes other prompts for tied ones."""
+
+    def __init__(self, *, filters_groups: bool = False) -> None:
+        self._filters_groups = filters_groups
+        self._in_a_row = 0
+
+    def look(self, step: int, fraction: float, rewards: Sequence[float]) -> str:
+        """What to tell the user after `step` steps, once all groups were tied PATIENCE times in a row; else, and later, empty."""
+        self._in_a_row = self._in_a_row + 1 if fraction == 1 else 0
+        if self._in_a_row != PATIENCE:
+            return ""
+        if max(rewards) == min(rewards):
+            what = f"every reward of step {step} is {rewards[0]:g}"
+            look = "Compare responses and answers in samples.jsonl: does the reward read what the model writes, is it cut off?"
+        else:
+            what = "within each group all samples have the same reward"
+            look = "Raise rollout.temperature or rollout.group_size."
+        told = f"nothing is learnt since step {step - PATIENCE + 1}: {what}, so that every advantage is 0"
+        told += f" (groups/tied_fraction = 1). {look}"
+        if self._filters_groups:
+            return f"{told} algorithm.filter_groups found no other prompts: some of middling difficulty are needed"
+        return f"{told} Prompts of middling difficulty teach most; algorithm.filter_groups=true replaces tied groups"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`groups` go on, those of `anew` begin again; `notes`: what there is to say of it."""
+
+    groups: list[Group]
+    anew: list[int]  # ordinals
+    notes: list[str]
+
+
+def restore_groups(progress: Progress, step: int, settings: StreamSettings, make_group: Callable[[int], Group]) -> Restored:
+    """The groups that had begun and were not trained, in order, when `step` is trained next."""
+    own, anew, other, rescored = settings, list[int](), 0, set[int]()
+    groups: dict[int, Group] = {}
+    for saved in progress.groups:
+        group = make_group(saved.key)
+        if is_same := saved.request_digest == group.request_digest:
+            group.restore(saved)
+        if group.oldest is None:
+            anew.append(saved.key)
+            other += not is_same and bool(saved.samples)
+            continue
+        groups[saved.key] = group
+        if saved.reward_digest != group.reward_digest:
+            rescored.add(saved.key)
+    candidates = [Candidate(key, group.oldest, group.is_done) for key, group in groups.items() if group.oldest is not None]
+    kept = trainable(candidates, step, own.max_staleness, own.batch_size, own.num_steps)
+    counts = other, len(groups) - len(kept), len(rescored & kept)
+    anew = sorted([*anew, *(groups.keys() - kept)])
+    return Restored([groups[key] for key in sorted(kept)], anew, _notes(len(progress.groups), own, *counts))
+
+
+def order_notes(progress: Progress, order: PromptOrder) -> list[str]:
+    """What there is to say where the prompts that are left come in another order than those that were trained. Pure."""
+    then = progress.order
+    if then is None or then == order or not progress.num_trained:
+        return []
+    keys = ("data.train has {} examples that fit, then {}", "run.seed is {}, then {}", "data.shuffle is {}, then {}")
+    values = zip(keys, astuple(order), astuple(then), strict=True)
+    changes = "; ".join(text.format(str(now).lower(), str(before).lower()) for text, now, before in values if now != before)
+    told = "some of them are trained twice in this epoch, and others not at all"
+    return [f"the prompts come in another order than before the checkpoint ({changes}): {told}"]
+
+
+def _notes(num_groups: int, own: StreamSettings, num_other: int, num_late: int, num_rescored: int) -> list[str]:
+    limits = f"rollout.max_staleness={own.max_staleness}, data.batch_size={own.batch_size} and run.steps={own.num_steps}"
+    told = [f"{num_other} begin anew, since their prompt, how it is sampled or what is played has changed"] if num_other else []
+    told += [f"{num_late} begin anew, since with {limits} no step could train them in time"] if num_late else []
+    told += [f"{num_rescored} are scored anew, since their answer or rollout.reward has changed"] if num_rescored else []
+    return [f"of {num_groups} prompts that had begun and were not trained " + "; ".join(told)] if told else []

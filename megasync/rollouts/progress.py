@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.generation import Completion
+from bridge.generation import TOKEN_ARRAYS, Completion
 from engine.resume import from_weights
 from megasync.config.errors import ConfigError
 from megasync.data.data import PromptOrder
@@ -31,7 +31,6 @@ OF_EPISODES = (
 )
 RECORDED = ("turns", "answers", "num_resumed", "is_anew")
 FILE = "rollouts.npz"
-ARRAYS = ("token_ids", "log_probs", "weight_versions")
 FINISH_REASONS = ("stop", "length")
 UNREADABLE = (  # what NumPy and `unpacked` raise of a file that another version wrote, or that is cut off
     *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error),
@@ -67,7 +66,7 @@ class Progress:
     num_begun: int = 0
     expected_tokens: float | None = None
     groups: tuple[SavedGroup, ...] = ()
-    order: PromptOrder | None = None  # whose ordinals these are; None: of an older version's file
+    order: PromptOrder | None = None  # whose ordinals these are
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
@@ -106,7 +105,7 @@ def _pieces(done: Completion | Played) -> list[Completion]:
     """What has tokens: the response, or each branch of an episode from its first token on."""
     if isinstance(done, Completion):
         return [done]
-    names = (*ARRAYS, "finish_reason", "routed_experts")
+    names = (*TOKEN_ARRAYS, "finish_reason", "routed_experts")
     return [Completion(*(getattr(branch, name) for name in names)) for branch in done.branches]
 
 
@@ -137,17 +136,17 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Played
     text, place = data["texts"].tobytes(), 0
     for number, (begin, end) in zip(data["num_branches"].tolist(), pairwise([0, *np.cumsum(data["text_bytes"])]), strict=True):
         fields = json.loads(text[begin:end])
-        fields["turns"] = tuple(TurnRecord(*row)._replace(stop=tuple(row[-1])) for row in fields.get("turns", ()))
-        fields["answers"] = tuple(EnvironmentAnswer(*row) for row in fields.get("answers", ()))
+        fields["turns"] = tuple(TurnRecord(*row)._replace(stop=tuple(row[-1])) for row in fields["turns"])
+        fields["answers"] = tuple(EnvironmentAnswer(*row) for row in fields["answers"])
         yield Played(tuple(branches[place : place + number]), **fields)
         place += number
 
 
 def load_progress(folder: Path) -> Progress | None:
-    """What `save_progress` wrote; no code is read from the file. Groups of older files have no digests, and will begin anew.
+    """What `save_progress` wrote; no code is read from the file.
 
     Raises:
-        ConfigError: it is cut off, or a newer version wrote it.
+        ConfigError: it is cut off, or another version wrote it.
     """
     path = folder / FILE
     if not path.is_file():
@@ -155,7 +154,7 @@ def load_progress(folder: Path) -> Progress | None:
     try:
         with np.load(path, allow_pickle=False) as file:
             data = {name: file[name] for name in file.files}
-        trained, begun, *_ = data["counts"].tolist()
+        trained, begun = data["counts"].tolist()
         (expected,) = data["expected_tokens"].tolist()
         order = order_of(data["order"].tolist()) if "order" in data else None
         return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data), order)
@@ -178,15 +177,14 @@ def unpacked(data: dict[str, Any]) -> tuple[SavedGroup, ...]:
     experts = _experts(data)
     pieces = []
     for number, span in enumerate(spans):
-        tokens, log_probs, versions = (data[name][slice(*span)] for name in ARRAYS)
+        tokens, log_probs, versions = (data[name][slice(*span)] for name in TOKEN_ARRAYS)
         reason = FINISH_REASONS[int(data["finish_reasons"][number])]
         pieces.append(Completion(tokens, log_probs, versions, reason, experts[number]))
     done = list(_episodes(data, pieces)) if "masks" in data else pieces
     for number, place in enumerate(data["places"].tolist()):
-        is_over = bool(data["are_over"][number]) if "are_over" in data else True
-        samples[place].append(SavedSample(int(data["indices"][number]), done[number], float(data["rewards"][number]), is_over))
-    heads = data["groups"] if data["groups"].ndim == 2 else np.pad(data["groups"][:, None], [(0, 0), (0, 2)])
-    pairs = zip(heads.tolist(), map(tuple, samples), strict=True)
+        index, reward, is_over = (data[name][number].item() for name in ("indices", "rewards", "are_over"))
+        samples[place].append(SavedSample(index, done[number], reward, is_over))
+    pairs = zip(data["groups"].tolist(), map(tuple, samples), strict=True)
     return tuple(SavedGroup(key, done, asked, scored) for (key, asked, scored), done in pairs)
 
 

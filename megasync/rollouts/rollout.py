@@ -24,8 +24,7 @@ from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import Played
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
-from megasync.rollouts.group import Group, StreamSettings
-from megasync.rollouts.played import episode_identity, episode_metrics, episode_samples, episode_settings, members_of
+from megasync.rollouts.group import Group, StreamSettings, TieWatch, tied_fraction
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.records import Records
 from megasync.rollouts.requests import (
@@ -34,11 +33,11 @@ from megasync.rollouts.requests import (
     reward_inputs,
     sample_line,
     task_of,
+    token_fields,
     training_request,
 )
 from megasync.rollouts.stream import RolloutStream
-from megasync.rollouts.ties import TieWatch, tied_fraction
-from megasync.rollouts.token_lines import token_fields
+from megasync.rollouts.turns import episode_identity, episode_metrics, episode_samples, episode_settings, members_of
 
 if TYPE_CHECKING:
     from bridge.generation import Completion

@@ -23,10 +23,9 @@ from megasync.episodes.task import Played, Task
 from megasync.rewards.pool import Scored
 from megasync.rollouts.attempt import TurnGroup, take_in
 from megasync.rollouts.dispatch import Dispatcher
-from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.group import Group, StreamSettings, restore_groups
 from megasync.rollouts.loop_thread import LoopThread, Result
 from megasync.rollouts.progress import Progress, SavedGroup
-from megasync.rollouts.restore import restore_groups
 from megasync.rollouts.scheduler import Candidate, PrefetchController, choose_batch, num_admissible
 from megasync.rollouts.turns import Episodes, EpisodeSettings, Player
 

@@ -2,7 +2,7 @@
 
     python -m megasync.run.argument_check config.yaml    # exit code 3, and vLLM's words, where it does not
 
-Leaves out who wants to know (checks/vllm_arguments.py).
+Leaves out who wants to know (checks/data.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 
 from bridge.vllm.serving import api
-from megasync.checks.vllm_arguments import REFUSED
+from megasync.checks.data import REFUSED
 from megasync.config.load import load_config
 from megasync.launch.devices import visible_devices
 from megasync.run.replica_start import replica_config

@@ -14,22 +14,19 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
+from bridge.replicas.pool import ReplicaPool
+from bridge.send.publish import Publisher
+from engine.engine import Engine
 from engine.sample import Sample
+from megasync.config.schema import Config
+from megasync.data.prompts import RunData
+from megasync.reporting.log import RunLog
 from megasync.run.rank_zero import on_rank_zero
-
-if TYPE_CHECKING:
-    from bridge.replicas.pool import ReplicaPool
-    from bridge.send.publish import Publisher
-    from engine.engine import Engine
-    from megasync.config.schema import Config
-    from megasync.data.prompts import RunData
-    from megasync.reporting.log import RunLog
 
 LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
 Scores = list[npt.NDArray[np.float32]]

@@ -1,25 +1,40 @@
-"""A run's checkpoints: the one that it goes on from, and those that it writes. Leaves out what is in one (engine/checkpoint)."""
+"""A run's checkpoints: the one that it goes on from, those that it writes, and when. Leaves out what is in one.
+
+Weights may be newer than the newest checkpoint: a version of the run's log is the weights alone, and which prompts they were
+trained on is in the marker, a file beside the versions that each step replaces. Leaves out the log itself (bridge/versions/).
+
+    mark(run_folder, 12, stream.progress())          # on rank 0, after a step that is written down
+    newer, note = find_newer(run_folder, model, 10)  # what of it a resumed run can go on from
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bridge.layout.digest import digest_tensor
+from bridge.versions.file import VersionLogError
+from bridge.versions.reader import VersionReader
 from bridge.versions.writer import cut
 from engine import checkpoint
-from megasync.config.files import CHECKPOINTS, VERSIONS, set_aside
-from megasync.rollouts.progress import Progress, load_progress
-from megasync.run.newer import NewerWeights, find_newer, forget, mark, unmark
+from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
+from engine.engine import Engine
+from megasync.config.files import CHECKPOINTS, MARKER, VERSIONS, read_marker, set_aside, write_atomically
+from megasync.config.schema import Config
+from megasync.reporting.log import RunLog
+from megasync.rollouts.progress import Progress, SavedGroup, load_progress, order_of
+from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import on_rank_zero
-from megasync.run.scale_request import forget_request
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
-    from megasync.config.schema import Config
+from megasync.run.scaling import forget_request
+from megasync.run.step_log import StepClock
+from megasync.run.weights import Weights
 
 GIVE_UP_SECONDS = 60.0  # for one that is being written when the run fails
+REBUILT = ".newer"  # among the checkpoints: on the file system that all nodes share
 
 
 class Checkpoints:
@@ -112,3 +127,93 @@ class Checkpoints:
         """Of a run that failed. Not collective."""
         if self._saving is not None:
             self._saving.give_up(GIVE_UP_SECONDS)
+
+
+@dataclass(frozen=True)
+class NewerWeights:
+    """`folder`: the weights of version `step`, a Hugging Face folder."""
+
+    step: int
+    progress: Progress
+    folder: Path
+
+
+def mark(run_folder: Path, step: int, progress: Progress) -> None:
+    """All that was written of `step`, counted from 1, is there: its version, its metrics. Samples that wait are not kept."""
+    told = {
+        "step": step,
+        "num_trained": progress.num_trained,
+        "num_begun": progress.num_begun,
+        "expected_tokens": progress.expected_tokens,
+        "begun": [group.key for group in progress.groups],
+        "order": None if progress.order is None else astuple(progress.order),
+    }
+    write_atomically(run_folder / MARKER, json.dumps(told))
+
+
+def marked(run_folder: Path) -> tuple[int, Progress] | None:
+    """The step and where the prompts were after it; what had begun and was not trained begins anew. None: there is none."""
+    if (told := read_marker(run_folder)) is None:
+        return None
+    groups = tuple(SavedGroup(key) for key in told["begun"])
+    order = order_of(told["order"]) if told.get("order") else None
+    return told["step"], Progress(told["num_trained"], told["num_begun"], told["expected_tokens"], groups, order)
+
+
+def find_newer(run_folder: Path, model: Path, than: int) -> tuple[NewerWeights | None, str]:
+    """What is marked after step `than`, rebuilt and verified by its digests, and what to say where that cannot be.
+
+    `model`: the folder that the run starts from. `forget` removes the rebuilt one. On rank 0.
+    """
+    forget(run_folder)
+    there = marked(run_folder)
+    if there is None or there[0] <= than:
+        return None, f"{run_folder / VERSIONS}: has no weights that are newer than the checkpoint of step {than}"
+    step, progress = there
+    folder = run_folder / CHECKPOINTS / REBUILT
+    try:
+        folder.mkdir(parents=True)
+        save_weights(folder, VersionReader(run_folder / VERSIONS).tensors(step), Share(0), digest_tensor)
+        finish_folder(folder, model)
+    except (VersionLogError, OSError) as error:
+        forget(run_folder)
+        return None, f"the weights of step {step} are not to be had: {error}"
+    return NewerWeights(step, progress, folder), ""
+
+
+def forget(run_folder: Path) -> None:
+    """The folder of rebuilt weights: the engine has read them, or who rebuilt them is no more."""
+    shutil.rmtree(run_folder / CHECKPOINTS / REBUILT, ignore_errors=True)
+
+
+def unmark(run_folder: Path) -> None:
+    """Where a run goes on from a checkpoint: the steps after it are trained anew, on other samples."""
+    (run_folder / MARKER).unlink(missing_ok=True)
+
+
+class Saving:
+    """Methods are collective; the time that they take is the phase `checkpoint`."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, engine: Engine, weights: Weights, log: RunLog, clock: StepClock, heartbeat: Heartbeat,
+        save_progress: Callable[[Path], None],
+    ) -> None:  # fmt: skip
+        """`save_progress` writes what is known of the prompts into a checkpoint's folder; called on rank 0."""
+        self.checkpoints, self.engine, self.weights = checkpoints, engine, weights
+        self.log, self.clock, self.heartbeat = log, clock, heartbeat
+        self._save_progress = save_progress
+
+    def write(self, step: int, *, waits: bool = False) -> None:
+        """One after `step` steps. `waits`: until it is on the disk."""
+        self.heartbeat.phase = f"checkpoint after {step} steps"
+        span = self.log.timeline.span("checkpoint", "trainer", step=step)
+        with self.clock.phase("checkpoint"), span, self.weights.devices.training():
+            self.checkpoints.write(step, self.engine, self.weights.whole_tensors(), self._save_progress)
+        if waits:
+            self.checkpoints.finish()
+
+    def write_before_stop(self, step: int) -> None:
+        """After `step` whole steps, where there is none yet of a step that this process has done. The replicas end."""
+        if self.checkpoints.is_unsaved(step):
+            self.weights.end_replicas()
+            self.write(step, waits=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasync.config.files import forget_stop, newest_checkpoint
 from megasync.config.schema import Config
@@ -17,10 +17,8 @@ from megasync.planning.replicas import WORKER_PEAK
 from megasync.reporting.log import SUMMARY_FILE, read_evaluations
 from megasync.reporting.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
 from megasync.run.rank_zero import on_rank_zero
-from megasync.run.scale_request import forget_request
-
-if TYPE_CHECKING:
-    from megasync.run.session import Session
+from megasync.run.scaling import forget_request
+from megasync.run.session import Session
 
 HELD_OUT = {"eval/reward": "held-out reward", "eval/accuracy": "held-out accuracy"}  # metrics of one file, and in words
 
@@ -82,7 +80,7 @@ def _forget_what_was_asked(folder: Path) -> None:
 
 
 def summary(config: Config, steps: int, syncs: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Of a run that has done so many `steps`; `seconds`: where this process's time went (clock.py)."""
+    """Of a run that has done so many `steps`; `seconds`: where this process's time went (step_log.py)."""
     folder = config.run.folder
     lines = read_evaluations(folder)
     return {

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from bridge.replicas.pool import ReplicaPool
+from engine.engine import Engine
 from engine.offload import Offload
+from megasync.config.schema import Config
+from megasync.reporting.timeline import Timeline
 from megasync.run.rank_zero import on_rank_zero
-
-if TYPE_CHECKING:
-    from bridge.replicas.pool import ReplicaPool
-    from engine.engine import Engine
-    from megasync.config.schema import Config
-    from megasync.reporting.timeline import Timeline
 
 PARAMETERS = "parameters"
 

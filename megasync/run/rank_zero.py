@@ -1,16 +1,39 @@
-"""Work that rank 0 does for all ranks, such as talking to Ray: its result, or its failure, reaches every rank."""
+"""What rank 0 does for all ranks: its result, or its failure, reaches every one; and the tokens of a batch, on their way from it.
+
+Tokens go to the ranks that train on them as flat buffers; nothing of it is pickled. Sizes and rewards of all samples are on every
+rank already (SampleTable), so that both sides know what a buffer holds. Rank 0 sends each data-parallel rank's share to the first
+of its tensor- and pipeline-parallel peers, which passes it on to the others. Leaves out who needs which sample
+(engine.batch.plan.needed_samples).
+
+    number = on_rank_zero(lambda: ask_ray())                  # collective
+    scatter = TokenScatter.from_layout(engine.layout)
+    table = scatter(table, engine.needed_samples(table))      # collective
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.distributed as dist
 
+from engine.batch.batch import SampleTable
+from engine.sample import TOKEN_ARRAYS, Sample
+
+if TYPE_CHECKING:
+    from engine.runtime.parallel import Layout
+
 NO_LIMIT = timedelta(days=365)
+EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
+MESSAGE_ELEMENTS = 2**28  # of 4 bytes
 
 
 class RankZeroError(RuntimeError):
@@ -19,9 +42,6 @@ class RankZeroError(RuntimeError):
 
 class TooFewReplicasError(RankZeroError):
     """Fewer than `rollout.min_replicas` replicas run, and no more came within `rollout.restart_timeout_seconds`."""
-
-
-EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
 
 
 def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda result: result) -> Any:
@@ -64,3 +84,98 @@ def _control_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG0
     group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def flatten(table: SampleTable, indices: Sequence[int]) -> torch.Tensor:
+    """The arrays of these samples in one int32 buffer, sample after sample; log-probs by their bits."""
+    samples = [table.samples[index] for index in indices]
+    arrays = [array for sample in samples if sample is not None for array in _arrays(sample, table)]
+    sizes = chain.from_iterable(array_sizes(table, indices))
+    assert [len(array) for array in arrays] == list(sizes), "a response token has a log-prob and a version"
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def with_tokens(table: SampleTable, indices: Sequence[int], buffer: torch.Tensor) -> SampleTable:
+    """The table with exactly these samples; their arrays are views of what `flatten` made of them."""
+    sizes = array_sizes(table, indices)
+    pieces = iter(np.split(buffer.numpy(), np.cumsum(list(chain.from_iterable(sizes)))[:-1]))
+    samples: list[Sample | None] = [None] * len(table)
+    for index in indices:
+        fields: dict[str, Any] = {name: next(pieces).view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
+        if table.routed is not None:
+            num_rows, (*shape, dtype) = int(table.lengths[index]) - 1, table.routed
+            values = next(pieces).view(dtype)
+            fields["routed_experts"] = values[: num_rows * shape[0] * shape[1]].reshape(num_rows, *shape)
+        if table.has_mask[index]:
+            fields["is_sampled"] = next(pieces).view(np.bool_)[: int(table.response_lengths[index])]
+        samples[index] = Sample(**fields, **{name: column[index].item() for name, column in table.columns.items()})
+    return dataclasses.replace(table, samples=samples)
+
+
+def array_sizes(table: SampleTable, indices: Sequence[int]) -> list[tuple[int, ...]]:
+    """How many elements of 4 bytes each sample has of each of TOKEN_ARRAYS and, where there are any, of routed experts and of
+    the mask of sampled tokens.
+    """
+    lengths = zip(table.prompt_lengths[indices].tolist(), table.response_lengths[indices].tolist(), strict=True)
+    sizes: list[tuple[int, ...]] = [(prompt, response, response, response) for prompt, response in lengths]
+    if table.routed is not None:
+        num_layers, num_chosen, dtype = table.routed
+        row_bytes = num_layers * num_chosen * np.dtype(dtype).itemsize
+        sizes = [(*size, -(-(size[0] + size[1] - 1) * row_bytes // 4)) for size in sizes]
+    masked = table.has_mask[indices].tolist()
+    return [(*size, -(-size[1] // 4)) if is_masked else size for size, is_masked in zip(sizes, masked, strict=True)]
+
+
+def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32]]:
+    """As `array_sizes` counts them. Routed experts that are not known are 0, one expert for all, which no router chooses."""
+    for name in TOKEN_ARRAYS:
+        yield getattr(sample, name).view(np.int32)
+    if table.routed is not None:
+        num_layers, num_chosen, dtype = table.routed
+        num_bytes = (sample.num_tokens - 1) * num_layers * num_chosen * np.dtype(dtype).itemsize
+        padded = np.zeros(-(-num_bytes // 4) * 4, np.uint8)
+        if len(sample.routed_experts):
+            padded[:num_bytes] = np.ascontiguousarray(sample.routed_experts).reshape(-1).view(np.uint8)
+        yield padded.view(np.int32)
+    if len(sample.is_sampled):
+        padded = np.zeros(-(-len(sample.is_sampled) // 4) * 4, np.uint8)
+        padded[: len(sample.is_sampled)] = sample.is_sampled
+        yield padded.view(np.int32)
+
+
+class TokenScatter:
+    """Sends over the control group. `peers`: for each data-parallel rank the ranks that are its parts, in order."""
+
+    def __init__(self, layout: Layout, peers: list[list[int]]) -> None:
+        self.layout, self.peers, self.group = layout, peers, control_group()
+
+    @staticmethod
+    def from_layout(layout: Layout) -> TokenScatter:
+        """Among all ranks of the world, which tell each other where they stand. Collective."""
+        data_ranks = [torch.zeros((), dtype=torch.int64) for _ in range(layout.world_size)]
+        dist.all_gather(data_ranks, torch.tensor(layout.data_rank), group=control_group())
+        peers: list[list[int]] = [[] for _ in range(layout.data_size)]
+        for rank, data_rank in enumerate(data_ranks):
+            peers[int(data_rank)].append(rank)
+        return TokenScatter(layout, peers)
+
+    def __call__(self, table: SampleTable, needed: Sequence[Sequence[int]]) -> SampleTable:
+        """`table` with the tokens of `needed[data rank]` alone. Rank 0 has those of all samples, the others none. Collective."""
+        own, rank = needed[self.layout.data_rank], self.layout.rank
+        if rank == 0:
+            for indices, (first, *others) in zip(needed, self.peers, strict=True):
+                if receivers := others if first == 0 else [first]:
+                    self._send(flatten(table, indices), receivers)
+            return table.only(own)
+        first, *others = self.peers[self.layout.data_rank]
+        buffer = torch.empty(sum(chain.from_iterable(array_sizes(table, own))), dtype=torch.int32)
+        for piece in torch.split(buffer, MESSAGE_ELEMENTS):
+            dist.recv(piece, 0 if rank == first else first, group=self.group)
+        if rank == first:
+            self._send(buffer, others)
+        return with_tokens(table, own, buffer)
+
+    def _send(self, buffer: torch.Tensor, receivers: Sequence[int]) -> None:
+        for receiver in receivers:
+            for piece in torch.split(buffer, MESSAGE_ELEMENTS):
+                dist.send(piece, receiver, group=self.group)

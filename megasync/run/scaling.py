@@ -1,27 +1,97 @@
-"""More or fewer replicas for a run that goes on, as somebody asks for them: rank 0's side, between two syncs.
+"""More or fewer replicas for a run that goes on, as somebody asks for them: the request, and rank 0's side between two syncs.
+
+`megasync scale` asks and is answered by two files in the run's folder. The request stays until the run is done, and holds for a
+run that is resumed; the answer grows. Both are written whole.
 
 New replicas start in the background, as one that was lost does, and take part in the first sync after that, which brings them the
 weights. One that is to leave gets no more groups; it takes part in syncs until those that it works on have ended, and is then
-ended. Leaves out how it is asked (scale_request.py) and the actors (bridge/replicas/actors.py). No torch in here.
+ended. Leaves out the command (megasync/scale.py) and the actors (bridge/replicas/actors.py). No torch in here.
 
+    ask(run_folder, Request("20f1", replicas=4, configured=2))
     scaling = Scaling(config, pool, stream.let_go, log.note)
-    scaling.look(version)       # before the members of the next sync are settled
-    scaling.tell(version)       # after that
+    scaling.look(version)           # before the members of the next sync are settled
+    scaling.tell(version)           # after that
+    read_answer(run_folder)         # Answer("20f1", ("taken at version 12: ...",), code=None)
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.messages import name_replicas
-from megasync.run.scale_request import Answer, Request, answer, read_answer, read_request
+from megasync.config.files import write_atomically
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
     from megasync.config.schema import Config
 
+REQUEST_FILE, ANSWER_FILE = "scale.json", "scale_answer.json"
 DONE, FAILED, REFUSED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """So many replicas; or, with 0, as many as there are less those on the host `without`."""
+
+    key: str  # no other request's
+    replicas: int = 0
+    without: str = ""
+    configured: int = 0  # the run's rollout.replicas, as it was when this was asked
+
+    def __post_init__(self) -> None:
+        kinds = {"key": str, "replicas": int, "without": str, "configured": int}
+        if any(type(getattr(self, name)) is not kind for name, kind in kinds.items()) or self.replicas < 0:
+            raise ValueError(f"{REQUEST_FILE}: {asdict(self)} is no request")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What has come of the request of this key so far; `code`: None while more is to come."""
+
+    key: str
+    lines: tuple[str, ...] = ()
+    code: int | None = None
+
+
+def ask(run_folder: Path, request: Request) -> None:
+    write_atomically(run_folder / REQUEST_FILE, json.dumps(asdict(request)))
+
+
+def read_request(run_folder: Path) -> Request | None:
+    """None where nobody asks.
+
+    Raises:
+        ValueError: the file is no request.
+    """
+    path = run_folder / REQUEST_FILE
+    if not path.exists():
+        return None
+    try:
+        return Request(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: this is no request ({error}); write it with megasync scale") from error
+
+
+def answer(run_folder: Path, said: Answer) -> None:
+    write_atomically(run_folder / ANSWER_FILE, json.dumps(asdict(said)))
+
+
+def read_answer(run_folder: Path) -> Answer | None:
+    path = run_folder / ANSWER_FILE
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return Answer(fields["key"], tuple(fields["lines"]), fields["code"])
+
+
+def forget_request(run_folder: Path) -> None:
+    """Of a run that begins anew, or that is done."""
+    for name in (REQUEST_FILE, ANSWER_FILE):
+        (run_folder / name).unlink(missing_ok=True)
 
 
 def asked_number(request: Request, wanted: set[int], hosts: Mapping[int, str]) -> tuple[int, list[int]]:

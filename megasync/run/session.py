@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,19 +27,16 @@ from megasync.reporting.log import RunLog
 from megasync.reporting.page import write_unfinished_report
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import evaluations
+from megasync.rollouts.group import order_notes
 from megasync.rollouts.progress import Progress, save_progress
-from megasync.rollouts.restore import order_notes
 from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
-from megasync.run.checkpoints import Checkpoints
-from megasync.run.clock import StepClock
-from megasync.run.distribute import TokenScatter
+from megasync.run.checkpoints import Checkpoints, Saving
 from megasync.run.heartbeat import Heartbeat
-from megasync.run.rank_zero import RankZeroError, TooFewReplicasError, on_rank_zero
+from megasync.run.rank_zero import RankZeroError, TokenScatter, TooFewReplicasError, on_rank_zero
 from megasync.run.replica_start import ReplicaStart
-from megasync.run.saving import Saving
 from megasync.run.scaling import Scaling
-from megasync.run.step_log import StepLog
+from megasync.run.step_log import StepClock, StepLog
 from megasync.run.weights import Weights
 
 PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
@@ -83,7 +79,7 @@ class Session:
         self.step_log = StepLog(*of_step, first_step=self.first_step, is_writer=self.layout.rank == 0)
         self.weights = Weights(config, self.engine, self.log, replica_start)
         parts = (self.engine, self.weights, self.log, self.clock, self.heartbeat)
-        self.saving = Saving(self.checkpoints, *parts, save_progress=self._save_progress)
+        self.saving = Saving(self.checkpoints, *parts, save_progress=lambda folder: save_progress(folder, self._progress()))
         self.scatter = TokenScatter.from_layout(self.layout)
         self.rollouts: Rollouts | None = None
         self.is_stopped = False  # before all steps were done, because it was asked to
@@ -223,10 +219,6 @@ class Session:
         self.weights.prune_versions()
         if self.checkpoints.is_due(step):
             self.saving.write(step)
-
-    def _save_progress(self, folder: Path) -> None:
-        """On rank 0."""
-        save_progress(folder, self._progress())
 
     def _begun(self) -> Progress:
         """On rank 0."""

@@ -1,25 +1,114 @@
 """What a run writes of each step: its metrics with times and memory, and its first responses with what both sides say of them.
 
-Leaves out the files (megasync/reporting/log.py).
+A step's line has its wall time by phase, and the phases add up to it. Its time is that since the line before, so that evaluation
+and checkpoint after step 10 are in the line of step 11; those after the last step are the end's. Leaves out what happens beside
+the steps, such as rollouts ahead of them (timeline.json), and the files (megasync/reporting/log.py).
+
+    clock = StepClock(psutil.Process().create_time())
+    clock.start()                                   # the first step begins
+    with clock.phase("train"): ...
+    clock.take(generates=True)                      # {"step/seconds": 1.5, "step/train_seconds": 0.6, ...}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.attention import fused
 from engine.batch.batch import SampleTable
 from engine.engine import Engine
 from engine.minibatch import MiniBatch
 from engine.runtime import memory
+from engine.sample import Sample
 from megasync.config.schema import Config
 from megasync.reporting.log import RunLog
+from megasync.rollouts.requests import rows_of_first_members, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch
-from megasync.rollouts.token_lines import rows_of_first_members, with_trainer_log_probs
-from megasync.run.clock import StepClock
-from megasync.run.sameness import compare
+
+PHASES = ("rollout", "log_probs", "train", "sync", "evaluation", "checkpoint")
+OF_GENERATION = ("rollout", "sync")
+
+
+def compare(
+    samples: Sequence[Sample | None], trained: Sequence[npt.NDArray[np.float32]], version: int, *, recomputes: bool
+) -> dict[str, float]:
+    """Tokens that count, and of these the ones that differ.
+
+    Args:
+        samples: of the step, all with their tokens.
+        trained: of each sample the trainer's log-probs of its response's tokens, before the step.
+        version: of the weights that the step trains.
+        recomputes: whether what a sample had cached is computed anew where new weights come (rollout.cache_on_update).
+    """
+    compared = differing = 0
+    for sample, log_probs in zip(samples, trained, strict=True):
+        assert sample is not None
+        is_sampled = sample.is_sampled if len(sample.is_sampled) else np.ones(len(sample.response_ids), np.bool_)
+        is_own = (np.asarray(sample.weight_versions) == version) & is_sampled
+        if not recomputes and (is_own != is_sampled).any():
+            continue
+        theirs = np.asarray(sample.rollout_log_probs)
+        compared += int(is_own.sum())
+        differing += int(((theirs != log_probs) & is_own).sum())
+    return {"exact/compared_tokens": float(compared), "exact/differing_tokens": float(differing)}
+
+
+class StepClock:
+    """Of one rank. A phase within another counts as the outer one."""
+
+    def __init__(self, begin_seconds: float, now: Callable[[], float] = time.time) -> None:
+        """`begin_seconds`: when the process was started, by the clock `now`."""
+        self.now, self.begin_seconds = now, begin_seconds
+        self.start_seconds = self.steps_seconds = 0.0  # before the first step, and of all steps whose lines are written
+        self._line_seconds: float | None = None
+        self._phases: dict[str, float] = {}
+        self._is_inside = False
+
+    def start(self) -> None:
+        """The first step begins."""
+        self._line_seconds, self._phases = self.now(), {}
+        self.start_seconds = self._line_seconds - self.begin_seconds
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._is_inside:
+            yield
+            return
+        begin, self._is_inside = self.now(), True
+        try:
+            yield
+        finally:
+            name, self._is_inside = name.replace("-", "_"), False
+            self._phases[name] = self._phases.get(name, 0.0) + self.now() - begin
+
+    @property
+    def elapsed(self) -> float:
+        return self.now() - self.begin_seconds
+
+    def take(self, *, generates: bool) -> dict[str, float]:
+        """Metrics of the step whose line is written now: `step/seconds`, and its parts, the rest as `step/other_seconds`."""
+        assert self._line_seconds is not None
+        end = self.now()
+        seconds, self._line_seconds = end - self._line_seconds, end
+        spent, self._phases = self._phases, {}
+        parts = {name: spent.get(name, 0.0) for name in PHASES if generates or name not in OF_GENERATION}
+        self.steps_seconds += seconds
+        metrics = {"step/seconds": seconds, **{f"step/{name}_seconds": part for name, part in parts.items()}}
+        return metrics | {"step/other_seconds": seconds - sum(parts.values())}
+
+    def summary(self) -> dict[str, float]:
+        """Of the whole: the start, the steps and the end are the total."""
+        total = self.elapsed
+        start = self.start_seconds if self._line_seconds is not None else total
+        end = total - start - self.steps_seconds
+        return {"seconds_start": start, "seconds_steps": self.steps_seconds, "seconds_end": end, "seconds_total": total}
 
 
 class StepLog:
@@ -44,7 +133,7 @@ class StepLog:
         self.log.step(step + 1, {"version": step + 1, **metrics, **times, **memory.memory_metrics()})
 
     def compare(self, step: int, trained: Sequence[MiniBatch]) -> dict[str, float]:
-        """model.exact: what sameness.compare finds in the step's batch, on rank 0; else nothing. Collective."""
+        """model.exact: what the function of this name finds in the step's batch, on rank 0; else nothing. Collective."""
         if not self.config.model.exact or self.generated is None:
             return {}
         log_probs = self.engine.old_log_probs(trained, self.generated, range(len(self.generated)))

@@ -64,8 +64,8 @@ class VersionLog:
         return metrics([each for each, _ in found if each is not None])
 
     def prune(self) -> None:
-        """Take out what `sync.log_keep` does not keep; once the newest version is marked (newer.py), which a killed run goes on
-        from. Raises RankZeroError on every rank where a file cannot be removed.
+        """Take out what `sync.log_keep` does not keep, once the newest version is marked (checkpoints.py), from which a killed
+        run goes on. Raises RankZeroError on every rank where a file cannot be removed.
         """
         if (pruner := self._pruner) is not None:
             on_rank_zero(pruner.prune)

@@ -20,8 +20,7 @@ from bridge.messages import SyncError, SyncReport
 from bridge.processes import host_identity
 from bridge.replicas import actors as bridge_actors
 from bridge.replicas.pool import ReplicaPool
-from bridge.send.collectives import Ranks
-from bridge.send.connection import choose_way
+from bridge.send.connection import Ranks, choose_way
 from bridge.send.publish import Publisher
 from bridge.transport.open import resolve_transport
 from engine.checkpoint import hf_folder

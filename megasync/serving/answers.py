@@ -1,6 +1,11 @@
 """Examples answered by replicas and scored by rewards, just as a run's own evaluations are (rollouts/evaluation.py).
 
-Leaves out which examples there are, and the replicas (replicas.py).
+A mean over prompts comes with its 95 % confidence interval, the normal one of the central limit theorem, over prompts and not
+over samples, since samples of one prompt are alike (E. Miller, Adding Error Bars to Evals, arXiv:2411.00640, sections 2.1 and
+2.2). It is for some dozen prompts or more; where all prompts have one value its width is 0. Leaves out which examples there are,
+and the replicas (replicas.py).
+
+    estimate([1.0, 0.0, 1.0, 1.0])      # Estimate(mean=0.75, low=0.26, high=1.24, num_prompts=4)
 """
 
 from __future__ import annotations
@@ -8,10 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import stat
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -29,7 +37,7 @@ from megasync.hf.folder import check_model_folder
 from megasync.launch.devices import visible_devices
 from megasync.launch.scope import check_ray
 from megasync.rewards.pool import RewardPool
-from megasync.rollouts.evaluation import Evaluation, requests_of
+from megasync.rollouts.evaluation import Evaluation, pass_at_k, requests_of
 from megasync.rollouts.requests import reward_inputs, sample_line
 from megasync.rollouts.turns import ATTEMPTS
 
@@ -55,6 +63,7 @@ TRAINING = (
     *("rollout.max_staleness", "rollout.on_update", "rollout.cache_on_update", "rollout.record"),
     *("rollout.evaluate_every_steps", "rollout.evaluate_at_start"),
 )
+Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +147,7 @@ def check_lengths(config: Config, evaluation: Evaluation, prompts: Prompts) -> N
 def ask(pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts, run_seed: int) -> Answers:
     """Completions of every example, in order; the same as those of a run's evaluation with this name and seed.
 
-    Episodes are played by playing.py.
+    Episodes are played by megasync/evaluate.py.
     """
     return pool.generate(requests_of(evaluation, prompts, run_seed)).result()
 
@@ -209,3 +218,32 @@ def opened(path: Path) -> Iterator[TextIO]:
     finally:
         with suppress(OSError):  # of what `write` could not write, and told
             file.close()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`low` and `high` are None for one prompt alone."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_prompts: int
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Of one value a prompt, at least one."""
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Estimate(mean, None, None, 1)
+    half = Z * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half, len(values))
+
+
+def estimates(rewards: Sequence[Sequence[float]], pass_reward: float) -> dict[str, Estimate]:
+    """avg@n of the n samples of every prompt, and pass@k for k = n and the powers of two below it."""
+    num_samples = len(rewards[0])
+    passed = [sum(reward >= pass_reward for reward in group) for group in rewards]
+    found = {f"avg@{num_samples}": estimate([statistics.fmean(group) for group in rewards])}
+    for k in sorted({2**power for power in range(num_samples.bit_length()) if 2**power < num_samples} | {num_samples}):
+        found[f"pass@{k}"] = estimate([pass_at_k(num_samples, count, k) for count in passed])
+    return found

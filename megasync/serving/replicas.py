@@ -1,16 +1,21 @@
-"""A Ray and replicas that serve the weights of a folder, and their end.
+"""A Ray and replicas that serve the weights of a folder, and their end; a folder for what a command makes on its way.
 
+with scratch_folder() as folder:
+    source = find_source(Path("runs/rl"), folder, step=None, overrides=[])
 with served(config) as pool:
     completions = pool.generate(requests).result()
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasync.config.schema import Config
@@ -20,6 +25,8 @@ from megasync.launch.scope import listen_on_loopback, run_scope
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
+
+Serve = Callable[[Config], AbstractContextManager["ReplicaPool"]]  # `served`, or what stands for it
 
 
 @contextmanager
@@ -63,3 +70,11 @@ def replicas(config: Config, warms_up: bool = True, meanwhile: Callable[[], None
     finally:
         if stop_ray is not None:
             stop_ray()
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """It goes with the block, also where SIGTERM ends that; what SIGKILL leaves `megasync doctor` knows by its name."""
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix=f"megasync-serve-{os.getpid()}-") as folder:
+        yield Path(folder)

@@ -12,25 +12,21 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megasync.config.errors import refuse_if
-from megasync.data.prompts import load_data
+from megasync.config.schema import Config
+from megasync.data.prompts import Prompts, RunData, load_data
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import EnvironmentAnswer, History, turns_of
-from megasync.rollouts.played import episode_settings
+from megasync.episodes.segments import Turn
+from megasync.episodes.task import Played, Task
+from megasync.episodes.wire import Ask
+from megasync.rollouts.records import RecordedGroup
 from megasync.rollouts.requests import task_of
-
-if TYPE_CHECKING:
-    from megasync.config.schema import Config
-    from megasync.data.prompts import Prompts, RunData
-    from megasync.episodes.segments import Turn
-    from megasync.episodes.task import Played, Task
-    from megasync.episodes.wire import Ask
-    from megasync.rollouts.records import RecordedGroup
-    from megasync.rollouts.turns import EpisodeSettings
+from megasync.rollouts.turns import EpisodeSettings, episode_settings
 
 SHOWN = 60  # characters or tokens
 

@@ -53,10 +53,11 @@ def say_devices(config: Config, rank: int) -> None:
     import ray
 
     from bridge.replicas.launched import placement_options
-    from bridge.replicas.places import free_gpus
+    from bridge.replicas.places import free_resources
     from megasync.run.replica_start import replica_config
 
-    print(f"{sum(free_gpus().values())} GPUs of {ray.cluster_resources()['GPU']:.0f} are for replicas of their own", flush=True)
+    num_free = sum(free_resources("GPU").values())
+    print(f"{num_free} GPUs of {ray.cluster_resources()['GPU']:.0f} are for replicas of their own", flush=True)
 
     class Replica:
         def devices(self) -> str:

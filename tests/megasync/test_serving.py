@@ -27,7 +27,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.export import export
-from megasync.rollouts.played import episode_settings
+from megasync.rollouts.turns import episode_settings
 from megasync.serving import answers
 from megasync.serving.source import Source, find_source, source_of_version, versions_there
 from tests.megasync.test_export_cli import adapter_run

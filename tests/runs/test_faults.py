@@ -18,8 +18,7 @@ import pytest
 
 from bridge.config import ReplicaConfig
 from bridge.replicas.actors import ReplicaActors, TooFewReplicasError
-from bridge.replicas.launched import ReplicaActor
-from bridge.replicas.answers import no_answer
+from bridge.replicas.launched import ReplicaActor, no_answer
 from megasync.config.load import load_config
 from megasync.rollouts.progress import load_progress
 from tests.faults import judge

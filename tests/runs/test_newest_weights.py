@@ -13,7 +13,7 @@ from bridge.versions.reader import VersionReader
 from megasync.config.files import CHECKPOINTS, VERSIONS, newest_checkpoint
 from megasync.reporting.log import read_evaluations
 from megasync.rollouts.records import load_record, paths_of
-from megasync.run.newer import marked
+from megasync.run.checkpoints import marked
 from tests.runs.train_cases import TORCHRUN, endless_run, launch, left_running, metrics, write_config
 
 BATCH, EVERY, WARMUP = 8, 8, 1000

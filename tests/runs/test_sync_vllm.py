@@ -247,7 +247,8 @@ def test_a_restarted_replica_serves_after_the_next_publish(tied_pool, tied_sourc
     log = VersionWriter(tmp_path, stage=0, num_stages=1, keeps_weights=True, full_every=20)
     log.write(14, iter(tied_source.tensors.items()))
     publisher.close()  # as a run does where the members change
-    tied_pool.restart(1)
+    tied_pool.replace(1)
+    assert tied_pool.rejoin(at_least=2, seconds=300)
     assert tied_pool.versions == [14, None]
     with pytest.raises(RuntimeError, match="waits for a publish"):
         tied_pool.generate(GREEDY).result()

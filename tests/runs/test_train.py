@@ -28,7 +28,7 @@ from megasync.diagnosis.storage import bytes_below
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.planning import version_log
 from megasync.planning.replicas import WORKER_PEAK
-from megasync.run.clock import PHASES
+from megasync.run.step_log import PHASES
 from megasync.serving.replicas import replicas
 from megasync.serving.source import find_source
 from tests.runs.table_cases import BUFFER, STOPS, table_config

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from megasync.episodes.chat import Model
-from megasync.episodes.family import FamilyRenderer
-from megasync.episodes.render import renderer_of
+from megasync.episodes.render import FamilyRenderer, renderer_of
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.tokens import Tokens

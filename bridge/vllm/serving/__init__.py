@@ -3,8 +3,7 @@
 api.py           the engine's calls that differ between versions, and the plug-in's entry
 requests.py      what it is asked, and what comes of it
 arguments.py     which fields of its EngineArgs a config may set
-outputs.py       tokens that wait in its engine core until their request ends
-plain_tokens.py  how they pass most of its scheduler by
+outputs.py       tokens that wait in its engine core until their request ends, most of them past its scheduler
 trace.py         one sequence, every tensor on the way kept
 unwarmed.py      a worker that compiles kernels when they are needed
 routing.py       which experts a response's tokens had

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bridge.generation import Completion, GenerationRequest
+from bridge.generation import NO_EXPERTS, Completion, GenerationRequest
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.vllm.serving import routing
 from bridge.vllm.weights import adapter as vllm_adapter
@@ -116,7 +116,7 @@ def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
     return np.array(told.logprobs, np.float32)[told.start_indices[1:]]  # type: ignore[no-any-return]
 
 
-def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = None) -> Completion:
+def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = NO_EXPERTS) -> Completion:
     """From a finished RequestOutput with one sample.
 
     `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
@@ -130,5 +130,4 @@ def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, r
     begin = 0
     for end, former in marks:
         versions[begin:end], begin = former, end
-    experts = np.empty((0, 0, 0), np.uint8) if routed_experts is None else routed_experts
-    return Completion(tokens, log_probs, versions, str(sample.finish_reason), experts)
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-Keep = Callable[[str, torch.Tensor], None]
 SECOND_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"  # the one of the model runner that 0.26 has for dense models on GPUs
 DEVICE_BYTES = 2**28  # of copies that wait on the device: one by one, some ten thousand a pass, each would be waited for
 

@@ -11,8 +11,7 @@ from bridge.layout.manifest import SAFETENSORS_DTYPES, TensorSpec
 from megasync.bench.config import BenchConfig, BenchRoot
 from megasync.config.files import write_atomically
 from megasync.examples.small_qwen3 import CONFIG
-from megasync.hf.model_shape import ModelShape
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES, ModelShape
 from megasync.hf.tensors import TIED_HEAD, expected_tensors
 
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}

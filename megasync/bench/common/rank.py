@@ -19,7 +19,7 @@ from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.layout.manifest import Manifest
 from bridge.messages import StageSpan
-from bridge.send.collectives import Ranks
+from bridge.send.connection import Ranks
 from bridge.send.publish import Publisher
 from engine.config import EngineConfig, LoraConfig
 from engine.engine import Engine
@@ -30,7 +30,7 @@ from megasync.bench.common.program import Measured, Program
 from megasync.bench.common.random_engine import FrozenEngine, RandomEngine, negate
 from megasync.bench.config import BenchRoot
 from megasync.bench.replicas.replica import WORKER_EXTENSION, BenchPool, ElsewherePool
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.run.rank_zero import control_group

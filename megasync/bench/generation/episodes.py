@@ -33,9 +33,9 @@ from megasync.episodes.task import Played, Task
 from megasync.episodes.wire import Ask
 from megasync.rollouts.dispatch import COLLECT_SECONDS
 from megasync.rollouts.group import StreamSettings
-from megasync.rollouts.played import episode_metrics, episode_settings
 from megasync.rollouts.requests import make_request, task_of, training_sampling
 from megasync.rollouts.stream import RolloutStream
+from megasync.rollouts.turns import episode_metrics, episode_settings
 
 
 class Watched(EpisodePool):

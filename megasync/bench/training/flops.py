@@ -1,6 +1,6 @@
 """What a training step of a model costs by its sizes: parameters, and operations of attention. No torch in here.
 
-Leaves out the sizes themselves (megasync/hf/shapes.py) and what is measured (rank.py).
+Leaves out the sizes themselves (megasync/hf/model_shape.py) and what is measured (rank.py).
 
     6 * num_active_parameters(SHAPES["30b-a3b"])      # operations a token, forward and backward, without attention
 """
@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from megasync.bench.common.model import tensors_of
-from megasync.hf.shapes import Shapes
+from megasync.hf.model_shape import Shapes
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 

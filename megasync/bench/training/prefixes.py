@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megasync.bench.training.flops import attention_flops, num_active_parameters
 from megasync.episodes.task import Played
-from megasync.hf.shapes import SHAPES, Shapes
+from megasync.hf.model_shape import SHAPES, Shapes
 from megasync.rollouts.records import load_record, paths_of
 
 SHAPE, OTHER = "3b", "30b-a3b"

@@ -29,7 +29,7 @@ from megasync.bench.common.program import Measured, Program
 from megasync.bench.common.random_engine import RandomEngine
 from megasync.bench.config import VARIANTS, BenchRoot, VariantName
 from megasync.bench.training.flops import attention_flops, num_active_parameters, read_shapes
-from megasync.hf.shapes import Shapes
+from megasync.hf.model_shape import Shapes
 
 
 class DotProductCore(CoreAttention):

@@ -2,10 +2,8 @@
 
 record.py    what a run's folder holds
 curves.py    metrics as charts in groups, and what does not vary as numbers
-phases.py    where the wall time went
-lanes.py     spans of the last steps, trainer and replicas as lanes
-turns.py     episodes: their branches as turns
-samples.py   prompts and responses, with what there is of each token
+lanes.py     where the wall time went; spans of the last steps, trainer and replicas as lanes
+samples.py   prompts and responses, episodes as turns, with what there is of each token
 sections.py  tiles, advisories, plan against actual, configuration
 style.py     the page's CSS, light and dark
 script.py    the page's JavaScript

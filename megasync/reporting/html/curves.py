@@ -132,7 +132,8 @@ def charts(records: Sequence[Record]) -> list[Group]:
                 if points and key not in flat and not is_twin:
                     curves.append(_curve(key, points, chart.scale, number, record.name if len(records) > 1 else ""))
         if curves:
-            groups[chart.group].charts.append(_as_data(chart, curves))
+            told = {"title": chart.title, "sentence": chart.sentence, "unit": chart.unit, "log": chart.log_scale}
+            groups[chart.group].charts.append({**told, "curves": curves})
     for key in keys:
         found = metric(key)
         if found is not None and key in flat:
@@ -186,7 +187,3 @@ def _thin(points: Points, num_runs: int) -> Points:
 def _short(value: float) -> float:
     """Five digits are more than a screen shows."""
     return float(f"{value:.5g}") if math.isfinite(value) else 0.0
-
-
-def _as_data(chart: Chart, curves: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"title": chart.title, "sentence": chart.sentence, "unit": chart.unit, "log": chart.log_scale, "curves": curves}

@@ -12,7 +12,7 @@ from typing import Any
 
 from megasync.reporting.advisories import CONDITIONS, advisories
 from megasync.reporting.html.curves import Group
-from megasync.reporting.html.phases import ORDER, phases
+from megasync.reporting.html.lanes import ORDER, phases
 from megasync.reporting.html.record import Record, is_number
 from megasync.reporting.metric_names import label, metric
 

@@ -16,7 +16,7 @@ from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.messages import BeginSync
 from bridge.layout.plan import LoadPlan
 from bridge.layout.regions import Copy, Region
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import TransportError
 from bridge.transport.shm import ShmReader, ShmWriter
 from bridge.receive.receiver import SLEPT_BESIDE_OTHERS, WorkerExtension
 from bridge.receive.unpack import Unpacker, _Lent, _lend, _take_back

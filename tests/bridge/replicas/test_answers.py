@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bridge.replicas.answers import gather
+from bridge.replicas.launched import gather
 from megasync.launch.ray_cluster import start_ray
 
 

@@ -20,9 +20,8 @@ from bridge.layout.manifest import ITEM_BYTES
 from bridge.send.sender import StageSender
 from bridge.transport import delta as transport
 from bridge.transport.delta import DeltaReader, DeltaWriter, Store, decode, encode, from_log
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import Reader, TransportError
 from bridge.transport.open import open_reader, open_writer
-from bridge.transport.protocol import Reader
 from bridge.versions.file import path_of
 from bridge.versions.writer import VersionWriter
 from tests.support.manifests import SPECS as SPECS_OF_ANY

@@ -15,7 +15,7 @@ import torch
 
 from bridge.layout.bucket import StagePlan, SyncPlan
 from bridge.transport.channel import WATCH_SECONDS, Channel
-from bridge.transport.errors import DamagedError, TransportError
+from bridge.transport.protocol import DamagedError, TransportError
 from bridge.transport.nccl import GroupReader, GroupWriter
 from bridge.transport.store import ABORT
 from tests.support.manifests import make_manifest

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bridge.layout.bucket import SyncPlan
-from bridge.transport.errors import DamagedError, TransportError
+from bridge.transport.protocol import DamagedError, TransportError
 from bridge.transport.ipc import IpcReader, IpcWriter
 from bridge.transport.segment import FOLDER, PREFIX
 from tests.support.manifests import make_manifest

@@ -13,7 +13,7 @@ import torch
 
 from bridge.layout.lanes import Holder, plan_lanes
 from bridge.transport.channel import Channel
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import TransportError
 from bridge.transport.ports import RelayedPort
 from bridge.transport.shm import ShmWriter
 from tests.bridge.transport.test_group_transport import STAGE

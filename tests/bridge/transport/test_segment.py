@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge.transport.errors import TransportError
+from bridge.transport.protocol import TransportError
 from bridge.transport.open import abort_endpoints, open_reader
 from bridge.transport.segment import FOLDER, PREFIX, Segment
 from bridge.transport.shm import ShmReader, ShmWriter

@@ -198,6 +198,6 @@ def test_most_tokens_go_the_plain_way(config: Callable[[str], Any], monkeypatch:
 
 def test_the_installed_vllm_was_compared() -> None:
     """Where this fails, read what changed in `source_digest`'s functions; the tests above must pass before it is added."""
-    from bridge.vllm.serving import plain_tokens
+    from bridge.vllm.serving import outputs
 
-    assert plain_tokens.source_digest() in plain_tokens.COMPARED
+    assert outputs.source_digest() in outputs.COMPARED

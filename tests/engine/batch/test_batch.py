@@ -25,7 +25,7 @@ from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import Balance, needed_samples, padding_fraction, plan_microbatches, split_members
 from engine.batch.packed import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample
-from megasync.run.distribute import flatten, with_tokens
+from megasync.run.rank_zero import flatten, with_tokens
 from megasync.rollouts.group import Group
 from megasync.rollouts.progress import Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.rollout import batch_metrics, samples_of
@@ -189,8 +189,7 @@ def assert_same(first: MicroBatch, second: MicroBatch) -> None:
 
 def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A batch that rank 0 alone has, through TokenScatter to engine.prepare, against one that every rank has."""
-    from megasync.run.distribute import TokenScatter
-    from megasync.run.rank_zero import on_rank_zero
+    from megasync.run.rank_zero import TokenScatter, on_rank_zero
     from tests.engine.engine_cases import engine, random_samples
 
     results = []

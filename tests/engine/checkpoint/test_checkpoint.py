@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint import newest, saving
-from engine.checkpoint.boxes import Dim, boxes, pieces
+from engine.checkpoint.shards import Dim, boxes, pieces
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config

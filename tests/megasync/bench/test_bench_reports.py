@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bridge.layout.manifest import read_folder_manifest
 from megasync.bench.cli import main
 from megasync.bench.config import BenchRoot
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from megasync.bench.generation.requests import long_tail
 from megasync.bench.common.model import write_shapes
 from megasync.bench.common.results import print_table

@@ -11,7 +11,7 @@ from megasync.bench import cli
 from megasync.bench.config import VARIANTS
 from megasync.bench.training.flops import num_active_parameters, num_parameters, read_shapes
 from megasync.bench.training.variants import COMPARED, compare
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "bench_train.yaml")

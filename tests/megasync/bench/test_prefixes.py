@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megasync.bench.training.flops import attention_flops
 from megasync.bench.training.prefixes import Cost, costs_of, dropped_thinking, group_of
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 
 TOKENS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=6)
 

@@ -13,7 +13,7 @@ from megasync.checks.settings import check_layout
 from megasync.config.load import load_config, save_config
 from megasync.config.errors import ConfigError
 from megasync.hf.folder import model_shape
-from megasync.checks.vllm_arguments import ask_vllm
+from megasync.checks.data import ask_vllm
 from megasync.rewards.resolve import require_packages
 from tests.support.config_files import cannot_run, command, refused, write, write_model, write_runnable
 

@@ -18,7 +18,7 @@ from megasync.config.json_schema import json_schema
 from megasync.config.keys import kind_of
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config, RolloutConfig, RunConfig
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from tests.support.config_files import KEYS, RANGES, ROOT, write
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config.files import lock_holder
-from megasync.diagnosis import collectives, gpus, leftovers, limits, network, packages, storage
+from megasync.diagnosis import gpus, leftovers, limits, network, packages, storage
 from megasync.diagnosis.environment import Place, check_environment
 from megasync.diagnosis.finding import Finding
 from megasync.diagnosis.gpus import parse_gpus, parse_links
@@ -288,12 +288,12 @@ def proxy_for_the_loopback(_: Path) -> list[Finding]:
 
 @case("error", "two processes failed: ", "GLOO_SOCKET_IFNAME")
 def gloo_on_no_interface(_: Path) -> list[Finding]:
-    return collectives.check_collective("gloo", {**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
+    return network.check_collective("gloo", {**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
 
 
 @case("error", "did not find each other within 0.01 s", "GLOO_SOCKET_IFNAME")
 def gloo_that_hangs(_: Path) -> list[Finding]:
-    return collectives.check_collective("gloo", os.environ, seconds=0.01)
+    return network.check_collective("gloo", os.environ, seconds=0.01)
 
 
 @case("error", "VLLM_PLUGINS=lora_filesystem_resolver: vLLM loads these plug-ins alone", "add megasync")

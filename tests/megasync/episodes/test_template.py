@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from megasync.episodes.chat import Model
-from megasync.episodes.family import FamilyRenderer
-from megasync.episodes.fold import fold
-from megasync.episodes.render import renderer_of
+from megasync.episodes.render import FamilyRenderer, renderer_of
+from megasync.episodes.template import TemplateRenderer, fold
 from megasync.episodes.segments import Recorder
-from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.tokens import Tokens
 from tests.support.chat_families import FAMILIES
 from tests.support.conversations import TOOLS, conversation, sampled_and_trained

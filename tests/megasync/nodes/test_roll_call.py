@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.replicas.places import room_problem as replicas_problem
-from megasync.nodes.compare import differences
+from megasync.nodes.compare import differences, judge, slow_pairs
 from megasync.nodes.facts import code_digest, described, flat
-from megasync.nodes.judge import judge, slow_pairs
 from megasync.nodes.roll_call import Arrival, fewer_seats, roll_call, room_problem, seats
 from megasync.nodes.wire import tournament
 

@@ -13,7 +13,7 @@ from engine.config import FAMILIES
 from megasync import plan as command
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, with_changes
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from megasync.planning.hardware import hardware, measured, with_memory
 from megasync.planning.make import check, make_plan
 from megasync.planning.record import RATIO, compare, outcome

@@ -19,7 +19,7 @@ from engine.batch.packed import PackedSequences, Routing
 from engine.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from engine.model import build, lora
 from engine.objective import logits
-from megasync.hf.shapes import SHAPES
+from megasync.hf.model_shape import SHAPES
 from megasync.planning.meta import activations
 from megasync.planning.meta.activations import trace
 from megasync.planning.memory import state_bytes

@@ -17,8 +17,16 @@ from rich.console import Console
 from megasync.config.schema import Config, RunConfig
 from megasync.config.load import load_config
 from megasync.config.files import write_atomically
-from megasync.reporting.log import RunLog, read_evaluations, read_metrics, read_samples, read_summary, write_summary
-from megasync.reporting.progress import figures, make_progress
+from megasync.reporting.log import (
+    RunLog,
+    figures,
+    make_progress,
+    read_evaluations,
+    read_metrics,
+    read_samples,
+    read_summary,
+    write_summary,
+)
 from megasync.reporting.timeline import Timeline
 from tests.support.file_limit import umask
 

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config, RunConfig
 from megasync.reporting.html.curves import CHARTS, charts
-from megasync.reporting.html.lanes import timeline
-from megasync.reporting.html.phases import covered, phases
+from megasync.reporting.html.lanes import covered, phases, timeline
 from megasync.reporting.html.record import Record, Span, distinct_ends, read_record
 from megasync.reporting.log import RunLog, write_summary
 from megasync.reporting.metric_names import METRICS, label, metric

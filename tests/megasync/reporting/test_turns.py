@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.reporting.html.turns import HEADER, branches, given_turns
+from megasync.reporting.html.samples import HEADER, branches, given_turns
 from megasync.reporting.page import write_report
 from tests.megasync.reporting.test_report import data_of, fake_run, log_of, text_of
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megasync.config.schema import RolloutConfig
-from megasync.rewards.failure import RewardError
+from megasync.rewards.wire import RewardError
 from megasync.rewards.pool import RewardPool
 from tests.support.config_files import ROOT
 from tests.support.rewards import CASES, children, given, until

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from megasync.config.errors import ConfigError
 from megasync.config.schema import RolloutConfig
 from megasync.examples import tasks
-from megasync.rewards.failure import RewardError, shown
+from megasync.rewards.wire import RewardError, Unpacker, pack, shown
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
-from megasync.rewards.wire import Unpacker, pack
 from tests.support.config_files import ROOT
 from tests.support.rewards import CASES, children, given, until
 

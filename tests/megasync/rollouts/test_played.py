@@ -19,10 +19,9 @@ from megasync.rewards.functions import token_count
 from megasync.rewards.pool import Scored, reward_metrics
 from megasync.rewards.wire import Failure
 from megasync.rollouts.group import Group
-from megasync.rollouts.played import episode_metrics, members_of
+from megasync.rollouts.turns import EpisodeSettings, Episodes, episode_metrics, members_of
 from megasync.rollouts.requests import reward_inputs
 from megasync.rollouts.rollout import batch_metrics, samples_of
-from megasync.rollouts.turns import Episodes, EpisodeSettings
 
 PROMPT = (1, 2, 3)
 

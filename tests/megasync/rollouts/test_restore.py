@@ -17,10 +17,9 @@ from megasync.data.data import Example, PromptOrder
 from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
 from megasync.episodes.segments import Branch, Turn
 from megasync.episodes.task import Played, Task
-from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.group import Group, Restored, StreamSettings, order_notes, restore_groups
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
-from megasync.rollouts.restore import Restored, order_notes, restore_groups
 from megasync.rollouts.attempt import STATE, begun, unfinished
 from megasync.rewards.pool import RewardPool
 
@@ -93,18 +92,6 @@ def test_what_no_step_could_train_in_time_begins_anew(
 def test_a_group_without_samples_begins_anew_without_a_word() -> None:
     found = restored(Progress(0, 1, None, (SavedGroup(0),)), 1, 1, lambda key: (7, 7))
     assert (found.groups, found.anew, found.notes) == ([], [0], [])
-
-
-def test_groups_of_a_file_without_digests_begin_anew(tmp_path: Path) -> None:
-    """Older versions wrote the ordinals alone, and a third count."""
-    save_progress(tmp_path, saved(4, 5))
-    with np.load(tmp_path / FILE) as file:
-        fields = {**file, "groups": file["groups"][:, 0], "counts": np.append(file["counts"], 7)}
-    np.savez(tmp_path / FILE, **fields)
-    progress = load_progress(tmp_path)
-    assert progress is not None and (progress.num_trained, progress.num_begun) == (40, 2)
-    found = restored(progress, 1, 1, lambda key: (key + 1, key + 1))
-    assert (found.groups, found.anew) == ([], [0, 1]) and "2 begin anew" in found.notes[0]
 
 
 def test_a_sample_without_a_reward_has_none_afterwards() -> None:

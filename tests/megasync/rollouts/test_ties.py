@@ -10,7 +10,7 @@ from engine.objective.advantages import group_advantages
 from engine.sample import Sample
 from megasync.config.schema import Config
 from megasync.rollouts.rollout import learnt_rewards
-from megasync.rollouts.ties import PATIENCE, TieWatch, tied_fraction
+from megasync.rollouts.group import PATIENCE, TieWatch, tied_fraction
 
 REWARD = st.sampled_from([0.0, 0.25, 1.0])
 

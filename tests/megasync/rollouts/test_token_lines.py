@@ -13,8 +13,8 @@ from megasync.config.schema import DataConfig
 from megasync.data.prompts import Prompts
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.task import Played
-from megasync.rollouts import token_lines
-from megasync.rollouts.token_lines import episode_line, rows_of_first_members, token_fields, with_trainer_log_probs
+from megasync.rollouts import requests
+from megasync.rollouts.requests import episode_line, rows_of_first_members, token_fields, with_trainer_log_probs
 
 PROMPT = [3, 4, 5]
 
@@ -50,7 +50,7 @@ def test_each_sampled_piece_has_its_tokens_and_the_trainers_log_probs(prompts: P
 
 
 def test_only_the_first_tokens_are_kept(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_lines, "MAX_LOGGED_TOKENS", 4)
+    monkeypatch.setattr(requests, "MAX_LOGGED_TOKENS", 4)
     first, _ = token_fields(prompts, played())["branches"]
     assert [len(piece.get("token_texts", ())) for piece in first] == [0, 2, 0, 2]
     arrays = np.arange(3, 9, dtype=np.int32), np.full(6, -0.5, np.float32), np.full(6, 2, np.int32)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.run.clock import PHASES, StepClock
+from megasync.run.step_log import PHASES, StepClock
 
 SPANS = st.lists(st.tuples(st.sampled_from(PHASES), st.sampled_from(PHASES), st.integers(0, 50), st.integers(0, 50)), max_size=6)
 

@@ -27,8 +27,7 @@ from megasync.config.files import CHECKPOINTS, VERSIONS
 from megasync.config.load import load_config
 from megasync.data.data import PromptOrder
 from megasync.rollouts.progress import Progress, SavedGroup
-from megasync.run.checkpoints import Checkpoints
-from megasync.run.newer import NewerWeights, find_newer, forget, mark, marked, unmark
+from megasync.run.checkpoints import Checkpoints, NewerWeights, find_newer, forget, mark, marked, unmark
 from tests.support.config_files import write_runnable
 
 COUNTS = st.integers(0, 2**40)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.sample import Sample
-from megasync.run.sameness import compare
+from megasync.run.step_log import compare
 
 
 def sample(log_probs: list[float], versions: list[int]) -> Sample:

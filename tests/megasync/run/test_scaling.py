@@ -16,8 +16,19 @@ from bridge.replicas.actors import ReplicaActors
 from bridge.replicas.launched import ReplicaActor
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.run.scale_request import REQUEST_FILE, Request, ask, forget_request, read_answer, read_request
-from megasync.run.scaling import FAILED, REFUSED, Scaling, asked_number, refusal
+from megasync.run.scaling import (
+    FAILED,
+    REFUSED,
+    REQUEST_FILE,
+    Request,
+    Scaling,
+    ask,
+    asked_number,
+    forget_request,
+    read_answer,
+    read_request,
+    refusal,
+)
 from tests.runs.train_cases import write_config
 
 ROOM = 3

@@ -16,7 +16,7 @@ from megasync.episodes.task import Played
 from megasync.rollouts.evaluation import pass_at_k, set_metrics
 from megasync.rollouts.turns import ATTEMPTS
 from megasync.serving import answers
-from megasync.serving.interval import Estimate, estimate, estimates
+from megasync.serving.answers import Estimate, estimate, estimates
 
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 GROUPS = st.integers(1, 8).flatmap(lambda size: st.lists(st.lists(REWARDS, min_size=size, max_size=size), min_size=1))
