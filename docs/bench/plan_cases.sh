@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the cases that `megasync plan` is compared with on one GPU of 80 GB: docs/bench/plan_cases.sh OUT [CASE ...]; no case: all.
 # `first` and `second` are the halves of the large ones: about five minutes each, most of it the start of processes. `third`: weights
-# in float32, and few tokens of a small model with a large vocabulary, tied; no number was chosen with these in sight.
+# in float32, and few tokens of a small model with a large vocabulary, tied. `held-out`: no number was chosen with these in sight.
 # Writes OUT/CASE.json and OUT/CASE.log; then `python docs/bench/plan_cases.py OUT` puts the plan beside them.
 # `too-large-*` are cases that plan says do not fit: their JSON holds the error that they end with.
 set -uo pipefail
@@ -34,11 +34,13 @@ json.dump({**fields, 'torch_dtype': 'bfloat16'}, open('$folder/config.json', 'w'
 first=(ddp-none fsdp-none ddp-selective fsdp-selective ddp-full fsdp-full ddp-mlp ddp-offload ddp-bf16-gradients)
 second=(ddp-32k-full lora lora-fsdp-32k lora-7b moe3-ddp moe3-fsdp moe3-selective moe6-lora ddp-no-fusions too-large-ddp too-large-32k)
 third=(ddp-float32 fsdp-float32 few-ddp few-fsdp few-fsdp-float32 few-full few-lora)
+held_out=(mid-ddp mid-fsdp-selective mid-float32 lora-7b-full)
 cases=("$@")
-[ $# -gt 0 ] || cases=("${first[@]}" "${second[@]}" "${third[@]}")
+[ $# -gt 0 ] || cases=("${first[@]}" "${second[@]}" "${third[@]}" "${held_out[@]}")
 [ "${1:-}" != first ] || cases=("${first[@]}")
 [ "${1:-}" != second ] || cases=("${second[@]}")
 [ "${1:-}" != third ] || cases=("${third[@]}")
+[ "${1:-}" != held-out ] || cases=("${held_out[@]}")
 lora=(engine.lora.rank=32 engine.lora.alpha=64)
 for case in "${cases[@]}"; do
   case $case in
@@ -68,6 +70,10 @@ for case in "${cases[@]}"; do
     few-fsdp-float32) train "$case" megatron_fsdp 8 128 bench_train.shapes=135m model.dtype=float32 ;;
     few-full) train "$case" ddp 4 64 bench_train.shapes=135m engine.recompute=full ;;
     few-lora) train "$case" ddp 4 64 bench_train.shapes=135m "${lora[@]}" ;;
+    mid-ddp) train "$case" ddp 8 512 bench_train.shapes=135m ;;
+    mid-fsdp-selective) train "$case" megatron_fsdp 16 1024 bench_train.shapes=135m engine.recompute=selective ;;
+    mid-float32) train "$case" ddp 1 4096 bench_train.shapes=135m model.dtype=float32 ;;
+    lora-7b-full) train "$case" ddp 2 2048 "${lora[@]}" bench_train.shapes=7b engine.recompute=full ;;
     too-large-ddp) train "$case" ddp 8 2048 ;;
     too-large-32k) train "$case" ddp 1 32768 engine.recompute=selective engine.logits_chunk_tokens=4096 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;

@@ -55,6 +55,11 @@ def seconds(name: str) -> float:
     return float(measured()["seconds"][name]["value"])
 
 
+def launches(name: str) -> float:
+    """How many times as many launches a layer has with it."""
+    return float(measured()["launches"][name]["value"])
+
+
 def units(name: str) -> float:
     """Of a CPU: see measured.json."""
     return float(measured()["units"][name]["value"])

@@ -6,6 +6,7 @@ CPUs, whose training passes are timed by what was traced of them, in cpu/.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
 from megasync.planning.cpu import passes as cpu
-from megasync.planning.hardware import Hardware, seconds, share
+from megasync.planning.hardware import Hardware, launches, seconds, share
 from megasync.planning.lengths import decode_steps
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
@@ -29,6 +30,7 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # What an adapter moves, in inputs and outputs of its linear. Inputs: read forward and for the gradient of A; their own gradient
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
+LONGER = 3  # the power by which the longer of two counts, that overlap
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
 
 
@@ -115,13 +117,29 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     speed = _speed(config, costs_, grid, hardware)
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
-    launched = "_float32" if config.model.dtype == "float32" else "_selective" if engine.recompute == "selective" else ""
-    launch = seconds(f"layer_launch{launched}") * costs_.num_layers / grid.pipeline * count
+    launch = _launch_seconds(config) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
-    train = max(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
-    alone = max(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
+    train = _beside(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
+    alone = _beside(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
     return train, alone
+
+
+def _beside(device: float, host: float) -> float:
+    """Seconds of both at once, each of which waits for the other here and there: more than those of the longer one."""
+    return (device**LONGER + host**LONGER) ** (1 / LONGER)
+
+
+def _launch_seconds(config: Config) -> float:
+    """Of a layer of a micro-batch, forward and backward, on the host."""
+    engine = config.engine
+    is_there = {
+        "megatron_fsdp": SHARDS_PARAMETERS[engine.wrap],
+        "lora": engine.lora.rank > 0,
+        "float32": config.model.dtype == "float32",
+        f"recompute_{engine.recompute}": engine.recompute != "none",
+    }
+    return seconds("layer_launch") * math.prod(launches(name) for name, is_so in is_there.items() if is_so)
 
 
 def _adapter_seconds(config: Config, costs_: ModelCosts, tokens: float, hardware: Hardware) -> float:

@@ -123,7 +123,7 @@ def test_a_part_of_a_sequence_attends_to_what_the_whole_one_does(window: int, si
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize(("size", "value_size"), [(64, 64), (128, 128), (48, 32)])
 def test_float32_on_a_gpu_is_exact_and_holds_no_scores(size: int, value_size: int, window: int) -> None:
-    """Values and gradients, with fewer heads of keys; scores [tokens, tokens] of all heads would be 16 times the limit."""
+    """Values and gradients, with fewer heads of keys; scores [tokens, tokens] of all heads would be twice the limit or more."""
     from engine.attention.core import CoreAttention
     from engine.batch.packed import PackedSequences
 
@@ -143,7 +143,7 @@ def test_float32_on_a_gpu_is_exact_and_holds_no_scores(size: int, value_size: in
     held = torch.cuda.memory_allocated() - before
     out.backward(seed[..., :value_size])
     scores = 2 * 4 * 4096**2 * 4
-    assert held < (scores / 4 if window else scores / 16), "a window is a mask, which its kernel reads as float32"
+    assert held < (scores / 2 if window else scores / 4), "keys and values of all heads; a window's mask is read as float32"
     for a, b in [(out, expected), *((a.grad, b.grad) for a, b in zip(mine, theirs, strict=True))]:
         assert a is not None and b is not None
         assert float((a.double() - b).abs().max()) < 1e-4 * max(float(b.abs().max()), 1e-3)

@@ -140,7 +140,7 @@ def test_what_a_run_took_stands_beside_its_plan(tmp_path: Path) -> None:
 
 def test_every_measured_number_says_where_it_is_from() -> None:
     known = {path.name for path in BENCH.glob("*.json")} | {f"plan/{path.name}" for path in BENCH.glob("plan/*.json")}
-    for section in ("shares", "seconds", "units", "bytes"):
+    for section in ("shares", "seconds", "launches", "units", "bytes"):
         for name, entry in measured()[section].items():
             files = [file for file in entry["from"] if file.endswith(".json")]
             assert entry["from"] and entry["of"] and set(files) <= known, name
