@@ -127,7 +127,7 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
 
 def _beside(device: float, host: float) -> float:
     """Seconds of both at once, each of which waits for the other here and there: more than those of the longer one."""
-    return (device**LONGER + host**LONGER) ** (1 / LONGER)
+    return float((device**LONGER + host**LONGER) ** (1 / LONGER))
 
 
 def _launch_seconds(config: Config) -> float:
