@@ -108,14 +108,14 @@ def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int, *
     """Beside the shards, at the peak: what is gathered of embeddings and output layer; then of layers, and gradients that wait.
 
     The second come in the backward pass, as activations go: they add to the peak only where they are more than those. On CPUs
-    what activations leave is holes in malloc's heap, and layers stay gathered as far as they may be.
+    layers stay gathered as far as they may be, from the forward pass on.
     """
     root = counts.output * item
     layers = min(PREFETCHED, 2 * counts.largest_layer) * item
     trained = counts.trained / max(1, counts.whole)
     waiting = round(min(QUEUED, counts.whole - counts.output) * trained) * DTYPE_BYTES[engine.gradient_dtype]
     if is_cpu:
-        return root, min(PREFETCHED, counts.whole - counts.output) * item + waiting
+        return root, min(PREFETCHED, counts.whole - counts.output) * item + max(0, waiting - held)
     return root, max(0, layers + waiting - held)
 
 
