@@ -69,18 +69,18 @@ def optimizer_seconds(counts: Counts, engine: EngineConfig, grid: Grid, work: Wo
     own = sum(number * found[adam(size)] for size, number in counts.sizes) / grid.shards
     own += units(f"host_optimizer_{engine.wrap}") * sum(number for _, number in counts.sizes) * found[host()]
     if not SHARDS_PARAMETERS[engine.wrap]:
-        own += reduce_seconds(counts.trained, grid) + gather_seconds(counts.trained, grid)
+        own += sum(each(counts.trained, grid, "_large") for each in (reduce_seconds, gather_seconds))  # of one buffer
     return own * work.num_minibatches * units("in_step")
 
 
-def gather_seconds(elements: int, grid: Grid) -> float:
-    """Of an all-gather of so many elements over the ranks that share them, as float32."""
-    return seconds("gloo_gathered_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
+def gather_seconds(elements: int, grid: Grid, size: str = "") -> float:
+    """Of all-gathers of so many elements over the ranks that share them, as float32. `size`: of a collective, "" or "_large"."""
+    return seconds(f"gloo_gathered{size}_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
 
 
-def reduce_seconds(elements: int, grid: Grid) -> float:
-    """Likewise, of a reduce-scatter."""
-    return seconds("gloo_reduced_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
+def reduce_seconds(elements: int, grid: Grid, size: str = "") -> float:
+    """Likewise, of reduce-scatters."""
+    return seconds(f"gloo_reduced{size}_mib") * elements * 4 / 2**20 * (1 - 1 / grid.shards)
 
 
 def samples_seconds(num_samples: int, num_processes: int) -> float:
