@@ -3,8 +3,8 @@
 # SMOLLM2 is the folder of `megasync assets --model smollm2-135m-instruct --task chain_sum --task-options max_terms=4 max_digits=2`.
 # Each run writes its plan right before its first step, and ends with the table of what was planned and what came of it; then the plan
 # is made once more, as the machine is now and with the lengths of responses that there were. Both are in OUT/CASE.txt too.
-# The cores have to be quiet. Not among all, since no number was ever chosen with them in sight: smol-ddp-2, smol-lora-bf16, smol-fsdp-8,
-# smol-lora-2, tiny-moe, quickstart-rl-stale.
+# The cores have to be quiet. Not among all, since no number of the seconds was chosen with them in sight, but gloo's: smol-ddp-2, smol-lora-bf16,
+# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale.
 set -uo pipefail
 out=$1; smollm2=$2; shift 2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
