@@ -30,7 +30,7 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # What an adapter moves, in inputs and outputs of its linear. Inputs: read forward and for the gradient of A; their own gradient
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
-LONGER = 3  # the power by which the longer of two counts, that overlap
+OVERLAP = 3  # the power in the mean of two times that overlap; the larger it is, the more the longer one counts
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
 
 
@@ -120,14 +120,14 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     launch = _launch_seconds(config) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
-    train = _beside(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
-    alone = _beside(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
+    train = _overlapped(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
+    alone = _overlapped(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
     return train, alone
 
 
-def _beside(device: float, host: float) -> float:
-    """Seconds of both at once, each of which waits for the other here and there: more than those of the longer one."""
-    return float((device**LONGER + host**LONGER) ** (1 / LONGER))
+def _overlapped(device: float, host: float) -> float:
+    """Seconds of both at once; each waits for the other now and then, so that it takes more than the longer one."""
+    return float((device**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
 def _launch_seconds(config: Config) -> float:
