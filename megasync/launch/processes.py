@@ -118,6 +118,8 @@ def go_on_unread() -> None:
     """From now on this program goes on where nobody reads its output any more (`| head -1`, or a `tee` that has ended)."""
     for name in ("stdout", "stderr"):
         own = getattr(sys, name)
+        if own is None:  # it was closed before the start
+            continue
         own.flush()
         output = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
         by_lines = own.line_buffering or own.write_through
@@ -140,8 +142,8 @@ def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         if not isinstance(leaving.code, int):
             raise
         code = leaving.code
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+        stream.flush()
     os._exit(code)
 
 

@@ -73,6 +73,13 @@ def test_a_rank_goes_on_where_nobody_reads_its_output_any_more() -> None:
     assert started.wait(60) == 7
 
 
+def test_a_rank_may_start_without_any_output() -> None:
+    """As a job of some schedulers does: `... >&- 2>&-`."""
+    program = "from megasync.launch.processes import run_and_leave\nrun_and_leave(lambda _: print('lost') or 7)"
+    command = ["sh", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, program]
+    assert subprocess.run(command, env=os.environ | {"TORCHELASTIC_RUN_ID": "a rank's"}, check=False, timeout=60).returncode == 7
+
+
 def test_what_is_read_comes_whole_and_in_its_encoding() -> None:
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "a rank's", "PYTHONIOENCODING": "latin-1"}
     program = "from megasync.launch.processes import run_and_leave\nrun_and_leave(lambda _: print('é' * 100_000) or 0)"
