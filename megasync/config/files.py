@@ -118,7 +118,10 @@ def existing(folder: Path) -> Path:
 
 def unwritable(folder: Path) -> str:
     """Why no file can be made in the folder, or in the nearest above it that there is; empty where one can. Nothing stays."""
-    nearest = existing(folder)
+    nearest, whole = existing(folder), folder.absolute()
+    for path in (whole, *whole.parents):  # in the place of a link no folder can be made
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {path.readlink()}, which is not there"
     try:
         with tempfile.TemporaryFile(dir=nearest, prefix=".probe-") as probe:  # whose name goes at once
             probe.write(b"probe")

@@ -8,6 +8,7 @@ code = run_to_end(torchrun(2, "megasync.train", "configs/quickstart.yaml"))
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
 import platform
@@ -102,12 +103,18 @@ def end_undisturbed() -> None:
 
 
 class _Output(io.FileIO):
-    """Goes nowhere once nobody reads it."""
+    """Goes nowhere once nobody reads it: a pipe's other end is closed, or the terminal is."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._unread = (errno.EPIPE, errno.EIO) if os.isatty(number) else (errno.EPIPE,)  # of a disk EIO is an error
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in self._unread:
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # also for what C libraries write, and for children
             os.close(nowhere)
@@ -115,13 +122,15 @@ class _Output(io.FileIO):
 
 
 def go_on_unread() -> None:
-    """From now on this program goes on where nobody reads its output any more (`| head -1`, or a `tee` that has ended)."""
+    """From now on this program goes on where nobody reads its output any more: `| head -1`, a `tee` that has ended, a terminal
+    that was closed under a run in the background.
+    """
     for name in ("stdout", "stderr"):
         own = getattr(sys, name)
         if own is None:  # it was closed before the start
             continue
         own.flush()
-        output = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
+        output = io.BufferedWriter(_Output(own.fileno()))
         by_lines = own.line_buffering or own.write_through
         setattr(sys, name, io.TextIOWrapper(output, own.encoding, own.errors, line_buffering=by_lines))
 

@@ -270,6 +270,9 @@ def test_run_folder_that_cannot_be_written(runnable: Path) -> None:
     assert "cannot be written" in message
     assert "run.dir" in message
     assert "cannot be written" in cannot_run(runnable, "run.dir=/proc/none")
+    (link := runnable.parent / "unmounted").symlink_to("/nowhere/disk")
+    for given in (f"run.dir={link}", f"run.dir={link.parent} run.name={link.name}"):
+        assert f"{link} is a link to /nowhere/disk, which is not there" in cannot_run(runnable, *given.split())
     for name in ("''", "..", "a/b"):
         assert "run.name = " in cannot_run(runnable, f"run.name={name}")
     for key, text in (("run.name", "a\\0b"), ("run.name", "a\\nb"), ("run.dir", "/tmp/a\\0b")):

@@ -85,3 +85,17 @@ def test_what_is_read_comes_whole_and_in_its_encoding() -> None:
     program = "from megasync.launch.processes import run_and_leave\nrun_and_leave(lambda _: print('é' * 100_000) or 0)"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, timeout=60)
     assert done.stdout == b"\xe9" * 100_000 + b"\n" and done.stderr == b""
+
+
+def test_a_rank_goes_on_whose_terminal_was_closed() -> None:
+    """`megasync train CONFIG &`, and then the end of the terminal, whose shell sends no SIGHUP to what is in the background."""
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a rank's"}
+    command = [sys.executable, "-c", UNREAD]
+    started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=theirs, stderr=theirs)
+    assert started.stdin is not None
+    os.close(theirs)
+    assert os.read(ours, 100) == b"the first line\r\n"
+    os.close(ours)
+    started.stdin.close()
+    assert started.wait(60) == 7
