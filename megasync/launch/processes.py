@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -125,14 +126,20 @@ def go_on_unread() -> None:
     """From now on this program goes on where nobody reads its output any more: `| head -1`, a `tee` that has ended, a terminal
     that was closed under a run in the background.
     """
+    open_output()
     for name in ("stdout", "stderr"):
         own = getattr(sys, name)
-        if own is None:  # it was closed before the start
-            continue
         own.flush()
         output = io.BufferedWriter(_Output(own.fileno()))
         by_lines = own.line_buffering or own.write_through
         setattr(sys, name, io.TextIOWrapper(output, own.encoding, own.errors, line_buffering=by_lines))
+
+
+def open_output() -> None:
+    """Output that was closed before the start, as by `>&-`, goes nowhere, and no file that is opened later gets its number."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
 
 
 def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -143,6 +150,7 @@ def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     down can wait for each other for ever, and a rank that has done its work would hold its launcher.
     """
     end_after_launcher()
+    open_output()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         go_on_unread()
     try:
@@ -151,8 +159,8 @@ def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
         if not isinstance(leaving.code, int):
             raise
         code = leaving.code
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
-        stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
