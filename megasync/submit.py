@@ -34,7 +34,7 @@ from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
 from megasync.launch.processes import INTERRUPTED, REFUSED
 from megasync.launch.ray_cluster import local_cluster
-from megasync.launch.scope import ELSEWHERE, RAY_ADDRESS, run_scope
+from megasync.launch.scope import FOR_CLUSTER, RAY_ADDRESS, run_scope
 from megasync.launch.stop_request import forget_former_stop, launched
 from megasync.train import why_done
 
@@ -75,7 +75,7 @@ def check(options: argparse.Namespace, num_ranks: int) -> int:
     roots = [*import_roots(included_modules(options.include)), *filter(None, [os.environ.get("PYTHONPATH")])]
     # the job runs in a cluster with a Ray, whatever there is here
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots), RAY_ADDRESS: "auto"}
-    environment |= {ELSEWHERE: options.address} if options.address else {}
+    environment |= {FOR_CLUSTER: options.address} if options.address else {}
     return subprocess.run(
         [*command, options.config, *options.overrides], env=environment, check=False, stdout=subprocess.DEVNULL
     ).returncode

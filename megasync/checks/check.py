@@ -26,7 +26,7 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.prompts import RunData, load_data, read_files
 from megasync.hf.folder import check_model_folder
-from megasync.launch.scope import ELSEWHERE
+from megasync.launch.scope import FOR_CLUSTER
 from megasync.reporting.loggers import missing_loggers
 from megasync.rewards.resolve import require_packages, resolve_rewards, weights
 
@@ -38,20 +38,20 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     behind, unless it `makes_folder`, the run's.
     """
     check_settings(config, world_size)
-    with _packages_of_nodes():
+    with _only_told_for_a_cluster():
         _check_kernels(config)
-    with _packages_of_nodes():
+    with _only_told_for_a_cluster():
         _check_loggers(config)
     check_layout(config, check_model_folder(config.model.path), world_size)
     if config.algorithm.name == "grpo":
         own = config.rollout
-        with _packages_of_nodes(own.reward):
+        with _only_told_for_a_cluster(own.reward):
             resolve_rewards(own.reward)
         if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # as for kernels; rank 0 alone has rewards
-            with _packages_of_nodes():
-                require_packages(own.reward, fetches=ELSEWHERE not in os.environ)
+            with _only_told_for_a_cluster():
+                require_packages(own.reward, fetches=FOR_CLUSTER not in os.environ)
         check_cache_memory(config)
-        with _packages_of_nodes(own.episode):
+        with _only_told_for_a_cluster(own.episode):
             check_episodes(config)
         check_engine_arguments(config)
     check_data(config)
@@ -64,8 +64,8 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
 
 
 @contextmanager
-def _packages_of_nodes(named: str | Mapping[str, float] = "") -> Iterator[None]:
-    """What is missing here is refused; but only told where the run is submitted to a cluster, whose nodes need it.
+def _only_told_for_a_cluster(named: str | Mapping[str, float] = "") -> Iterator[None]:
+    """What is missing here is refused; where the run is submitted to a cluster, whose nodes need it, it is only told.
 
     `named`: whose import may fail. Of its errors those of a package are told, not of its own module, which is to travel.
     """
@@ -75,7 +75,7 @@ def _packages_of_nodes(named: str | Mapping[str, float] = "") -> Iterator[None]:
         cause = error.__cause__
         name = cause.name if isinstance(cause, ModuleNotFoundError) else None
         is_own = any(f"{path.partition(':')[0]}.".startswith(f"{name}.") for path in weights(named)) if named else False
-        if ELSEWHERE not in os.environ or is_own or (named and name is None):
+        if FOR_CLUSTER not in os.environ or is_own or (named and name is None):
             raise
         print(f"not here, but needed on the cluster's nodes: {str(error).splitlines()[0]}", file=sys.stderr)
 

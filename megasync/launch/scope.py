@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 LAST_PORT = 2**16 - 1
 CONNECT_SECONDS = 3.0
 RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # what launchers of several nodes tell the ranks
-ELSEWHERE = "MEGASYNC_ELSEWHERE"  # what `submit --address` tells its check: packages are for the cluster's nodes to have
+FOR_CLUSTER = "MEGASYNC_CHECKS_FOR_CLUSTER"  # `submit --address` tells its check: packages are for the nodes to have
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 # of the last `ray start` (ray 2.60.0 _private/utils.py)
 OWN_RAY = re.compile(r"--temp_dir=\S*/ray-[a-z0-9_]{8}(?=\s|$)")
 ON_LOOPBACK = {
