@@ -19,9 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from bridge.versions.reader import VersionReader
+from bridge.versions.writer import VersionWriter
 from megasync.config.errors import ConfigError
-from megasync.config.files import lock
+from megasync.config.files import VERSIONS, lock
 from megasync.launch.processes import run_and_leave
 from megasync.quickstart import MARKER, afresh
 from megasync.train import close
@@ -154,6 +157,24 @@ def test_the_last_words_are_the_error_the_checkpoint_and_the_command(tmp_path: P
     assert newest.startswith(f"newest checkpoint: {tmp_path}/runs/run/checkpoints/step_0000000")
     assert command == f"go on from it: {TORCHRUN[0]} {config} {' '.join(overrides)} --nproc 1 checkpoint.resume=auto"
     assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_that_cannot_be_read_costs_no_version(tmp_path: Path) -> None:
+    config = sft_config(tmp_path)
+    assert train(config, "run.steps=1", ranks=1)[0] == 0
+    folder = tmp_path / "runs" / "run"
+    later = VersionWriter(folder / VERSIONS, stage=0, num_stages=1, keeps_weights=True, full_every=2)
+    for version in (1, 2, 3):
+        later.write(version, iter([("weight", torch.full((2,), float(version)))]))
+    (tensors,) = (folder / "checkpoints").glob("*/rank_*.safetensors")
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[: len(whole) // 2])
+    refused = launch(config, "run.steps=2", ranks=1)
+    assert refused.returncode == 2 and f"{tensors.name}: cannot be read" in refused.stderr, refused.stderr
+    assert VersionReader(folder / VERSIONS).versions == [1, 2, 3]
+    tensors.write_bytes(whole)
+    assert train(config, "run.steps=2", ranks=1)[0] == 0
+    assert VersionReader(folder / VERSIONS).versions == [1], "those of steps that were trained anew"
 
 
 # Ended with its launcher.
