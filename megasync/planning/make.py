@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from megasync.planning import seconds as times
 from megasync.planning import version_log
 from megasync.planning.cpu import passes as cpu
 from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
-from megasync.planning.memory import RankMemory, rank_memory
+from megasync.planning.memory import RankMemory, checkpoint_bytes, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
-from megasync.planning.replicas import WORKER_PEAK, WorkerMemory, worker_memory
+from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK, WorkerMemory, worker_memory
 from megasync.planning.shapes import Busy, Grid, Request, Work
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
@@ -99,17 +99,29 @@ class Plan:
             "seconds": dataclasses.asdict(self.seconds),
             "tokens_per_day": self.tokens_per_day,
             "problems": list(self.problems),
+            "launch_scale": self.request.hardware.launch_scale,
             "predicted": {
-                **(
-                    {"memory/host_peak_bytes": first.host, WORKER_PEAK: self.worker.host if self.worker else None}
-                    if self.request.hardware.is_cpu
-                    else {"memory/host_bytes": first.host, "memory/tensors_peak_bytes": first.tensors_peak}
-                ),
+                **self._predicted_memory(),
                 "step/seconds": self.seconds.step,
                 "train": self.seconds.train + self.seconds.optimizer,
                 "rollout/seconds": self.seconds.generation if self.worker else None,
                 "sync/seconds": self.seconds.sync if self.worker else None,
             },
+        }
+
+    def _predicted_memory(self) -> dict[str, int | None]:
+        """Of the first rank and a worker, in the words of metrics.jsonl and summary.json."""
+        first, worker = self.stages[0].memory, self.worker
+        if self.request.hardware.is_cpu:
+            return {"memory/host_peak_bytes": first.host, WORKER_PEAK: worker.host if worker else None}
+        found: dict[str, int | None] = {"memory/host_peak_bytes": first.host, "memory/tensors_peak_bytes": first.tensors_peak}
+        if worker is None or not self.config.rollout.is_colocated:
+            return found | {"memory/device_bytes": first.device, WORKER_DEVICE: worker.total if worker else None}
+        awake = worker.total + _stays(self.config, self.stages[:1])
+        return found | {
+            "memory/device_bytes": awake,
+            WORKER_DEVICE: awake,
+            TRAINING_DEVICE: first.device + worker.asleep,
         }
 
 
@@ -221,7 +233,8 @@ def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int
     )
     own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
     copy = version_log.copy_bytes(config, own)
-    return Stage(number, counts, found, dataclasses.replace(memory, host=memory.host + copy, version_log=copy))
+    written = 0 if request.hardware.is_cpu else checkpoint_bytes(memory.parts, config, grid)
+    return Stage(number, counts, found, dataclasses.replace(memory, host=memory.host + copy + written, version_log=copy))
 
 
 def _seconds(
@@ -304,11 +317,12 @@ def _problems(
     return tuple(found)
 
 
-def _stays(config: Config, stages: list[Stage]) -> int:
+def _stays(config: Config, stages: Sequence[Stage]) -> int:
     """Of a trainer rank on its GPU while vLLM generates there."""
     memory = max((stage.memory for stage in stages), key=lambda each: each.device)
     away = {STAYS_AWAY[kind] for kind in config.rollout.offload_trainer}
-    kept = ("weights", "gradients", "optimizer", "reference")
+    away |= {"reference"} if "weights" in away else set()  # engine/offload.py: it goes with the parameters
+    kept = ("weights", "gradients", "optimizer", "reference", "sync buckets", "workspaces")
     return memory.outside + sum(memory.parts.get(name, 0) for name in kept if name not in away)
 
 

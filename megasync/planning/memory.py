@@ -6,10 +6,14 @@ A rank's peak is the larger one of its passes and of its optimizer step. Pure fu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.checkpoint.hf_folder import FILE_BYTES
+from engine.checkpoint.state import MAX_FILE_BYTES
 from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.config.schema import Config
 from megasync.planning.hardware import num_bytes, share
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
@@ -117,6 +121,18 @@ def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int, *
     if is_cpu:
         return root, min(PREFETCHED, counts.whole - counts.output) * item + max(0, waiting - held)
     return root, max(0, layers + waiting - held)
+
+
+def checkpoint_bytes(parts: Mapping[str, int], config: Config, grid: Grid) -> int:
+    """Copies in host memory of what a rank of a GPU writes: file by file, or all at once beside the training."""
+    if not config.checkpoint.every_steps:
+        return 0
+    is_sharded = SHARDS_PARAMETERS[config.engine.wrap]
+    weights = parts["weights"] if is_sharded else _shared(parts["weights"], grid.shards)
+    weights, state = (0 if config.engine.lora.rank else weights), parts.get("optimizer", 0)
+    if config.checkpoint.asynchronous:
+        return weights + state
+    return min(weights, FILE_BYTES) + min(state, MAX_FILE_BYTES)
 
 
 def _shared(count: int, ranks: int) -> int:

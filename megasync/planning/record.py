@@ -17,12 +17,13 @@ from typing import Any
 from megasync.config.errors import ConfigError
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config
-from megasync.planning.replicas import WORKER_PEAK
+from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK
 from megasync.reporting.log import TIMELINE_FILE, read_metrics, read_summary
 
 PLAN_FILE = "plan.json"
 RATIO = "predicted/actual "  # of a key in summary.json, before the name of what is compared
-PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", "memory/host_bytes", "memory/host_peak_bytes")
+PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", TRAINING_DEVICE, "memory/host_bytes", "memory/host_peak_bytes")
+OF_WORKERS = (WORKER_PEAK, WORKER_DEVICE)
 MEDIANS = ("step/seconds", "rollout/seconds", "sync/seconds")
 TRAIN = "train"  # the timeline's span
 
@@ -45,6 +46,7 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
 
     from megasync.planning.cpu.kept import kept
     from megasync.planning.hardware import hardware, kind_of, with_memory
+    from megasync.planning.launches import with_launches
     from megasync.planning.make import plan_of_rank
     from megasync.planning.shapes import Request
 
@@ -52,7 +54,7 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
     kind = (kind_of(torch.cuda.get_device_name()) or "h100") if has_cuda else "cpu"
     known = hardware(kind)
     if has_cuda:
-        known = with_memory(known, torch.cuda.get_device_properties(0).total_memory)
+        known = with_launches(with_memory(known, torch.cuda.get_device_properties(0).total_memory))
     prompts, responses = zip(*lengths, strict=True) if lengths else ((128,), (0,))
     is_grpo = config.algorithm.name == "grpo"
     mean = config.rollout.max_new_tokens / 2 if is_grpo else statistics.fmean(responses)
@@ -90,7 +92,7 @@ def _pairs(folder: Path, summary: Mapping[str, Any]) -> list[tuple[str, float, f
     if not path.is_file():
         return []
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
-    actual = _actual(folder) | {WORKER_PEAK: summary.get(WORKER_PEAK) or 0.0}
+    actual = _actual(folder) | {name: summary.get(name) or 0.0 for name in OF_WORKERS}
     return [(name, value, actual[name]) for name, value in predicted.items() if value and actual.get(name)]
 
 

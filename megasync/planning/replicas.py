@@ -15,6 +15,8 @@ from megasync.planning.hardware import GIB, Hardware, num_bytes
 
 BATCHED_TOKENS = 8192  # vllm/engine/arg_utils.py: max_num_batched_tokens of a GPU of 70 GiB or more
 WORKER_PEAK = "memory/worker_host_peak_bytes"  # of a run's summary: the largest peak of a worker's resident memory
+WORKER_DEVICE = "memory/worker_device_bytes"  # of a run's summary: what is taken of a worker's GPU at the end, by all processes
+TRAINING_DEVICE = "memory/training_device_bytes"  # of a GPU that trainer and replica share, while the replica sleeps
 CPU_CACHE_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE of launch/setup.sh
 
 

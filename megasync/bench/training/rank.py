@@ -30,6 +30,7 @@ from megasync.bench.common.random_engine import RandomEngine
 from megasync.bench.config import VARIANTS, BenchRoot, VariantName
 from megasync.bench.training.flops import attention_flops, num_active_parameters, read_shapes
 from megasync.hf.model_shape import Shapes
+from megasync.planning.launches import host_layer_seconds
 
 
 class DotProductCore(CoreAttention):
@@ -65,6 +66,7 @@ class TrainBench(Program):
             "kernels": built.kernels,
             "recompute": built.config.recompute,
             "build_seconds": time.perf_counter() - begin,
+            "host_layer_seconds": host_layer_seconds(),
         }
         rounds, peaks = train(config, built, shapes.vocab_size)
         reserved = reserved_and_used()  # before the products below take memory of their own

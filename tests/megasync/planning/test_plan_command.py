@@ -106,7 +106,7 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     assert command.main([file, "sync.log=deltas", "--gpu", "h100", "--gpus", "2", "--json", str(tmp_path / "logged.json")]) == 0
     logged, weights = json.loads((tmp_path / "logged.json").read_text()), found["parameters"] * 4
     assert "kept of former versions, GiB:" in capsys.readouterr().out and logged["version_log"]["host_bytes"] == weights
-    more = logged["predicted"]["memory/host_bytes"] - found["predicted"]["memory/host_bytes"]
+    more = logged["predicted"]["memory/host_peak_bytes"] - found["predicted"]["memory/host_peak_bytes"]
     assert more == weights < logged["version_log"]["disk_bytes"]
     assert command.main([file, "rollout.gpu_memory_utilization=0.01", "--gpu", "h100", "--gpus", "2"]) == 1
     said = capsys.readouterr().out
