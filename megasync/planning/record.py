@@ -92,14 +92,17 @@ def _pairs(folder: Path, summary: Mapping[str, Any]) -> list[tuple[str, float, f
     if not path.is_file():
         return []
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
-    actual = _actual(folder) | {name: summary.get(name) or 0.0 for name in OF_WORKERS}
-    return [(name, value, actual[name]) for name, value in predicted.items() if value and actual.get(name)]
+    found = actual(folder, summary)
+    return [(name, value, found[name]) for name, value in predicted.items() if value and found.get(name)]
 
 
-def _actual(folder: Path) -> dict[str, float]:
-    """Peaks of all steps; medians of the seconds of all but the first, in which kernels are compiled and memory is mapped."""
+def actual(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:
+    """What a run took, by the names of what is planned. Of seconds medians of all steps but the first, in which kernels are compiled
+    and memory is mapped.
+    """
     steps = read_metrics(folder)
     found = {name: max(values) for name in PEAKS if (values := _values(steps, name))}
+    found |= {name: float(size) for name in OF_WORKERS if (size := summary.get(name))}
     found |= {name: statistics.median(values) for name in MEDIANS if (values := _values(steps[1:] or steps, name))}
     timeline = folder / TIMELINE_FILE
     if timeline.is_file():
