@@ -97,7 +97,7 @@ def _pairs(folder: Path, summary: Mapping[str, Any]) -> list[tuple[str, float, f
 
 
 def actual(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:
-    """What a run took, by the names of what is planned. Of seconds medians of all steps but the first, in which kernels are compiled
+    """What a run took, by the names of what is planned. Of seconds medians, without the first step, in which kernels are compiled
     and memory is mapped.
     """
     steps = read_metrics(folder)
