@@ -29,6 +29,7 @@ from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PE
 from megasync.planning.shapes import Busy, Grid, Request, Work
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
+RESERVED_BESIDE = 1.5  # of a trainer's tensors that stay while vLLM is awake: what torch's allocator keeps reserved for them
 STAYS_AWAY = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}  # offload kinds in memory.py's words
 
 
@@ -198,7 +199,8 @@ def _plan(
     *_, model_costs = traced[looked_at[0]]
     num_parameters = _num_parameters(grid, stages)
     hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
-    worker = worker_memory(config, shape, num_parameters, hardware) if is_grpo else None
+    sent = max(_sent_bytes(config, grid, stage.counts) for stage in stages)
+    worker = worker_memory(config, shape, num_parameters, hardware, sent) if is_grpo else None
     found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
     problems = _problems(config, hardware, stages, worker, grid)
     return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
@@ -227,14 +229,25 @@ def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int
         grid=grid,
         in_flight=grid.in_flight(number, work.num_microbatches(grid)),
         has_reference=is_grpo and config.algorithm.kl_coefficient > 0,
-        bucket_bytes=config.sync.bucket_bytes if is_grpo else 0,
+        bucket_bytes=min(config.sync.bucket_bytes, _sent_bytes(config, grid, counts)) if is_grpo else 0,
         is_cpu=request.hardware.is_cpu,
         offload_on_host=is_grpo and config.rollout.is_colocated,
+        sends_over_nccl=is_grpo and not config.rollout.is_colocated,
     )
     own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
     copy = version_log.copy_bytes(config, own)
     written = 0 if request.hardware.is_cpu else checkpoint_bytes(memory.parts, config, grid)
-    return Stage(number, counts, found, dataclasses.replace(memory, host=memory.host + copy + written, version_log=copy))
+    host = max(memory.loading, memory.host + copy + written)
+    return Stage(number, counts, found, dataclasses.replace(memory, host=host, version_log=copy))
+
+
+def _sent_bytes(config: Config, grid: Grid, counts: Counts) -> int:
+    """Of a sync, from one stage: whole weights, or adapters alone."""
+    lora = config.engine.lora
+    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
+    if lora.rank and lora.sync == "adapter":
+        own = counts.trained * grid.tensor
+    return own * DTYPE_BYTES[config.model.dtype]
 
 
 def _seconds(
@@ -322,8 +335,9 @@ def _stays(config: Config, stages: Sequence[Stage]) -> int:
     memory = max((stage.memory for stage in stages), key=lambda each: each.device)
     away = {STAYS_AWAY[kind] for kind in config.rollout.offload_trainer}
     away |= {"reference"} if "weights" in away else set()  # engine/offload.py: it goes with the parameters
-    kept = ("weights", "gradients", "optimizer", "reference", "sync buckets", "workspaces")
-    return memory.outside + sum(memory.parts.get(name, 0) for name in kept if name not in away)
+    kept = sum(memory.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference") if name not in away)
+    beside = memory.parts.get("sync buckets", 0) + memory.parts.get("workspaces", 0)
+    return memory.outside + kept + round(RESERVED_BESIDE * beside)
 
 
 def gib(size: float) -> str:

@@ -33,6 +33,7 @@ class RankMemory:
     step: int = 0
     outside: int = 0  # of torch's allocator: CUDA's context, NCCL
     host: int = 0
+    loading: int = 0  # of the host, before: with the file that the weights come from
     version_log: int = 0  # of `host`, where the rank is a sender: the copy that sync.log=deltas compares with
 
     @property
@@ -71,6 +72,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     bucket_bytes: int,
     is_cpu: bool,
     offload_on_host: bool = False,
+    sends_over_nccl: bool = False,
 ) -> RankMemory:
     """`bucket_bytes`: of one of the two buckets that a sender fills; 0: this run sends nothing."""
     state = state_bytes(counts, engine, dtype, grid)
@@ -92,7 +94,8 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
         copies += 8 * _shared(counts.largest_trained, grid.shards)
     step = always + state["optimizer"] + copies
     is_away = engine.optimizer.offload
-    outside = 0 if is_cpu else num_bytes("trainer")
+    outside = 0 if is_cpu else num_bytes("trainer") + (num_bytes("trainer_rollouts") if bucket_bytes else 0)
+    outside += 0 if is_cpu or not sends_over_nccl else num_bytes("nccl")
     on_host = state["optimizer"] if is_away else 0
     if offload_on_host:
         on_host = state["weights"] + state["optimizer"]
@@ -105,6 +108,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
         step,
         outside,
         host + max(passes, step) if is_cpu else host,
+        loading=0 if is_cpu else num_bytes("host_loading_gpu") + counts.whole * item,
     )
 
 
