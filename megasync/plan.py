@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors
@@ -58,7 +57,6 @@ def _plan(given: argparse.Namespace) -> int:
     from megasync.config.files import write_atomically
     from megasync.config.load import load_config
     from megasync.hf.folder import check_model_config
-    from megasync.launch.devices import gpu_names
     from megasync.planning.request import find_request
 
     config = load_config(given.config, given.overrides)
@@ -66,15 +64,11 @@ def _plan(given: argparse.Namespace) -> int:
         raise ConfigError("model.path is not set", remedy="set model.path to a Hugging Face folder; its config.json is enough")
     check_model_config(Path(config.model.path))
     request = find_request(config, given)
-    has_gpus = bool(gpu_names())
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}  # nothing is computed: no device, no compiler
     from megasync.planning import remedies
-    from megasync.planning.launches import with_launches
     from megasync.planning.make import make_plan
     from megasync.planning.text import show
 
-    if has_gpus and not request.hardware.is_cpu:
-        request = replace(request, hardware=with_launches(request.hardware))
     plan = make_plan(config, request)
     print(show(plan))
     if not plan.fits:

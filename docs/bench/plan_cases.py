@@ -12,7 +12,6 @@ import os
 import re
 import statistics
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from engine.config import EngineConfig, ModelConfig
 from megasync.bench.config import VARIANTS
 from megasync.config.schema import Config, DataConfig
 from megasync.hf.model_shape import SHAPES
-from megasync.planning.hardware import hardware, kind_of, seconds
+from megasync.planning.hardware import hardware, kind_of
 from megasync.planning.make import Plan, make_plan
 from megasync.planning.shapes import Request
 
@@ -31,10 +30,7 @@ Row = dict[str, Any]
 
 
 def plan_of(results: dict[str, Any], variant: str, kind: str, folder: Path) -> Plan:
-    """The plan of one variant of a `bench train` file; `folder` is for a config.json.
-
-    Of what the file has measured it takes the seconds of a small layer in Python alone, which a run times before it begins.
-    """
+    """The plan of one variant of a `bench train` file; `folder` is for a config.json."""
     config, bench = results["config"], results["config"]["bench_train"]
     chosen, length = VARIANTS[variant], bench["sequence_length"]  # type: ignore[index]
     known = {name: value for name, value in config["engine"].items() if name in EngineConfig.model_fields}
@@ -61,9 +57,7 @@ def plan_of(results: dict[str, Any], variant: str, kind: str, folder: Path) -> P
         algorithm=Config().algorithm.model_copy(update={"name": "sft"}),
         data=DataConfig(batch_size=samples),
     )
-    layer = results["variants"][variant].get("host_layer_seconds", seconds("host_layer"))
-    known = replace(hardware(kind), launch_scale=layer / seconds("host_layer"))
-    request = Request(bench["num_ranks"], known, length - 1, prompt_tokens=1, lengths=(length - 1,))
+    request = Request(bench["num_ranks"], hardware(kind), length - 1, prompt_tokens=1, lengths=(length - 1,))
     return make_plan(whole, request)
 
 

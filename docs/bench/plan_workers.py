@@ -1,7 +1,7 @@
 """`megasync plan` beside what GRPO runs took of GPUs: docs/bench/plan_workers.py FILE_OR_FOLDER ... [--json FILE]
 
-Of each JSON file the plan is made again from the config that it holds, and compared by process. Of what was measured the plan reads the
-memory that a GPU has in all, how long responses were, and what a small layer in Python takes. `plan_workers.sh` runs the cases; it calls
+Of each JSON file the plan is made again from the config that it holds, and compared by process. Of what was measured the plan reads
+the memory that a GPU has in all, and how long responses were. `plan_workers.sh` runs the cases; it calls
 
     docs/bench/plan_workers.py --model SHAPES --to FOLDER              # a random model, and sums to answer
     docs/bench/plan_workers.py --take RUN --shapes SHAPES --json FILE  # of a run's folder: its config, and what it took
@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,8 @@ def taken(run: Path, shapes: str) -> dict[str, Any]:
         "gpu": plan["hardware"],
         "num_ranks": plan["num_ranks"],
         "device_total_bytes": steps[-1].get("memory/device_total_bytes"),
-        "launch_scale": plan["launch_scale"],
         "prompt_tokens": plan["prompt_tokens"],
         "mean_response_tokens": mean_response_tokens(known, None, run),
-        "predicted": plan["predicted"],
         "measured": actual(run, read_summary(run)),
         "config": config,
     }
@@ -67,7 +64,7 @@ def planned(results: dict[str, Any], folder: Path) -> dict[str, float | None]:
     (folder / "config.json").write_text(json.dumps({**SHAPES[results["shapes"]].hf_config(LENGTH), "torch_dtype": "bfloat16"}))
     config = Config.model_validate_json(json.dumps(results["config"]))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    known = replace(hardware(results["gpu"]), launch_scale=results["launch_scale"])
+    known = hardware(results["gpu"])
     if total := results["device_total_bytes"]:
         known = with_memory(known, int(total))
     request = Request(results["num_ranks"], known, results["mean_response_tokens"], results["prompt_tokens"])

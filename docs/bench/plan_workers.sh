@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO runs whose GPU memory, of the trainer and of vLLM's workers, `megasync plan` is compared with:
-#   docs/bench/plan_workers.sh OUT [CASE ...]; no case: all. GPUS=0,1 says on which GPUs; those of a case's second column, from GPU 0 on, are
-# the default. Cases on other GPUs may run beside each other, started some seconds apart, since they choose ports.
+#   docs/bench/plan_workers.sh OUT [CASE ...]; no case: all. GPUS=0,1 says on which GPUs; else they are the first so many as a case
+# needs. Cases on other GPUs may run beside each other, started some seconds apart, since they choose ports.
 # Random models of several sizes, three steps each; two minutes, most of it the start of vLLM. Writes OUT/CASE.json and OUT/CASE.log; then
 # `python docs/bench/plan_workers.py OUT` makes the plans again and puts them beside what was measured.
-# `held_out`: no number was chosen with these in sight. On a CPU: EXTRA="model.dtype=float32 rollout.kv_cache_bytes=256MiB" SHAPES=tiny
+# `held_out`: no number of a worker was chosen with these in sight. On a CPU: EXTRA="model.dtype=float32 rollout.kv_cache_bytes=256MiB" SHAPES=tiny
 set -uo pipefail
 unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
 mkdir -p "$1"
@@ -31,8 +31,8 @@ grpo() { # CASE SHAPES NUM_GPUS [key=value ...]
   echo "$case: exit code $code, $((SECONDS - start)) s"
 }
 
-fitted=(3b-share 3b-eager 3b-tensor 3b-colocated 135m-graphs 135m-eager experts-share)
-held_out=(7b-lora 7b-colocated 3b-tensor-share 3b-adapter 135m-lora experts-eager 135m-colocated)
+fitted=(3b-share 3b-eager 3b-colocated 135m-graphs 135m-eager experts-share)
+held_out=(7b-lora 7b-colocated 3b-tensor-share 3b-adapter 3b-colocated-share 135m-lora experts-eager 135m-colocated)
 cases=("$@")
 [ $# -gt 0 ] || cases=("${fitted[@]}" "${held_out[@]}")
 lora=(engine.lora.rank=32 engine.lora.alpha=64)
@@ -44,11 +44,11 @@ for case in "${cases[@]}"; do
     model-*) model "${case#model-}" ;;
     3b-share) grpo "$case" 3b 2 "${share[@]}" rollout.gpu_memory_utilization=0.9 ;;
     3b-eager) grpo "$case" 3b 2 rollout.kv_cache_bytes=4GiB rollout.enforce_eager=true ;;
-    3b-tensor) grpo "$case" 3b 3 rollout.tensor_parallel=2 rollout.kv_cache_bytes=6GiB ;;
     3b-colocated) grpo "$case" 3b 1 "${colocated[@]}" ;;
     135m-graphs) grpo "$case" 135m 2 rollout.kv_cache_bytes=2GiB ;;
     135m-eager) grpo "$case" 135m 2 rollout.kv_cache_bytes=1GiB rollout.enforce_eager=true rollout.max_num_seqs=64 ;;
     experts-share) grpo "$case" 30b-a3b-3 2 "${share[@]}" rollout.gpu_memory_utilization=0.6 ;;
+    3b-colocated-share) grpo "$case" 3b 1 "${colocated[@]}" "${share[@]}" rollout.gpu_memory_utilization=0.3 rollout.enforce_eager=true ;;
     7b-lora) grpo "$case" 7b 2 "${lora[@]}" "${share[@]}" rollout.gpu_memory_utilization=0.5 rollout.enforce_eager=true engine.recompute=full ;;
     7b-colocated) grpo "$case" 7b 1 "${lora[@]}" "${colocated[@]}" rollout.kv_cache_bytes=3GiB rollout.enforce_eager=true engine.recompute=full ;;
     3b-tensor-share) grpo "$case" 3b 3 rollout.tensor_parallel=2 "${share[@]}" rollout.gpu_memory_utilization=0.7 rollout.enforce_eager=true ;;

@@ -11,7 +11,6 @@ replicas.py    bytes of a vLLM worker by part (no torch)
 hardware.py    GPUs, and the measured shares of their speed in measured.json (no torch)
 lengths.py     how long responses are (no torch)
 version_log.py what sync.log takes (no torch)
-launches.py    how fast this machine's host is, in units of the one that was measured
 cpu/           seconds of what was traced, on this machine's CPU
 seconds.py     seconds of a step and its parts
 make.py        all of it together: a Plan

@@ -29,7 +29,6 @@ class Hardware:
     bandwidth: float  # of its memory, bytes/s, as much of it as kernels reach
     link: float  # to another device, bytes/s one way
     host_link: float  # to host memory
-    launch_scale: float = 1.0  # how much longer its host takes to launch kernels than the one of measured.json
 
     @property
     def is_cpu(self) -> bool:

@@ -100,7 +100,6 @@ class Plan:
             "seconds": dataclasses.asdict(self.seconds),
             "tokens_per_day": self.tokens_per_day,
             "problems": list(self.problems),
-            "launch_scale": self.request.hardware.launch_scale,
             "predicted": {
                 **self._predicted_memory(),
                 "step/seconds": self.seconds.step,

@@ -46,7 +46,6 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
 
     from megasync.planning.cpu.kept import kept
     from megasync.planning.hardware import hardware, kind_of, with_memory
-    from megasync.planning.launches import with_launches
     from megasync.planning.make import plan_of_rank
     from megasync.planning.shapes import Request
 
@@ -54,7 +53,7 @@ def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[in
     kind = (kind_of(torch.cuda.get_device_name()) or "h100") if has_cuda else "cpu"
     known = hardware(kind)
     if has_cuda:
-        known = with_launches(with_memory(known, torch.cuda.get_device_properties(0).total_memory))
+        known = with_memory(known, torch.cuda.get_device_properties(0).total_memory)
     prompts, responses = zip(*lengths, strict=True) if lengths else ((128,), (0,))
     is_grpo = config.algorithm.name == "grpo"
     mean = config.rollout.max_new_tokens / 2 if is_grpo else statistics.fmean(responses)

@@ -117,7 +117,7 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     speed = _speed(config, costs_, grid, hardware)
     count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
-    launch = _launch_seconds(config, hardware) * costs_.num_layers / grid.pipeline * count
+    launch = _launch_seconds(config) * costs_.num_layers / grid.pipeline * count
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
     train = _overlapped(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
@@ -130,7 +130,7 @@ def _overlapped(device: float, host: float) -> float:
     return float((device**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
-def _launch_seconds(config: Config, hardware: Hardware) -> float:
+def _launch_seconds(config: Config) -> float:
     """Of a layer of a micro-batch, forward and backward, on the host."""
     engine = config.engine
     is_there = {
@@ -139,8 +139,7 @@ def _launch_seconds(config: Config, hardware: Hardware) -> float:
         "float32": config.model.dtype == "float32",
         f"recompute_{engine.recompute}": engine.recompute != "none",
     }
-    factors = math.prod(launches(name) for name, is_so in is_there.items() if is_so)
-    return seconds("layer_launch") * hardware.launch_scale * factors
+    return seconds("layer_launch") * math.prod(launches(name) for name, is_so in is_there.items() if is_so)
 
 
 def _adapter_seconds(config: Config, costs_: ModelCosts, tokens: float, hardware: Hardware) -> float:
