@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megasync.config.load import with_changes
 from megasync.config.schema import Config
 from megasync.hf.model_shape import SHAPES, ModelShape
-from megasync.planning.hardware import GIB, hardware
+from megasync.planning.hardware import GIB, hardware, num_bytes
 from megasync.planning.make import make_plan
 from megasync.planning.record import outcome
 from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, worker_memory
@@ -96,6 +96,18 @@ def test_what_workers_took_stands_in_the_summary(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, TRAINING_DEVICE: 2.0 * GIB}) + "\n")
     found = outcome(tmp_path, {WORKER_DEVICE: 4 * GIB})
     assert found == {f"predicted/actual {WORKER_DEVICE}": 0.75, f"predicted/actual {TRAINING_DEVICE}": 0.5}
+
+
+def test_a_checkpoint_is_in_host_memory_file_by_file_or_as_a_whole(tmp_path: Path) -> None:
+    """Beside what the process has once its model is loaded; of a large model loading takes more."""
+    config = config_of(tmp_path, rollout={"max_new_tokens": 512, "max_model_len": 1024}, engine={"wrap": "ddp"})
+    request, hosts = Request(1, hardware("h200"), 128.0), []
+    for changes in ({}, {"checkpoint.every_steps": 5}, {"checkpoint.every_steps": 5, "checkpoint.asynchronous": True}):
+        memory = make_plan(with_changes(config, changes), request).stages[0].memory
+        hosts.append(memory.host)
+    assert hosts[0] == memory.loading == num_bytes("host_loading_gpu") + memory.parts["weights"]
+    assert hosts[1] == max(hosts[0], num_bytes("host_process_gpu") + 2**29 + 2**32)
+    assert hosts[2] == num_bytes("host_process_gpu") + memory.parts["weights"] + memory.parts["optimizer"]
 
 
 def test_sizes_of_the_cases_are_known() -> None:
