@@ -310,10 +310,11 @@ class WorkerExtension:
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()
 
-    def megasync_host_peak_bytes(self) -> int:
-        """The most that was resident since the process began."""
+    def megasync_memory_bytes(self) -> tuple[int, int]:
+        """The most of the host's that was resident since the process began; what all processes take of its GPU, 0 without one."""
         lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        return int(lines["VmHWM"].split()[0]) * 1024, total - free
 
     def megasync_read_digests(self) -> dict[str, int]:
         return self.weight_transfer_engine.read_digests()

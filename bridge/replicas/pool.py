@@ -237,13 +237,15 @@ class ReplicaPool(ReplicaActors):
         (layers,) = self._call(lambda actor: actor.loader_fallback.remote(), CONTROL_SECONDS, self.members[:1], "loader_fallback")
         return dict(layers)
 
-    def host_peak_bytes(self) -> int:
-        """The most memory of the host that was resident in a worker; 0 where a replica does not answer."""
+    def memory_bytes(self) -> tuple[int, int]:
+        """The most memory of the host that was resident in a worker, and the most that is taken now of a worker's GPU, by all
+        processes; zeros where a replica does not answer, and without GPUs.
+        """
         try:
-            peaks = self._call(lambda actor: actor.host_peak_bytes.remote(), CONTROL_SECONDS, what="host_peak_bytes")
+            sizes = self._call(lambda actor: actor.memory_bytes.remote(), CONTROL_SECONDS, what="memory_bytes")
         except RuntimeError:  # nothing depends on it
-            return 0
-        return max(peaks, default=0)
+            return 0, 0
+        return max((host for host, _ in sizes), default=0), max((device for _, device in sizes), default=0)
 
     def sync_spans(self) -> list[list[StageSpan]]:
         """What the last sync's time went to, replica by replica."""

@@ -255,9 +255,10 @@ class Replica:
         answers = await self._engine.collective_rpc("megasync_loader_fallback")
         return dict(answers[0])
 
-    async def host_peak_bytes(self) -> int:
-        """Of the worker with the largest peak of resident memory."""
-        return int(max(await self._engine.collective_rpc("megasync_host_peak_bytes")))
+    async def memory_bytes(self) -> tuple[int, int]:
+        """The largest peak of a worker's resident memory, and the most that is taken of a worker's GPU."""
+        host, device = zip(*await self._engine.collective_rpc("megasync_memory_bytes"), strict=True)
+        return max(host), max(device)
 
     async def read_digests(self) -> dict[str, int]:
         """digest.digest_value of every tensor that the replica holds."""

@@ -66,6 +66,14 @@ def after_return(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def device_bytes() -> int:
+    """What all processes take of this rank's GPU; 0 without one."""
+    if not has_cuda():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def memory_metrics() -> dict[str, float]:
     """In bytes: host RSS, now and at most; device memory used by all processes, and in all; torch's now, and at most since the
     last call.
@@ -74,9 +82,8 @@ def memory_metrics() -> dict[str, float]:
     resident, peak = (float(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     found = {"memory/host_bytes": resident, "memory/host_peak_bytes": peak}
     if has_cuda():
-        free, total = torch.cuda.mem_get_info()
-        found["memory/device_bytes"] = float(total - free)
-        found["memory/device_total_bytes"] = float(total)
+        found["memory/device_bytes"] = float(device_bytes())
+        found["memory/device_total_bytes"] = float(torch.cuda.mem_get_info()[1])
         found["memory/tensors_bytes"] = float(torch.cuda.memory_allocated())
         found["memory/tensors_peak_bytes"] = float(torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()

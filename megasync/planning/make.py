@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ from megasync.planning import seconds as times
 from megasync.planning import version_log
 from megasync.planning.cpu import passes as cpu
 from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
-from megasync.planning.memory import RankMemory, rank_memory
+from megasync.planning.memory import RankMemory, checkpoint_bytes, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
-from megasync.planning.replicas import WORKER_PEAK, WorkerMemory, worker_memory
+from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK, WorkerMemory, worker_memory
 from megasync.planning.shapes import Busy, Grid, Request, Work
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
+RESERVED_BESIDE = 1.5  # of a trainer's tensors that stay while vLLM is awake: what torch's allocator keeps reserved for them
 STAYS_AWAY = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}  # offload kinds in memory.py's words
 
 
@@ -100,16 +101,27 @@ class Plan:
             "tokens_per_day": self.tokens_per_day,
             "problems": list(self.problems),
             "predicted": {
-                **(
-                    {"memory/host_peak_bytes": first.host, WORKER_PEAK: self.worker.host if self.worker else None}
-                    if self.request.hardware.is_cpu
-                    else {"memory/host_bytes": first.host, "memory/tensors_peak_bytes": first.tensors_peak}
-                ),
+                **self._predicted_memory(),
                 "step/seconds": self.seconds.step,
                 "train": self.seconds.train + self.seconds.optimizer,
                 "rollout/seconds": self.seconds.generation if self.worker else None,
                 "sync/seconds": self.seconds.sync if self.worker else None,
             },
+        }
+
+    def _predicted_memory(self) -> dict[str, int | None]:
+        """Of the first rank and a worker, in the words of metrics.jsonl and summary.json."""
+        first, worker = self.stages[0].memory, self.worker
+        if self.request.hardware.is_cpu:
+            return {"memory/host_peak_bytes": first.host, WORKER_PEAK: worker.host if worker else None}
+        found: dict[str, int | None] = {"memory/host_peak_bytes": first.host, "memory/tensors_peak_bytes": first.tensors_peak}
+        if worker is None or not self.config.rollout.is_colocated:
+            return found | {"memory/device_bytes": first.device, WORKER_DEVICE: worker.total if worker else None}
+        awake = worker.total + _stays(self.config, self.stages[:1])
+        return found | {
+            "memory/device_bytes": awake,
+            WORKER_DEVICE: awake,
+            TRAINING_DEVICE: first.device + worker.asleep,
         }
 
 
@@ -186,7 +198,8 @@ def _plan(
     *_, model_costs = traced[looked_at[0]]
     num_parameters = _num_parameters(grid, stages)
     hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
-    worker = worker_memory(config, shape, num_parameters, hardware) if is_grpo else None
+    sent = max(_sent_bytes(config, grid, stage.counts) for stage in stages)
+    worker = worker_memory(config, shape, num_parameters, hardware, sent) if is_grpo else None
     found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
     problems = _problems(config, hardware, stages, worker, grid)
     return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
@@ -215,13 +228,25 @@ def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int
         grid=grid,
         in_flight=grid.in_flight(number, work.num_microbatches(grid)),
         has_reference=is_grpo and config.algorithm.kl_coefficient > 0,
-        bucket_bytes=config.sync.bucket_bytes if is_grpo else 0,
+        bucket_bytes=min(config.sync.bucket_bytes, _sent_bytes(config, grid, counts)) if is_grpo else 0,
         is_cpu=request.hardware.is_cpu,
         offload_on_host=is_grpo and config.rollout.is_colocated,
+        sends_over_nccl=is_grpo and not config.rollout.is_colocated,
     )
     own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
     copy = version_log.copy_bytes(config, own)
-    return Stage(number, counts, found, dataclasses.replace(memory, host=memory.host + copy, version_log=copy))
+    written = 0 if request.hardware.is_cpu else checkpoint_bytes(memory.parts, config, grid)
+    host = max(memory.loading, memory.host + copy + written)
+    return Stage(number, counts, found, dataclasses.replace(memory, host=host, version_log=copy))
+
+
+def _sent_bytes(config: Config, grid: Grid, counts: Counts) -> int:
+    """Of a sync, from one stage: whole weights, or adapters alone."""
+    lora = config.engine.lora
+    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
+    if lora.rank and lora.sync == "adapter":
+        own = counts.trained * grid.tensor
+    return own * DTYPE_BYTES[config.model.dtype]
 
 
 def _seconds(
@@ -304,12 +329,14 @@ def _problems(
     return tuple(found)
 
 
-def _stays(config: Config, stages: list[Stage]) -> int:
+def _stays(config: Config, stages: Sequence[Stage]) -> int:
     """Of a trainer rank on its GPU while vLLM generates there."""
     memory = max((stage.memory for stage in stages), key=lambda each: each.device)
     away = {STAYS_AWAY[kind] for kind in config.rollout.offload_trainer}
-    kept = ("weights", "gradients", "optimizer", "reference")
-    return memory.outside + sum(memory.parts.get(name, 0) for name in kept if name not in away)
+    away |= {"reference"} if "weights" in away else set()  # engine/offload.py: it goes with the parameters
+    kept = sum(memory.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference") if name not in away)
+    beside = memory.parts.get("sync buckets", 0) + memory.parts.get("workspaces", 0)
+    return memory.outside + kept + round(RESERVED_BESIDE * beside)
 
 
 def gib(size: float) -> str:

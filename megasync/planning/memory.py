@@ -6,10 +6,14 @@ A rank's peak is the larger one of its passes and of its optimizer step. Pure fu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.checkpoint.hf_folder import FILE_BYTES
+from engine.checkpoint.state import MAX_FILE_BYTES
 from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.config.schema import Config
 from megasync.planning.hardware import num_bytes, share
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
@@ -29,6 +33,7 @@ class RankMemory:
     step: int = 0
     outside: int = 0  # of torch's allocator: CUDA's context, NCCL
     host: int = 0
+    loading: int = 0  # of the host, before: with the file that the weights come from
     version_log: int = 0  # of `host`, where the rank is a sender: the copy that sync.log=deltas compares with
 
     @property
@@ -67,6 +72,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     bucket_bytes: int,
     is_cpu: bool,
     offload_on_host: bool = False,
+    sends_over_nccl: bool = False,
 ) -> RankMemory:
     """`bucket_bytes`: of one of the two buckets that a sender fills; 0: this run sends nothing."""
     state = state_bytes(counts, engine, dtype, grid)
@@ -88,7 +94,8 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
         copies += 8 * _shared(counts.largest_trained, grid.shards)
     step = always + state["optimizer"] + copies
     is_away = engine.optimizer.offload
-    outside = 0 if is_cpu else num_bytes("trainer")
+    outside = 0 if is_cpu else num_bytes("trainer") + (num_bytes("trainer_rollouts") if bucket_bytes else 0)
+    outside += 0 if is_cpu or not sends_over_nccl else num_bytes("nccl")
     on_host = state["optimizer"] if is_away else 0
     if offload_on_host:
         on_host = state["weights"] + state["optimizer"]
@@ -101,6 +108,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
         step,
         outside,
         host + max(passes, step) if is_cpu else host,
+        loading=0 if is_cpu else num_bytes("host_loading_gpu") + counts.whole * item,
     )
 
 
@@ -117,6 +125,18 @@ def gathered_bytes(counts: Counts, engine: EngineConfig, item: int, held: int, *
     if is_cpu:
         return root, min(PREFETCHED, counts.whole - counts.output) * item + max(0, waiting - held)
     return root, max(0, layers + waiting - held)
+
+
+def checkpoint_bytes(parts: Mapping[str, int], config: Config, grid: Grid) -> int:
+    """Copies in host memory of what a rank of a GPU writes: file by file, or all at once beside the training."""
+    if not config.checkpoint.every_steps:
+        return 0
+    is_sharded = SHARDS_PARAMETERS[config.engine.wrap]
+    weights = parts["weights"] if is_sharded else _shared(parts["weights"], grid.shards)
+    weights, state = (0 if config.engine.lora.rank else weights), parts.get("optimizer", 0)
+    if config.checkpoint.asynchronous:
+        return weights + state
+    return min(weights, FILE_BYTES) + min(state, MAX_FILE_BYTES)
 
 
 def _shared(count: int, ranks: int) -> int:

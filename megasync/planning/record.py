@@ -17,12 +17,13 @@ from typing import Any
 from megasync.config.errors import ConfigError
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config
-from megasync.planning.replicas import WORKER_PEAK
+from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK
 from megasync.reporting.log import TIMELINE_FILE, read_metrics, read_summary
 
 PLAN_FILE = "plan.json"
 RATIO = "predicted/actual "  # of a key in summary.json, before the name of what is compared
-PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", "memory/host_bytes", "memory/host_peak_bytes")
+PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", TRAINING_DEVICE, "memory/host_bytes", "memory/host_peak_bytes")
+OF_WORKERS = (WORKER_PEAK, WORKER_DEVICE)
 MEDIANS = ("step/seconds", "rollout/seconds", "sync/seconds")
 TRAIN = "train"  # the timeline's span
 
@@ -90,14 +91,17 @@ def _pairs(folder: Path, summary: Mapping[str, Any]) -> list[tuple[str, float, f
     if not path.is_file():
         return []
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
-    actual = _actual(folder) | {WORKER_PEAK: summary.get(WORKER_PEAK) or 0.0}
-    return [(name, value, actual[name]) for name, value in predicted.items() if value and actual.get(name)]
+    found = actual(folder, summary)
+    return [(name, value, found[name]) for name, value in predicted.items() if value and found.get(name)]
 
 
-def _actual(folder: Path) -> dict[str, float]:
-    """Peaks of all steps; medians of the seconds of all but the first, in which kernels are compiled and memory is mapped."""
+def actual(folder: Path, summary: Mapping[str, Any]) -> dict[str, float]:
+    """What a run took, by the names of what is planned. Of seconds medians, without the first step, in which kernels are compiled
+    and memory is mapped.
+    """
     steps = read_metrics(folder)
     found = {name: max(values) for name in PEAKS if (values := _values(steps, name))}
+    found |= {name: float(size) for name in OF_WORKERS if (size := summary.get(name))}
     found |= {name: statistics.median(values) for name in MEDIANS if (values := _values(steps[1:] or steps, name))}
     timeline = folder / TIMELINE_FILE
     if timeline.is_file():

@@ -13,7 +13,7 @@ from typing import Any
 from megasync.config.files import forget_stop, newest_checkpoint
 from megasync.config.schema import Config
 from megasync.planning.record import outcome
-from megasync.planning.replicas import WORKER_PEAK
+from megasync.planning.replicas import WORKER_DEVICE, WORKER_PEAK
 from megasync.reporting.log import SUMMARY_FILE, read_evaluations
 from megasync.reporting.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
 from megasync.run.rank_zero import on_rank_zero
@@ -45,7 +45,8 @@ def finish(session: Session) -> str:
         session.rollouts.records.wait()
     found = summary(config, done, session.weights.syncs, session.clock.summary())
     if session.weights.pool is not None:
-        found[WORKER_PEAK] = session.weights.pool.host_peak_bytes() or None
+        host, device = session.weights.pool.memory_bytes()
+        found |= {WORKER_PEAK: host or None, **({WORKER_DEVICE: device} if device else {})}
     log.timeline.write()
     log.summary(found | outcome(config.run.folder, found))
     write_report(config.run.folder)

@@ -28,6 +28,7 @@ from engine.minibatch import MiniBatch
 from engine.runtime import memory
 from engine.sample import Sample
 from megasync.config.schema import Config
+from megasync.planning.replicas import TRAINING_DEVICE
 from megasync.reporting.log import RunLog
 from megasync.rollouts.requests import rows_of_first_members, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch
@@ -121,6 +122,7 @@ class StepLog:
         self.first_step, self.is_writer = first_step, is_writer
         self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
         self.lines: list[dict[str, Any]] = []  # for samples.jsonl, of the step that is trained
+        self.in_training: dict[str, float] = {}  # of a device that replicas share: while they sleep
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """The step's line in metrics.jsonl. Not collective."""
@@ -130,7 +132,7 @@ class StepLog:
         is_first, uses_kernels = step == self.first_step, self.engine.use_fused and not self.config.model.exact
         if is_first and uses_kernels and (problem := fused.problem()):
             self.log.note(problem)
-        self.log.step(step + 1, {"version": step + 1, **metrics, **times, **memory.memory_metrics()})
+        self.log.step(step + 1, {"version": step + 1, **metrics, **times, **memory.memory_metrics(), **self.in_training})
 
     def compare(self, step: int, trained: Sequence[MiniBatch]) -> dict[str, float]:
         """model.exact: what the function of this name finds in the step's batch, on rank 0; else nothing. Collective."""
@@ -141,7 +143,9 @@ class StepLog:
         return compare(self.generated.samples, log_probs, step, recomputes=recomputes) if self.is_writer else {}
 
     def samples(self, step: int, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
-        """The step's first responses, with what both sides say of their tokens. Collective."""
+        """The step's first responses, with what both sides say of their tokens. Collective. The batch has just been trained."""
+        if self.config.rollout.is_colocated and (taken := memory.device_bytes()):
+            self.in_training = {TRAINING_DEVICE: float(taken)}
         columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
         rows = rows_of_first_members(columns["group"], columns["member"], number)
         lines, self.lines = self.lines, []

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE
+
 from tests.support.tiny_models import write_tiny_model
 from tests.runs.train_cases import ROOT, launch, metrics, write_config
 
@@ -41,7 +43,10 @@ def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "runs" / "run"
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
-    assert json.loads((run / "summary.json").read_text())["num_syncs"] == STEPS + 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["num_syncs"] == STEPS + 1
+    for name in ("memory/device_bytes", WORKER_DEVICE, *((TRAINING_DEVICE,) if rollout["placement"] == "colocated" else ())):
+        assert summary[f"predicted/actual {name}"] > 0, name
     return metrics(run), {event["name"] for event in events if event["ph"] == "X"}
 
 

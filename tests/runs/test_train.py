@@ -27,7 +27,7 @@ from megasync.hf.tensors import num_parameters
 from megasync.diagnosis.storage import bytes_below
 from megasync.reporting.log import read_evaluations, read_samples, read_summary
 from megasync.planning import version_log
-from megasync.planning.replicas import WORKER_PEAK
+from megasync.planning.replicas import WORKER_DEVICE, WORKER_PEAK
 from megasync.run.step_log import PHASES
 from megasync.serving.replicas import replicas
 from megasync.serving.source import find_source
@@ -122,6 +122,7 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert summary["num_syncs"] == 7
     for name in ("memory/host_peak_bytes", WORKER_PEAK, "step/seconds", "train", "rollout/seconds", "sync/seconds"):
         assert summary[f"predicted/actual {name}"] > 0, name
+    assert WORKER_DEVICE not in summary, "there is no GPU"
 
 
 def test_every_version_is_in_the_runs_log(first_run: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from megasync.bench.common.random_engine import RandomEngine
 from megasync.bench.config import VARIANTS, BenchRoot, VariantName
 from megasync.bench.training.flops import attention_flops, num_active_parameters, read_shapes
 from megasync.hf.model_shape import Shapes
+from megasync.planning.cpu.calls import host, prepare
+from megasync.planning.cpu.together import timed
+
+HOST_ROUNDS = 15
 
 
 class DotProductCore(CoreAttention):
@@ -66,10 +71,12 @@ class TrainBench(Program):
             "recompute": built.config.recompute,
             "build_seconds": time.perf_counter() - begin,
         }
+        layers = [host_layer_seconds()]
         rounds, peaks = train(config, built, shapes.vocab_size)
+        layers += [host_layer_seconds() for _ in range(3)]
         reserved = reserved_and_used()  # before the products below take memory of their own
         ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
-        measured |= {"steps": rounds, **reserved, **memory_and_ceiling(built, peaks, ceiling)}
+        measured |= {"steps": rounds, "host_layer_seconds": layers, **reserved, **memory_and_ceiling(built, peaks, ceiling)}
         measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
         self.keep(measured, is_complete=False)
         if variant in bench.profile and device.has_cuda():
@@ -118,6 +125,13 @@ def product_ceiling() -> float:
     for _ in range(count):
         a @ b
     return count * 2 * size**3 / (_now() - begin)
+
+
+def host_layer_seconds() -> float:
+    """Of a small layer in Python on the CPU, forward and backward, right now: what launches kernels is such Python, too."""
+    call, share = prepare(host())
+    timed(call)  # warms up
+    return statistics.median(timed(call) for _ in range(HOST_ROUNDS)) * share
 
 
 def train(config: BenchRoot, built: Engine, vocabulary_size: int) -> tuple[list[Measured], tuple[float, float]]:

@@ -34,6 +34,7 @@ def test_variants_are_measured_and_train_alike(tmp_path: Path, capfd: pytest.Cap
         assert measured["tokens_per_second_per_gpu"] > 0 < measured["peak_bytes"]
         assert 0 < measured["share_of_ceiling"] == measured["model_flops_per_gpu"] / measured["ceiling_flops"]
         assert measured["share_with_attention"] > measured["share_of_ceiling"]
+        assert len(measured["host_layer_seconds"]) == 4 and min(measured["host_layer_seconds"]) > 0
         losses.append([step["loss"] for step in measured["steps"]])
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# GRPO runs whose GPU memory, of the trainer and of vLLM's workers, `megasync plan` is compared with:
+#   docs/bench/plan_workers.sh OUT [CASE ...]; no case: all. GPUS=0,1 says on which GPUs; else they are the first so many as a case
+# needs. Cases on other GPUs may run beside each other, started some seconds apart, since they choose ports.
+# Random models of several sizes, three steps each; two minutes, most of it the start of vLLM. Writes OUT/CASE.json and OUT/CASE.log; then
+# `python docs/bench/plan_workers.py OUT` makes the plans again and puts them beside what was measured.
+# `held_out`: no number of a worker was chosen with these in sight. On a CPU: EXTRA="model.dtype=float32 rollout.kv_cache_bytes=256MiB" SHAPES=tiny
+set -uo pipefail
+unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
+mkdir -p "$1"
+out=$(cd "$1" && pwd); shift
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=${PYTHON:-python3} models=${MODELS:-/tmp/plan-models}
+cd "$here" || exit 1
+read -ra extra <<<"${EXTRA:-}"
+
+model() { # SHAPES: a random model of those sizes, and sums to answer
+  local shapes=${SHAPES:-$1}
+  [ -d "$models/$shapes/model" ] || "$python" docs/bench/plan_workers.py --model "$shapes" --to "$models/$shapes" > "$out/model-$shapes.log" 2>&1
+}
+
+grpo() { # CASE SHAPES NUM_GPUS [key=value ...]
+  local case=$1 shapes=${SHAPES:-$2} gpus=$3 start=$SECONDS code; shift 3
+  gpus=${GPUS:-$(seq -s, 0 $((gpus - 1)))}
+  model "$shapes"
+  CUDA_VISIBLE_DEVICES=$gpus timeout --kill-after=20 "${LIMIT:-300}" "$python" -m megasync.launch.torchrun --nproc-per-node 1 -m megasync.train \
+    configs/grpo_gpu.yaml model.path="$models/$shapes/model" data.train="$models/$shapes/train.jsonl" run.name="$case" run.dir="${RUNS:-/tmp/runs}" \
+    run.steps=3 run.loggers=[] data.batch_size=8 engine.tokens_per_microbatch=4096 "$@" "${extra[@]}" > "$out/$case.log" 2>&1
+  code=$?
+  "$python" docs/bench/plan_workers.py --take "${RUNS:-/tmp/runs}/$case" --shapes "$shapes" --json "$out/$case.json" >> "$out/$case.log" 2>&1
+  echo "$case: exit code $code, $((SECONDS - start)) s"
+}
+
+fitted=(3b-share 3b-eager 3b-colocated 135m-graphs 135m-eager experts-share)
+held_out=(7b-lora 7b-colocated 3b-tensor-share 3b-adapter 3b-colocated-share 135m-lora experts-eager 135m-colocated)
+cases=("$@")
+[ $# -gt 0 ] || cases=("${fitted[@]}" "${held_out[@]}")
+lora=(engine.lora.rank=32 engine.lora.alpha=64)
+share=(rollout.kv_cache_bytes=null)
+colocated=(rollout.placement=colocated rollout.max_staleness=0)
+for case in "${cases[@]}"; do
+  case $case in
+    models) for shapes in 135m 3b 7b 30b-a3b-3; do model $shapes; done ;;
+    model-*) model "${case#model-}" ;;
+    3b-share) grpo "$case" 3b 2 "${share[@]}" rollout.gpu_memory_utilization=0.9 ;;
+    3b-eager) grpo "$case" 3b 2 rollout.kv_cache_bytes=4GiB rollout.enforce_eager=true ;;
+    3b-colocated) grpo "$case" 3b 1 "${colocated[@]}" ;;
+    135m-graphs) grpo "$case" 135m 2 rollout.kv_cache_bytes=2GiB ;;
+    135m-eager) grpo "$case" 135m 2 rollout.kv_cache_bytes=1GiB rollout.enforce_eager=true rollout.max_num_seqs=64 ;;
+    experts-share) grpo "$case" 30b-a3b-3 2 "${share[@]}" rollout.gpu_memory_utilization=0.6 ;;
+    3b-colocated-share) grpo "$case" 3b 1 "${colocated[@]}" "${share[@]}" rollout.gpu_memory_utilization=0.3 rollout.enforce_eager=true ;;
+    7b-lora) grpo "$case" 7b 2 "${lora[@]}" "${share[@]}" rollout.gpu_memory_utilization=0.5 rollout.enforce_eager=true engine.recompute=full ;;
+    7b-colocated) grpo "$case" 7b 1 "${lora[@]}" "${colocated[@]}" rollout.kv_cache_bytes=3GiB rollout.enforce_eager=true engine.recompute=full ;;
+    3b-tensor-share) grpo "$case" 3b 3 rollout.tensor_parallel=2 "${share[@]}" rollout.gpu_memory_utilization=0.7 rollout.enforce_eager=true ;;
+    3b-adapter) grpo "$case" 3b 2 "${lora[@]}" engine.lora.sync=adapter rollout.max_num_seqs=128 ;;
+    135m-lora) grpo "$case" 135m 2 "${lora[@]}" "${share[@]}" rollout.gpu_memory_utilization=0.2 rollout.max_model_len=1024 ;;
+    experts-eager) grpo "$case" 30b-a3b-3 2 rollout.kv_cache_bytes=4GiB rollout.enforce_eager=true sync.bucket_bytes=128MiB ;;
+    135m-colocated) grpo "$case" 135m 1 "${colocated[@]}" engine.wrap=megatron_fsdp rollout.kv_cache_bytes=3GiB ;;
+    *) echo "no such case: $case" >&2; exit 2 ;;
+  esac
+done
