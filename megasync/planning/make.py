@@ -21,6 +21,7 @@ from megasync.hf.model_shape import ModelShape
 from megasync.planning import seconds as times
 from megasync.planning import version_log
 from megasync.planning.cpu import passes as cpu
+from megasync.planning.cpu.together import rank_threads
 from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
 from megasync.planning.memory import RankMemory, checkpoint_bytes, rank_memory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
@@ -260,10 +261,10 @@ def _seconds(
     shape: ModelShape,
 ) -> times.StepSeconds:
     algorithm, num_parameters = config.algorithm, _num_parameters(grid, stages)
-    busy = Busy.of(config, grid)
+    busy, threads = Busy.of(config, grid), rank_threads(grid.num_ranks)
     if hardware.is_cpu:
         traced = [(stage.counts, stage.activations) for stage in stages]
-        train, alone = cpu.train_seconds(traced, config.engine, grid, work, busy.training)
+        train, alone = cpu.train_seconds(traced, config.engine, grid, work, busy.training, threads)
     else:
         train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
     separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
@@ -271,7 +272,7 @@ def _seconds(
     counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     parts = {
         "train": train,
-        "optimizer": cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training)
+        "optimizer": cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training, threads)
         if hardware.is_cpu
         else times.optimizer_seconds(config, counts, grid, work, hardware),
         "log_probs": alone * passes,

@@ -83,7 +83,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Busy:
-    """Processes that compute at the same time, each with one thread: what shares the cores of a CPU."""
+    """Processes that compute at the same time: what shares the cores of a CPU."""
 
     training: int
     generation: int

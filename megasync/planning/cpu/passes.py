@@ -1,6 +1,6 @@
 """Seconds of a rank's passes and optimizer steps, and of a replica's products, by calls that are timed on this machine.
 
-A rank has one thread (launch/setup.sh). What Python and autograd take beside the calls, and what a wrap takes for each parameter,
+What Python and autograd take beside the calls, and what a wrap takes for each parameter,
 goes by the time of a small layer (calls.py: host), in units that measured.json holds. Leaves out collectives of tensor, context,
 expert and pipeline parallelism.
 """
@@ -30,14 +30,19 @@ READ_BYTES = 2**28  # of weights whose product is timed, more than any cache hol
 Stages = Sequence[tuple[Counts, Activations]]
 
 
-def train_seconds(stages: Stages, engine: EngineConfig, grid: Grid, work: Work, num_processes: int) -> tuple[float, float]:
-    """Forward and backward passes of all optimizer steps of a batch; and one forward pass over it, as for log-probs."""
+def train_seconds(
+    stages: Stages, engine: EngineConfig, grid: Grid, work: Work, num_processes: int, threads: int = 1
+) -> tuple[float, float]:
+    """Forward and backward passes of all optimizer steps of a batch; and one forward pass over it, as for log-probs.
+
+    `threads`: of each rank.
+    """
     count, tokens = work.num_microbatches(grid) * work.num_minibatches, work.tokens / grid.data
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * work.num_microbatches(grid))
     is_sharded = SHARDS_PARAMETERS[engine.wrap]
     asked = {each for _, traced in stages for each in (*traced.passes, *traced.forward)}
     added = {accumulation(size) for counts, _ in stages for size, _ in counts.sizes}
-    found = seconds_of([*asked, *added], num_processes, is_cold=is_cold(counts for counts, _ in stages))
+    found = seconds_of([*asked, *added], num_processes, threads=threads, is_cold=is_cold(counts for counts, _ in stages))
     found |= seconds_of([host(), fresh()], num_processes)
 
     def sums(counts: Counts) -> float:
@@ -63,9 +68,12 @@ def is_cold(stages: Iterable[Counts]) -> bool:
     return max(counts.whole for counts in stages) * 4 > CACHED_BYTES
 
 
-def optimizer_seconds(counts: Counts, engine: EngineConfig, grid: Grid, work: Work, num_processes: int) -> float:
+def optimizer_seconds(
+    counts: Counts, engine: EngineConfig, grid: Grid, work: Work, num_processes: int, threads: int = 1
+) -> float:
     """Of all optimizer steps of a batch: its rank's share of the tensors."""
-    found = seconds_of([host(), *(adam(size) for size, _ in counts.sizes)], num_processes)
+    found = seconds_of([host()], num_processes)
+    found |= seconds_of([adam(size) for size, _ in counts.sizes], num_processes, threads=threads)
     own = sum(number * found[adam(size)] for size, number in counts.sizes) / grid.shards
     own += units(f"host_optimizer_{engine.wrap}") * sum(number for _, number in counts.sizes) * found[host()]
     if not SHARDS_PARAMETERS[engine.wrap]:

@@ -3,7 +3,8 @@
     found = seconds_of(operations, 2)     # by operation
 
 All are timed in turn, again and again, and the median counts: the machine's speed changes from second to second. The processes
-are forked from this one, have one thread each, and are gone afterwards. Leaves out what is timed (calls.py).
+are forked from this one, or where they are to have several threads begin anew, since torch's threads do not survive a fork; they
+are gone afterwards. Leaves out what is timed (calls.py).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import os
 import pickle
 import select
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -33,6 +36,7 @@ FEW_BYTES = 2**14  # of a call whose time is that of any call
 # malloc.h: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD. What calls make here is memory that the process has already: what a rank's
 # tensors take that come from the kernel is counted apart (calls.py: fresh)
 MALLOC = ((-3, 2**25), (-1, 2**30))
+THREADS = "OMP_NUM_THREADS"
 
 
 class Way(NamedTuple):
@@ -40,6 +44,7 @@ class Way(NamedTuple):
 
     at_once: int  # processes
     is_cold: bool  # caches hold other memory than a call's
+    threads: int = 1  # of each
 
 
 _KNOWN: dict[tuple[Operation, Way], float] = {}
@@ -50,8 +55,16 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def seconds_of(operations: Iterable[Operation], num_processes: int, *, is_cold: bool = False) -> dict[Operation, float]:
-    """Of each call, with its new tensors but without its arguments, while `num_processes` do the same.
+def rank_threads(num_ranks: int) -> int:
+    """Of each trainer rank that this environment starts, or that has it. Of several torchrun sets OMP_NUM_THREADS to 1."""
+    given = os.environ.get(THREADS, "")
+    return int(given) if given.isdigit() and int(given) else (1 if num_ranks > 1 else usable_cores())
+
+
+def seconds_of(
+    operations: Iterable[Operation], num_processes: int, *, threads: int = 1, is_cold: bool = False
+) -> dict[Operation, float]:
+    """Of each call, with its new tensors but without its arguments, while `num_processes` of so many threads do the same.
 
     Where there are fewer cores each waits for its turn. `is_cold`: in a pass through more weights than caches hold, where a call
     finds its arguments in memory.
@@ -59,7 +72,8 @@ def seconds_of(operations: Iterable[Operation], num_processes: int, *, is_cold: 
     Raises:
         RuntimeError: the processes did not answer.
     """
-    way = Way(max(1, min(num_processes, usable_cores(), MOST_PROCESSES)), is_cold)
+    threads = min(threads, usable_cores())
+    way = Way(max(1, min(num_processes, usable_cores(), MOST_PROCESSES)), is_cold, threads)
     wanted = [*dict.fromkeys(operations), fresh()]
     if LATELY:
         lately = {each: LATELY.get(_text(each, way)) for each in wanted if (each, way) not in _KNOWN}
@@ -68,7 +82,7 @@ def seconds_of(operations: Iterable[Operation], num_processes: int, *, is_cold: 
     if missing:
         answers = zip(*_run(missing, way), strict=True)
         _KNOWN.update({(each, way): max(seconds) for each, seconds in zip(missing, answers, strict=True)})  # others wait for it
-    turns = max(1.0, num_processes / usable_cores())
+    turns = max(1.0, num_processes / usable_cores())  # more threads than cores are so in what was timed, too
     new = _KNOWN[fresh(), way]
     own = {each: 0.0 if _is_small(each) else _KNOWN[each, way] for each in wanted}
     return {each: (seconds + each.kernel_bytes * new) * turns for each, seconds in own.items()}
@@ -80,7 +94,8 @@ def known() -> dict[str, float]:
 
 
 def _text(each: Operation, way: Way) -> str:
-    return f"{way.at_once} x {'cold ' * way.is_cold}{tuple(each)}"
+    several = f"{way.threads} threads " * (way.threads > 1)
+    return f"{way.at_once} x {several}{'cold ' * way.is_cold}{tuple(each)}"
 
 
 def _is_small(each: Operation) -> bool:
@@ -89,7 +104,7 @@ def _is_small(each: Operation) -> bool:
 
 def _run(operations: Sequence[Operation], way: Way) -> list[list[float]]:
     """What each of the processes has found."""
-    children = [_fork(operations, is_cold=way.is_cold) for _ in range(way.at_once)]
+    children = [_start(operations, way) for _ in range(way.at_once)]
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
         return [_read(descriptor, deadline) for _, descriptor in children]
@@ -101,22 +116,45 @@ def _run(operations: Sequence[Operation], way: Way) -> list[list[float]]:
             os.waitpid(pid, 0)
 
 
-def _fork(operations: Sequence[Operation], *, is_cold: bool) -> tuple[int, int]:
+def _start(operations: Sequence[Operation], way: Way) -> tuple[int, int]:
     """A child's number, and where its answer comes from."""
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    try:
-        os.close(reading)
-        torch.set_num_threads(1)
-        for option, value in MALLOC:
-            ctypes.CDLL(None).mallopt(option, value)
-        with os.fdopen(writing, "wb") as file:
-            pickle.dump(measure(operations, is_cold=is_cold), file)
-    finally:
-        os._exit(0)  # nothing of the parent's is to run at this end
+    with tempfile.TemporaryFile() as asked:
+        pickle.dump((operations, tuple(way)), asked)
+        asked.seek(0)
+        if pid := os.fork():
+            os.close(writing)
+            return pid, reading
+        try:
+            os.close(reading)
+            if way.threads > 1:
+                _become_fresh(asked.fileno(), writing, way.threads)
+            with os.fdopen(writing, "wb") as file:
+                _answer(operations, way, file)
+        finally:
+            os._exit(0)  # nothing of the parent's is to run at this end
+
+
+def _become_fresh(asked: int, answer: int, threads: int) -> None:
+    """This process becomes another Python: see `main`."""
+    os.dup2(asked, 0)
+    os.dup2(answer, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    own = {**os.environ, THREADS: str(threads), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    os.execve(sys.executable, [sys.executable, "-m", "megasync.planning.cpu.together"], own)  # noqa: S606 # no shell is wanted
+
+
+def main() -> None:
+    """A child with several threads: what it is asked is standard input, and its answer standard output."""
+    operations, way = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that became this one
+    _answer(operations, Way(*way), sys.stdout.buffer)
+
+
+def _answer(operations: Sequence[Operation], way: Way, file: BinaryIO) -> None:
+    torch.set_num_threads(way.threads)
+    for option, value in MALLOC:
+        ctypes.CDLL(None).mallopt(option, value)
+    pickle.dump(measure(operations, is_cold=way.is_cold), file)
 
 
 def _read(descriptor: int, deadline: float) -> list[float]:
@@ -199,3 +237,7 @@ def timed(call: Call) -> float:
     for _ in range(repeats):
         call()
     return (time.perf_counter() - begin) / repeats
+
+
+if __name__ == "__main__":
+    main()

@@ -201,6 +201,32 @@ def test_what_ranks_exchange_grows_with_their_number() -> None:
     assert [passes.reduce_seconds(2**18, grid) / seconds("gloo_reduced_mib") for grid in grids] == [0.0, 0.5, 0.875]
 
 
+def test_a_rank_alone_has_all_cores_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "usable_cores", lambda: 8)
+    for text, wanted in {"": (8, 1), "3": (3, 3), "none": (8, 1), "0": (8, 1)}.items():
+        monkeypatch.setenv(together.THREADS, text)
+        assert (together.rank_threads(1), together.rank_threads(2)) == wanted
+    monkeypatch.delenv(together.THREADS)
+    assert (together.rank_threads(1), together.rank_threads(2)) == (8, 1)
+
+
+def test_calls_are_timed_with_as_many_threads_as_a_rank_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's threads do not survive a fork: this process has some, and a forked one would hang in its first call."""
+    monkeypatch.setattr(together, "usable_cores", lambda: 2)
+    monkeypatch.setattr(together, "_KNOWN", {})
+    operation = calls.moved(2**24)
+    torch.set_num_threads(2)
+    try:
+        calls.prepare(operation)[0]()
+        found = [together.seconds_of([operation], 1, threads=threads)[operation] for threads in (1, 2)]
+    finally:
+        torch.set_num_threads(1)
+    assert all(0 < seconds < 10 for seconds in found)
+    assert sorted(together.known()) == sorted(
+        [f"1 x {several}{tuple(each)}" for several in ("", "2 threads ") for each in (operation, calls.fresh())]
+    )
+
+
 def test_what_one_run_has_timed_the_next_does_not_where_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many processes."""
     timed = list[tuple[int, int]]()
