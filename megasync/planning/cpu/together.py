@@ -3,8 +3,8 @@
     found = seconds_of(operations, 2)     # by operation
 
 All are timed in turn, again and again, and the median counts: the machine's speed changes from second to second. The processes
-are forked from this one, or where they are to have several threads begin anew, since torch's threads do not survive a fork; they
-are gone afterwards. Leaves out what is timed (calls.py).
+are forked from this one and are gone afterwards. Some begin anew: those of several threads, which do not survive a fork, and those
+of large models, since a fork of a process that holds one is slower by a twelfth. Leaves out what is timed (calls.py).
 """
 
 from __future__ import annotations
@@ -127,16 +127,16 @@ def _start(operations: Sequence[Operation], way: Way) -> tuple[int, int]:
             return pid, reading
         try:
             os.close(reading)
-            if way.threads > 1:
-                _become_fresh(asked.fileno(), writing, way.threads)
+            if way.threads > 1 or way.is_cold:
+                _begin_anew(asked.fileno(), writing, way.threads)
             with os.fdopen(writing, "wb") as file:
                 _answer(operations, way, file)
         finally:
             os._exit(0)  # nothing of the parent's is to run at this end
 
 
-def _become_fresh(asked: int, answer: int, threads: int) -> None:
-    """This process becomes another Python: see `main`."""
+def _begin_anew(asked: int, answer: int, threads: int) -> None:
+    """This process becomes another Python, which runs `main`."""
     os.dup2(asked, 0)
     os.dup2(answer, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -145,7 +145,7 @@ def _become_fresh(asked: int, answer: int, threads: int) -> None:
 
 
 def main() -> None:
-    """A child with several threads: what it is asked is standard input, and its answer standard output."""
+    """A child that began anew: what it is asked is standard input, and its answer standard output."""
     operations, way = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that became this one
     _answer(operations, Way(*way), sys.stdout.buffer)
 
