@@ -3,8 +3,8 @@
     found = seconds_of(operations, 2)     # by operation
 
 All are timed in turn, again and again, and the median counts: the machine's speed changes from second to second. The processes
-are forked from this one and are gone afterwards. Some begin anew: those of several threads, which do not survive a fork, and those
-of large models, since a fork of a process that holds one is slower by a twelfth. Leaves out what is timed (calls.py).
+are forked from this one and are gone afterwards. Some begin anew: those of several threads, which do not survive a fork, and of
+large models, since a fork of a process that holds one is slower by a twelfth. Leaves out what is timed (calls.py).
 """
 
 from __future__ import annotations
