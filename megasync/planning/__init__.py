@@ -13,6 +13,7 @@ lengths.py     how long responses are (no torch)
 version_log.py what sync.log takes (no torch)
 cpu/           seconds of what was traced, on this machine's CPU
 seconds.py     seconds of a step and its parts
+stages.py      a pipeline stage's memory, and what does not fit
 make.py        all of it together: a Plan
 remedies.py    the nearest change that fits, and the best layouts
 text.py        a plan for the terminal

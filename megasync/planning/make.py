@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +22,15 @@ from megasync.planning import seconds as times
 from megasync.planning import version_log
 from megasync.planning.cpu import passes as cpu
 from megasync.planning.cpu.together import rank_threads
-from megasync.planning.hardware import GIB, Hardware, num_bytes, seconds
-from megasync.planning.memory import RankMemory, checkpoint_bytes, rank_memory
+from megasync.planning.hardware import Hardware, seconds
+from megasync.planning.memory import RankMemory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
 from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK, WorkerMemory, worker_memory
 from megasync.planning.shapes import Busy, Grid, Request, Work
+from megasync.planning.stages import STAYS_AWAY, Stage, count_parameters, problems_of, sent_bytes, stage_of, stays_bytes
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
-RESERVED_BESIDE = 1.5  # of a trainer's tensors that stay while vLLM is awake: what torch's allocator keeps reserved for them
-STAYS_AWAY = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}  # offload kinds in memory.py's words
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage's ranks, all alike."""
-
-    number: int
-    counts: Counts
-    activations: Activations
-    memory: RankMemory
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ class Plan:
         found: dict[str, int | None] = {"memory/host_peak_bytes": first.host, "memory/tensors_peak_bytes": first.tensors_peak}
         if worker is None or not self.config.rollout.is_colocated:
             return found | {"memory/device_bytes": first.device, WORKER_DEVICE: worker.total if worker else None}
-        awake = worker.total + _stays(self.config, self.stages[:1])
+        awake = worker.total + stays_bytes(self.config, self.stages[:1])
         return found | {
             "memory/device_bytes": awake,
             WORKER_DEVICE: awake,
@@ -195,14 +184,14 @@ def _plan(
     multiple = multiple_of_tokens(config.engine, shape.num_experts, shape.num_experts_per_tok)
     lengths = work.sequences(work.microbatch_tokens(grid), multiple)
     traced = {number: trace_stage(number, lengths) for number in looked_at}
-    stages = [_stage(config, request, grid, work, number, *found[:2]) for number, found in traced.items()]
+    stages = [stage_of(config, request, grid, work, number, *found[:2]) for number, found in traced.items()]
     *_, model_costs = traced[looked_at[0]]
-    num_parameters = _num_parameters(grid, stages)
+    num_parameters = count_parameters(grid, stages)
     hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
-    sent = max(_sent_bytes(config, grid, stage.counts) for stage in stages)
+    sent = max(sent_bytes(config, grid, stage.counts) for stage in stages)
     worker = worker_memory(config, shape, num_parameters, hardware, sent) if is_grpo else None
     found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
-    problems = _problems(config, hardware, stages, worker, grid)
+    problems = problems_of(config, hardware, stages, worker, grid)
     return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
 
 
@@ -210,44 +199,6 @@ def meta_engine(engine: EngineConfig, hardware: Hardware) -> EngineConfig:
     """With the fusions that there will be on that hardware: here no device is asked."""
     is_fused = engine.fusions == "all" or (engine.fusions == "auto" and not hardware.is_cpu)
     return engine.model_copy(update={"fusions": "all" if is_fused else "none"})
-
-
-def _num_parameters(grid: Grid, stages: list[Stage]) -> int:
-    """Of the whole model, from those of the stages that were looked at; those in the middle are alike."""
-    sizes = [stage.counts.dense * grid.tensor + stage.counts.experts * grid.tensor * grid.expert for stage in stages]
-    middle = sizes[len(sizes) // 2]
-    return sum(sizes) + middle * (grid.pipeline - len(sizes))
-
-
-def _stage(config: Config, request: Request, grid: Grid, work: Work, number: int, counts: Counts, found: Activations) -> Stage:
-    is_grpo = config.algorithm.name == "grpo"
-    memory = rank_memory(
-        counts,
-        found,
-        engine=config.engine,
-        dtype=config.model.dtype,
-        grid=grid,
-        in_flight=grid.in_flight(number, work.num_microbatches(grid)),
-        has_reference=is_grpo and config.algorithm.kl_coefficient > 0,
-        bucket_bytes=min(config.sync.bucket_bytes, _sent_bytes(config, grid, counts)) if is_grpo else 0,
-        is_cpu=request.hardware.is_cpu,
-        offload_on_host=is_grpo and config.rollout.is_colocated,
-        sends_over_nccl=is_grpo and not config.rollout.is_colocated,
-    )
-    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
-    copy = version_log.copy_bytes(config, own)
-    written = 0 if request.hardware.is_cpu else checkpoint_bytes(memory.parts, config, grid)
-    host = max(memory.loading, memory.host + copy + written)
-    return Stage(number, counts, found, dataclasses.replace(memory, host=host, version_log=copy))
-
-
-def _sent_bytes(config: Config, grid: Grid, counts: Counts) -> int:
-    """Of a sync, from one stage: whole weights, or adapters alone."""
-    lora = config.engine.lora
-    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
-    if lora.rank and lora.sync == "adapter":
-        own = counts.trained * grid.tensor
-    return own * DTYPE_BYTES[config.model.dtype]
 
 
 def _seconds(
@@ -260,7 +211,7 @@ def _seconds(
     model_costs: times.ModelCosts,
     shape: ModelShape,
 ) -> times.StepSeconds:
-    algorithm, num_parameters = config.algorithm, _num_parameters(grid, stages)
+    algorithm, num_parameters = config.algorithm, count_parameters(grid, stages)
     busy, threads = Busy.of(config, grid), rank_threads(grid.num_ranks)
     if hardware.is_cpu:
         traced = [(stage.counts, stage.activations) for stage in stages]
@@ -284,6 +235,8 @@ def _seconds(
         has_canary = worker is not None and config.sync.canary_tolerance
         parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training)
         parts["log_probs"] += cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
+        takes_turns = worker is not None and not config.rollout.max_staleness
+        parts["train"] += cpu.rest_seconds(traced, busy.training) if takes_turns else 0.0
     overlapped = 0.0
     if worker is not None:
         facts = config, shape, model_costs, num_parameters, work, worker, hardware
@@ -298,47 +251,3 @@ def _seconds(
         away = sum(state.get(STAYS_AWAY[kind], 0) for kind in config.rollout.offload_trainer if kind != "gradients")
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
     return times.step_seconds(config, parts, overlapped)
-
-
-def _problems(
-    config: Config, hardware: Hardware, stages: list[Stage], worker: WorkerMemory | None, grid: Grid
-) -> tuple[str, ...]:
-    """What does not fit, with the numbers."""
-    found, room = list[str](), hardware.memory_bytes
-    if hardware.is_cpu:
-        workers = config.rollout.replicas * config.rollout.tensor_parallel if worker else 0
-        total = max(stage.memory.host - stage.memory.version_log for stage in stages) * grid.num_ranks
-        total += max(stage.memory.version_log for stage in stages) * grid.pipeline  # one rank of each stage has one
-        total += (num_bytes("host_ray") + num_bytes("host_replica") * config.rollout.replicas) if worker else 0
-        total += (worker.host if worker else 0) * workers + version_log.workers_bytes(config, _num_parameters(grid, stages))
-        return (f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB",) if total > room else ()
-    shares = worker is not None and config.rollout.is_colocated
-    for stage in stages:
-        taken = stage.memory.device + (worker.asleep if worker is not None and shares else 0)
-        if taken > room:
-            which = f"a trainer rank of stage {stage.number}" if len(stages) > 1 else "a trainer rank"
-            beside = " with vLLM asleep beside it" if shares else ""
-            found.append(f"{which}{beside} takes {gib(taken)} GiB of {gib(room)} GiB")
-    if worker is not None:
-        stays = _stays(config, stages) if shares else 0
-        if worker.total + stays > room:
-            beside = f" and what stays of the trainer, {gib(stays)}" if stays else ""
-            found.append(f"a vLLM worker takes {gib(worker.total)} GiB{beside}, of {gib(room)} GiB")
-        longest = config.rollout.max_model_len or config.rollout.max_new_tokens
-        if worker.cache_tokens < longest:
-            found.append(f"vLLM's KV cache holds {max(0, worker.cache_tokens)} tokens, a sequence has up to {longest}")
-    return tuple(found)
-
-
-def _stays(config: Config, stages: Sequence[Stage]) -> int:
-    """Of a trainer rank on its GPU while vLLM generates there."""
-    memory = max((stage.memory for stage in stages), key=lambda each: each.device)
-    away = {STAYS_AWAY[kind] for kind in config.rollout.offload_trainer}
-    away |= {"reference"} if "weights" in away else set()  # engine/offload.py: it goes with the parameters
-    kept = sum(memory.parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference") if name not in away)
-    beside = memory.parts.get("sync buckets", 0) + memory.parts.get("workspaces", 0)
-    return memory.outside + kept + round(RESERVED_BESIDE * beside)
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"

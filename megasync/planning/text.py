@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megasync.planning.make import Plan, gib
+from megasync.planning.make import Plan
+from megasync.planning.stages import gib
 
 WIDTH = 24
 
