@@ -177,5 +177,7 @@ def test_what_is_judged() -> None:
     assert [each.split()[0] for each in judge.problems(found, worst, "qwen3", 2)] == ["grad_norm", "log_probs_trained"]
     assert [each.split()[0] for each in judge.problems(found, worst, "qwen3_moe", 2)] == ["log_probs_trained"]
     broken = {**right, "export_after": {**export, "missing": ["a"]}}
+    nothing = [{**right, "history": [{"loss": 0.0, "grad_norm": norm}]} for norm in (1.84e-5, 1.83e-5)]
+    assert judge.differences(*nothing, ([-1.0], [-2.0]))["grad_norm"] == pytest.approx(1e-5), "of rounding alone"
     same = judge.differences(right, right, ([-1.0], [-2.0]))
     assert judge.problems(broken, same, "qwen3", 3) == ["export_after: 1 tensors missing, first a", "steps of 2 micro-batches"]
