@@ -235,8 +235,6 @@ def _seconds(
         has_canary = worker is not None and config.sync.canary_tolerance
         parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training)
         parts["log_probs"] += cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
-        takes_turns = worker is not None and not config.rollout.max_staleness
-        parts["train"] += cpu.rest_seconds(traced, busy.training) if takes_turns else 0.0
     overlapped = 0.0
     if worker is not None:
         facts = config, shape, model_costs, num_parameters, work, worker, hardware

@@ -16,7 +16,7 @@ from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
 from engine.config import EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.planning.cpu.calls import accumulation, adam, fresh, host
-from megasync.planning.cpu.together import rested_seconds, seconds_of
+from megasync.planning.cpu.together import seconds_of
 from megasync.planning.hardware import seconds, units
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
@@ -61,16 +61,6 @@ def train_seconds(
     more = units("in_step") * bubble
     train = max(of(traced.passes, traced) + sums(counts) * count for counts, traced in stages) * more
     return train, max(of(traced.forward, traced) for _, traced in stages) * more
-
-
-def rest_seconds(stages: Stages, num_processes: int) -> float:
-    """What activations take longer to come from the kernel where others compute between a rank's steps; of small models nothing,
-    whose memory stays in malloc's heap.
-    """
-    if not is_cold(counts for counts, _ in stages):
-        return 0.0
-    longer = rested_seconds() - seconds_of([fresh()], num_processes)[fresh()]
-    return max(traced.peak for _, traced in stages) * max(0.0, longer)
 
 
 def is_cold(stages: Iterable[Counts]) -> bool:

@@ -10,7 +10,6 @@ large models, since a fork of a process that holds one is slower by a twelfth. L
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import pickle
 import select
@@ -38,8 +37,6 @@ FEW_BYTES = 2**14  # of a call whose time is that of any call
 # tensors take that come from the kernel is counted apart (calls.py: fresh)
 MALLOC = ((-3, 2**25), (-1, 2**30))
 THREADS = "OMP_NUM_THREADS"
-REST_BYTES = 2**28
-REST_SECONDS = 4.0  # Linux tells a host what a virtual machine has had free for 2 s (mm/page_reporting.c)
 
 
 class Way(NamedTuple):
@@ -89,18 +86,6 @@ def seconds_of(
     new = _KNOWN[fresh(), way]
     own = {each: 0.0 if _is_small(each) else _KNOWN[each, way] for each in wanted}
     return {each: (seconds + each.kernel_bytes * new) * turns for each, seconds in own.items()}
-
-
-@functools.cache
-def rested_seconds() -> float:
-    """Of a byte of memory that comes from the kernel when it has been free for a while, as between steps in which others compute:
-    the host under a virtual machine may have taken it back.
-    """
-    torch.ones(REST_BYTES, dtype=torch.uint8)
-    time.sleep(REST_SECONDS)
-    begin = time.perf_counter()
-    torch.ones(REST_BYTES, dtype=torch.uint8)
-    return (time.perf_counter() - begin) / REST_BYTES
 
 
 def known() -> dict[str, float]:
