@@ -48,8 +48,7 @@ def stage_of(config: Config, request: Request, grid: Grid, work: Work, number: i
         offload_on_host=is_grpo and config.rollout.is_colocated,
         sends_over_nccl=is_grpo and not config.rollout.is_colocated,
     )
-    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
-    copy = version_log.copy_bytes(config, own)
+    copy = version_log.copy_bytes(config, stage_parameters(grid, counts))
     written = 0 if request.hardware.is_cpu else checkpoint_bytes(memory.parts, config, grid)
     host = max(memory.loading, memory.host + copy + written)
     return Stage(number, counts, found, dataclasses.replace(memory, host=host, version_log=copy))
@@ -58,15 +57,19 @@ def stage_of(config: Config, request: Request, grid: Grid, work: Work, number: i
 def sent_bytes(config: Config, grid: Grid, counts: Counts) -> int:
     """Of a sync, from one stage: whole weights, or adapters alone."""
     lora = config.engine.lora
-    own = counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
-    if lora.rank and lora.sync == "adapter":
-        own = counts.trained * grid.tensor
-    return own * DTYPE_BYTES[config.model.dtype]
+    is_adapter = lora.rank and lora.sync == "adapter"
+    sent = counts.trained * grid.tensor if is_adapter else stage_parameters(grid, counts)
+    return sent * DTYPE_BYTES[config.model.dtype]
+
+
+def stage_parameters(grid: Grid, counts: Counts) -> int:
+    """Of all ranks of a stage together, each once."""
+    return counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
 
 
 def count_parameters(grid: Grid, stages: list[Stage]) -> int:
     """Of the whole model, from those of the stages that were looked at; those in the middle are alike."""
-    sizes = [stage.counts.dense * grid.tensor + stage.counts.experts * grid.tensor * grid.expert for stage in stages]
+    sizes = [stage_parameters(grid, stage.counts) for stage in stages]
     middle = sizes[len(sizes) // 2]
     return sum(sizes) + middle * (grid.pipeline - len(sizes))
 

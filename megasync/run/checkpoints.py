@@ -54,20 +54,27 @@ class Checkpoints:
         self._saving: checkpoint.Save | None = None
 
     def begin_folder(self) -> Path | None:
-        """Where the results of a former run are now, from which this one does not go on. On rank 0.
-
-        Whatever `sync.log` is now: later versions in the log of the one that it goes on from are of steps that are trained anew.
-        """
+        """Where the results of a former run are now, from which this one does not go on. On rank 0."""
         if not self._newer:
-            unmark(self.run_folder)
             forget(self.run_folder)
         if self.last:
-            cut(self.run_folder / VERSIONS, self.first_step + 1)
             return None
+        unmark(self.run_folder)
         forget_request(self.run_folder)
         former = set_aside(self.run_folder)
         cut(self.run_folder / VERSIONS, 0)  # of a start that was killed before its first result
         return former
+
+    def forget_later_steps(self) -> None:
+        """Of the run that this one goes on from, once it has been read: its steps from there on are trained anew. On rank 0.
+
+        Whatever `sync.log` is now: versions of those steps in its log would be taken for this run's.
+        """
+        if self._newer:
+            forget(self.run_folder)
+        else:
+            unmark(self.run_folder)
+        cut(self.run_folder / VERSIONS, self.first_step + 1)
 
     def engine_arguments(self) -> dict[str, Any]:
         """What the engine is to be built with, to go on from the last one. Not collective."""
@@ -80,8 +87,7 @@ class Checkpoints:
         if self.last is None:
             return []
         notes = [self._note, checkpoint.restore(self.last, engine, steps_since=self.first_step - checkpoint.step_of(self.last))]
-        if self._newer:
-            on_rank_zero(lambda: forget(self.run_folder))
+        on_rank_zero(self.forget_later_steps)
         return [note for note in notes if note]
 
     def progress(self, batch_size: int) -> Progress:

@@ -56,6 +56,7 @@ class Session:
         self.checkpoints = Checkpoints(config)
         self.step = self.first_step = self.checkpoints.first_step
         self.progress = self.checkpoints.progress(config.data.batch_size)
+        former = on_rank_zero(self.checkpoints.begin_folder)
         self.engine = Engine(
             config.model,
             config.engine,
@@ -67,7 +68,6 @@ class Session:
             **self.checkpoints.engine_arguments(),
         )
         resumed = self.checkpoints.restore(self.engine)
-        former = on_rank_zero(self.checkpoints.begin_folder)  # nothing of the run before is lost until here
         self.log = RunLog(config, first_step=self.first_step, write=self.layout.rank == 0)
         self._data_of_rank = data
         if former:

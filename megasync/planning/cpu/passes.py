@@ -1,8 +1,7 @@
 """Seconds of a rank's passes and optimizer steps, and of a replica's products, by calls that are timed on this machine.
 
-What Python and autograd take beside the calls, and what a wrap takes for each parameter,
-goes by the time of a small layer (calls.py: host), in units that measured.json holds. Leaves out collectives of tensor, context,
-expert and pipeline parallelism.
+What Python and autograd take beside the calls, and what a wrap takes for each parameter, goes by the time of a small layer
+(calls.py: host), in units that measured.json holds. Leaves out collectives of tensor, context, expert and pipeline parallelism.
 """
 
 from __future__ import annotations

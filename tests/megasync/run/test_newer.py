@@ -107,7 +107,10 @@ def rank() -> Iterator[None]:
 def test_versions_of_steps_that_are_trained_anew_go_whatever_log_the_run_goes_on_with(log: str, run_folder: Path) -> None:
     (run_folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
     config = load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl", f"sync.log={log}"])
-    assert Checkpoints(config).begin_folder() is None
+    checkpoints = Checkpoints(config)
+    assert checkpoints.begin_folder() is None
+    assert VersionReader(run_folder / VERSIONS).versions == [8, 9, 10, 11, 12] and marked(run_folder) is not None
+    checkpoints.forget_later_steps()
     assert VersionReader(run_folder / VERSIONS).versions == [8, 9, 10] and marked(run_folder) is None
 
 
@@ -119,7 +122,7 @@ def test_what_a_run_of_another_layout_left_after_the_checkpoint_goes_too(run_fol
     for version in range(10, 14):
         left.write(version, iter([("x", torch.zeros(2))]))
     (folder / f"{PARTIAL}version_00000009.stage_005").write_bytes(b"half")
-    assert Checkpoints(load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl"])).begin_folder() is None
+    Checkpoints(load_config(run_folder.parents[1] / "run.yaml", ["run.name=rl"])).forget_later_steps()
     assert {version: list(files) for version, files in there(folder).items()} == {8: [0], 9: [0], 10: [0, 5]}
     assert not list(folder.glob(f"{PARTIAL}*"))
 
@@ -135,7 +138,9 @@ def test_versions_of_a_start_that_was_killed_before_its_first_result_go(run_fold
 def test_versions_that_a_run_goes_on_from_stay(run_folder: Path) -> None:
     (run_folder / CHECKPOINTS / "step_00000010").mkdir(parents=True)
     own = ["run.name=rl", "sync.log=deltas", "checkpoint.resume=newest_weights"]
-    assert Checkpoints(load_config(run_folder.parents[1] / "run.yaml", own)).begin_folder() is None
+    checkpoints = Checkpoints(load_config(run_folder.parents[1] / "run.yaml", own))
+    assert checkpoints.begin_folder() is None
+    checkpoints.forget_later_steps()
     assert VersionReader(run_folder / VERSIONS).versions == [8, 9, 10, 11, 12] and marked(run_folder) is not None
 
 
