@@ -4,7 +4,7 @@
 # Each run writes its plan right before its first step, and ends with the table of what was planned and what came of it; then the plan
 # is made once more, as the machine is now and with the lengths of responses that there were. Both are in OUT/CASE.txt too.
 # The cores have to be quiet. Not among all, since no number of the seconds was chosen with them in sight, but gloo's: smol-ddp-2, smol-lora-bf16,
-# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale.
+# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale; nor, since, smol-rl-lora, smol-rl-long, smol-recompute-2.
 set -uo pipefail
 out=$1; smollm2=$2; shift 2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -28,6 +28,13 @@ smol() { # CASE RANKS [key=value ...]: supervised steps of a real model
   local case=$1 ranks=$2; shift 2
   train "$case" "$ranks" smollm2.yaml algorithm.name=sft model.path="$smollm2/model" data.train="$smollm2/train.jsonl" 'data.eval=""' \
     model.dtype=float32 engine.wrap=ddp run.steps=8 data.batch_size=16 "$@"
+}
+
+rl() { # CASE [key=value ...]: GRPO of a real model, training and generation in turns
+  local case=$1; shift
+  train "$case" 1 smollm2.yaml model.path="$smollm2/model" data.train="$smollm2/train.jsonl" 'data.eval=""' model.dtype=float32 \
+    rollout.evaluate_at_start=false rollout.max_staleness=0 rollout.on_update=drain rollout.kv_cache_bytes=256MiB run.steps=6 data.batch_size=4 \
+    rollout.group_size=4 rollout.max_new_tokens=24 rollout.max_num_seqs=32 "$@"
 }
 
 assets() { # the quickstart's model and sums
@@ -55,9 +62,10 @@ for case in "${cases[@]}"; do
     smol-selective) smol "$case" 1 engine.recompute=selective ;;
     smol-bf16) smol "$case" 1 model.dtype=bfloat16 engine.wrap=megatron_fsdp data.batch_size=2 ;;
     smol-2) smol "$case" 2 engine.wrap=megatron_fsdp ;;
-    smol-rl) train "$case" 1 smollm2.yaml model.path="$smollm2/model" data.train="$smollm2/train.jsonl" 'data.eval=""' model.dtype=float32 \
-      rollout.evaluate_at_start=false rollout.max_staleness=0 rollout.on_update=drain rollout.kv_cache_bytes=256MiB run.steps=6 data.batch_size=4 \
-      rollout.group_size=4 rollout.max_new_tokens=24 rollout.max_num_seqs=32 ;;
+    smol-rl) rl "$case" ;;
+    smol-rl-lora) rl "$case" engine.lora.rank=8 data.batch_size=6 ;;
+    smol-rl-long) rl "$case" engine.wrap=ddp rollout.max_new_tokens=64 data.batch_size=3 ;;
+    smol-recompute-2) smol "$case" 2 engine.wrap=megatron_fsdp engine.recompute=full run.steps=6 data.batch_size=24 ;;
     smol-ddp-2) smol "$case" 2 ;;
     smol-lora-bf16) smol "$case" 1 engine.lora.rank=16 model.dtype=bfloat16 data.batch_size=8 ;;
     smol-fsdp-8) smol "$case" 1 engine.wrap=megatron_fsdp data.batch_size=8 ;;

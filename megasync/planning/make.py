@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import DTYPE_BYTES, EngineConfig
+from engine.config import EngineConfig
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.hf.folder import model_shape
@@ -28,7 +28,16 @@ from megasync.planning.meta.activations import Activations, multiple_of_tokens, 
 from megasync.planning.meta.ranks import Counts, build_rank, world
 from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK, WorkerMemory, worker_memory
 from megasync.planning.shapes import Busy, Grid, Request, Work
-from megasync.planning.stages import STAYS_AWAY, Stage, count_parameters, problems_of, sent_bytes, stage_of, stays_bytes
+from megasync.planning.stages import (
+    STAYS_AWAY,
+    Stage,
+    all_sent_bytes,
+    count_parameters,
+    problems_of,
+    sent_bytes,
+    stage_of,
+    stays_bytes,
+)
 
 MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the last and those beside them
 
@@ -94,7 +103,7 @@ class Plan:
                 **self._predicted_memory(),
                 "step/seconds": self.seconds.step,
                 "train": self.seconds.train + self.seconds.optimizer,
-                "rollout/seconds": self.seconds.generation if self.worker else None,
+                "rollout/seconds": self.seconds.generation if self.worker and not rollout.max_staleness else None,
                 "sync/seconds": self.seconds.sync if self.worker else None,
             },
         }
@@ -235,17 +244,17 @@ def _seconds(
         has_canary = worker is not None and config.sync.canary_tolerance
         parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training)
         parts["log_probs"] += cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
-    overlapped = 0.0
-    if worker is not None:
-        facts = config, shape, model_costs, num_parameters, work, worker, hardware
-        generation = times.generation_seconds(*facts, num_processes=busy.generation)
-        parts["generation"], overlapped = generation
-        sent = num_parameters * DTYPE_BYTES[config.model.dtype]
-        if config.engine.lora.rank and config.engine.lora.sync == "adapter":
-            sent = sum(stage.counts.trained for stage in stages) * grid.tensor * DTYPE_BYTES[config.model.dtype]
-        parts["sync"] = times.sync_seconds(config, sent, grid, hardware)
-    if worker is not None and config.rollout.is_colocated and not hardware.is_cpu:
+    if worker is None:
+        return times.step_seconds(config, parts, 0.0)
+    facts = config, shape, model_costs, num_parameters, work, worker, hardware
+    parts["generation"], overlapped = times.generation_seconds(*facts, num_processes=busy.generation)
+    parts["sync"] = times.sync_seconds(config, all_sent_bytes(config, grid, stages), grid, hardware)
+    if config.rollout.is_colocated and not hardware.is_cpu:
         state = stages[0].memory.parts
         away = sum(state.get(STAYS_AWAY[kind], 0) for kind in config.rollout.offload_trainer if kind != "gradients")
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
-    return times.step_seconds(config, parts, overlapped)
+    if hardware.is_cpu and not config.rollout.max_staleness and cpu.is_cold(stage.counts for stage in stages):
+        activations = max(stage.activations.peak for stage in stages)
+        parts["train"] += cpu.rested_seconds(activations, parts["generation"] + parts["sync"])
+    driver = 0.0 if hardware.is_cpu else times.driver_seconds(config, model_costs, grid, work)
+    return times.step_seconds(config, parts, overlapped, driver)

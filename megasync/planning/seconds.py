@@ -115,9 +115,8 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
         passes += costs_.output
     split = grid.tensor * grid.pipeline * grid.context
     speed = _speed(config, costs_, grid, hardware)
-    count = work.num_microbatches(grid) * work.num_minibatches
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
-    launch = _launch_seconds(config) * costs_.num_layers / grid.pipeline * count
+    launch = launch_seconds(config, costs_, grid, work)
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
     train = _overlapped(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
@@ -130,8 +129,8 @@ def _overlapped(device: float, host: float) -> float:
     return float((device**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
-def _launch_seconds(config: Config) -> float:
-    """Of a layer of a micro-batch, forward and backward, on the host."""
+def launch_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -> float:
+    """Of all micro-batches of a batch, forward and backward, on the host of a GPU."""
     engine = config.engine
     is_there = {
         "megatron_fsdp": SHARDS_PARAMETERS[engine.wrap],
@@ -139,7 +138,13 @@ def _launch_seconds(config: Config) -> float:
         "float32": config.model.dtype == "float32",
         f"recompute_{engine.recompute}": engine.recompute != "none",
     }
-    return seconds("layer_launch") * math.prod(launches(name) for name, is_so in is_there.items() if is_so)
+    layer = seconds("layer_launch") * math.prod(launches(name) for name, is_so in is_there.items() if is_so)
+    return layer * costs_.num_layers / grid.pipeline * work.num_microbatches(grid) * work.num_minibatches
+
+
+def driver_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -> float:
+    """Of rank 0's Python, of which one thread runs at a time: it launches, and meanwhile takes in a later batch's samples."""
+    return launch_seconds(config, costs_, grid, work) + work.num_samples * seconds("sample_driver")
 
 
 def _adapter_seconds(config: Config, costs_: ModelCosts, tokens: float, hardware: Hardware) -> float:
@@ -193,7 +198,8 @@ def generation_seconds(
     rollout, item, num_active = config.rollout, DTYPE_BYTES[config.model.dtype], costs_.layers + costs_.output
     samples = -(-work.num_samples // rollout.replicas)
     at_once = min(samples, running_at_once(config, worker, work.mean_tokens))
-    base = seconds("decode_step_eager" if rollout.enforce_eager else "decode_step")
+    base = seconds("decode_step") + costs_.num_layers * (seconds("decode_layer_eager") if rollout.enforce_eager else 0.0)
+    graph = 0.0 if rollout.enforce_eager else costs_.num_layers * seconds("decode_layer_graph")
     per_token = cache_bytes_per_token(config, shape)
     weights = num_parameters * item / rollout.tensor_parallel
     active = num_active * item / rollout.tensor_parallel
@@ -208,7 +214,8 @@ def generation_seconds(
             return of_cpu.seconds(running) + host * own
         read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
         products = 2 * num_active * running / rollout.tensor_parallel / hardware.flops(config.model.dtype)
-        return max(read / hardware.bandwidth, products) + base + running * seconds("decode_sequence")
+        device = max(read / hardware.bandwidth, products) + graph
+        return _overlapped(device, base + running * seconds("decode_sequence"))
 
     prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
     if hardware.is_cpu:
@@ -228,8 +235,10 @@ def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardwar
     return num_bytes / grid.pipeline / (hardware.link * share(name)) + seconds("sync_messages")
 
 
-def step_seconds(config: Config, parts: dict[str, float], overlapped: float) -> StepSeconds:
-    """`parts`: of StepSeconds all that are not made of others; `overlapped`: generation by replicas that are always full."""
+def step_seconds(config: Config, parts: dict[str, float], overlapped: float, driver: float = 0.0) -> StepSeconds:
+    """`parts`: of StepSeconds all that are not made of others. Where training and generation are at the same time, `overlapped`
+    is generation by replicas that are always full, and `driver` what rank 0's Python takes.
+    """
     rollout = config.rollout
     trainer = parts["train"] + parts["optimizer"] + parts["log_probs"]
     synchronous = trainer + parts["generation"] + parts["sync"] + parts["moving"]
@@ -237,9 +246,10 @@ def step_seconds(config: Config, parts: dict[str, float], overlapped: float) -> 
         at = {"generation": parts["generation"], "training": trainer, "moving state between host and device": parts["moving"]}
         return StepSeconds(**parts, step=synchronous, binding=max(at, key=at.__getitem__), staleness=0.0, synchronous=synchronous)
     pause = parts["sync"] + (seconds("pause") if rollout.on_update == "continue" else parts["generation"] * 0.1)
-    busiest = max(trainer + parts["sync"], overlapped + pause)
+    at = {"training": trainer + parts["sync"], "generation": overlapped + pause, "Python in rank 0": driver}
+    binding = max(at, key=at.__getitem__)
+    busiest = at[binding]
     ahead = min(rollout.max_staleness, overlapped / busiest + (1 if trainer >= overlapped else 0))
-    binding = "training" if trainer + parts["sync"] >= overlapped + pause else "generation"
     return StepSeconds(
         **{**parts, "generation": overlapped}, step=busiest, binding=binding, staleness=ahead, synchronous=synchronous
     )

@@ -45,7 +45,7 @@ def stage_of(config: Config, request: Request, grid: Grid, work: Work, number: i
         has_reference=is_grpo and config.algorithm.kl_coefficient > 0,
         bucket_bytes=min(config.sync.bucket_bytes, sent_bytes(config, grid, counts)) if is_grpo else 0,
         is_cpu=request.hardware.is_cpu,
-        offload_on_host=is_grpo and config.rollout.is_colocated,
+        is_colocated=is_grpo and config.rollout.is_colocated,
         sends_over_nccl=is_grpo and not config.rollout.is_colocated,
     )
     copy = version_log.copy_bytes(config, stage_parameters(grid, counts))
@@ -68,10 +68,18 @@ def stage_parameters(grid: Grid, counts: Counts) -> int:
 
 
 def count_parameters(grid: Grid, stages: list[Stage]) -> int:
-    """Of the whole model, from those of the stages that were looked at; those in the middle are alike."""
-    sizes = [stage_parameters(grid, stage.counts) for stage in stages]
-    middle = sizes[len(sizes) // 2]
-    return sum(sizes) + middle * (grid.pipeline - len(sizes))
+    """Of the whole model."""
+    return _of_all(grid, [stage_parameters(grid, stage.counts) for stage in stages])
+
+
+def all_sent_bytes(config: Config, grid: Grid, stages: list[Stage]) -> int:
+    """Of a sync, from all stages together."""
+    return _of_all(grid, [sent_bytes(config, grid, stage.counts) for stage in stages])
+
+
+def _of_all(grid: Grid, sizes: list[int]) -> int:
+    """The sum over all stages, from those that were looked at; those in the middle are alike."""
+    return sum(sizes) + sizes[len(sizes) // 2] * (grid.pipeline - len(sizes))
 
 
 def problems_of(

@@ -6,6 +6,7 @@ What Python and autograd take beside the calls, and what a wrap takes for each p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
 from engine.config import EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.planning.cpu.calls import accumulation, adam, fresh, host
-from megasync.planning.cpu.together import seconds_of
+from megasync.planning.cpu.together import seconds_of, timed
 from megasync.planning.hardware import seconds, units
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
@@ -25,6 +26,7 @@ from megasync.planning.shapes import Grid, Work
 PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
 CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
 READ_BYTES = 2**28  # of weights whose product is timed, more than any cache holds
+RESTED_BYTES, MOST_REST_SECONDS = 2**29, 8.0
 
 Stages = Sequence[tuple[Counts, Activations]]
 
@@ -38,28 +40,35 @@ def train_seconds(
     """
     count, tokens = work.num_microbatches(grid) * work.num_minibatches, work.tokens / grid.data
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * work.num_microbatches(grid))
-    is_sharded = SHARDS_PARAMETERS[engine.wrap]
+    cold = is_cold(counts for counts, _ in stages)
     asked = {each for _, traced in stages for each in (*traced.passes, *traced.forward)}
     added = {accumulation(size) for counts, _ in stages for size, _ in counts.sizes}
-    found = seconds_of([*asked, *added], num_processes, threads=threads, is_cold=is_cold(counts for counts, _ in stages))
+    found = seconds_of([*asked, *added], num_processes, threads=threads, is_cold=cold)
     found |= seconds_of([host(), fresh()], num_processes)
+    again = engine.recompute == "full" and cold
+    warm = found | seconds_of(asked, num_processes, threads=threads) if again else found
 
-    def sums(counts: Counts) -> float:
-        """What a micro-batch takes beside its calls: in the wrap, to add up gradients, and where parameters are gathered."""
-        wrap = units(f"host_wrap_{engine.wrap}") * sum(number for _, number in counts.sizes)
-        gathered = 2 * gather_seconds(counts.whole, grid) + reduce_seconds(counts.trained, grid) if is_sharded else 0.0
-        added = sum(number * found[accumulation(size)] for size, number in counts.sizes)
-        if is_sharded and grid.shards > 1 and 4 * counts.largest_layer >= LARGE_BYTES:
-            # weights twice, gradients, and gradients as they are received
-            added += 4 * (2 * counts.whole + 2 * counts.trained) * found[fresh()]
-        return wrap * found[host()] + gathered + added
-
-    def of(operations: Operations, traced: Activations) -> float:
-        return pass_seconds(operations, found, traced.tokens, tokens, count)
+    def both(traced: Activations) -> float:
+        """Backward passes that follow on a second forward pass find a layer's weights and activations in the caches."""
+        backward = traced.passes - traced.forward - traced.forward if again else Operations()
+        parts = (traced.passes - backward, found), (backward, warm)
+        return sum(pass_seconds(part, each, traced.tokens, tokens, count) for part, each in parts)
 
     more = units("in_step") * bubble
-    train = max(of(traced.passes, traced) + sums(counts) * count for counts, traced in stages) * more
-    return train, max(of(traced.forward, traced) for _, traced in stages) * more
+    train = max(both(traced) + _beside_calls(counts, engine, grid, found) * count for counts, traced in stages) * more
+    return train, max(pass_seconds(traced.forward, found, traced.tokens, tokens, count) for _, traced in stages) * more
+
+
+def _beside_calls(counts: Counts, engine: EngineConfig, grid: Grid, found: Mapping[Operation, float]) -> float:
+    """What a micro-batch takes beside its calls: in the wrap, to add up gradients, and where parameters are gathered."""
+    is_sharded = SHARDS_PARAMETERS[engine.wrap]
+    wrap = units(f"host_wrap_{engine.wrap}") * sum(number for _, number in counts.sizes)
+    gathered = 2 * gather_seconds(counts.whole, grid) + reduce_seconds(counts.trained, grid) if is_sharded else 0.0
+    added = sum(number * found[accumulation(size)] for size, number in counts.sizes)
+    if is_sharded and grid.shards > 1 and 4 * counts.largest_layer >= LARGE_BYTES:
+        # weights twice, gradients, and gradients as they are received
+        added += 4 * (2 * counts.whole + 2 * counts.trained) * found[fresh()]
+    return wrap * found[host()] + gathered + added
 
 
 def is_cold(stages: Iterable[Counts]) -> bool:
@@ -78,6 +87,19 @@ def optimizer_seconds(
     if not SHARDS_PARAMETERS[engine.wrap]:
         own += sum(each(counts.trained, grid, "_large") for each in (reduce_seconds, gather_seconds))  # of one buffer
     return own * work.num_minibatches * units("in_step")
+
+
+def rested_seconds(num_bytes: float, rest: float) -> float:
+    """How much longer memory takes that comes from the kernel once it has been free for `rest` seconds, than memory that was free
+    just now: hosts take back what a virtual machine has free. Takes so many seconds itself, at most 8.
+    """
+
+    def take() -> None:
+        torch.empty(RESTED_BYTES, dtype=torch.uint8).fill_(1)
+
+    take()
+    time.sleep(min(rest, MOST_REST_SECONDS))
+    return max(0.0, timed(take) - timed(take)) / RESTED_BYTES * num_bytes
 
 
 def gather_seconds(elements: int, grid: Grid, size: str = "") -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import EngineConfig
+from megasync.config.load import with_changes
 from megasync.config.schema import Config
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.shapes import Busy, Grid, Request, Work
 from megasync.planning.cpu import calls, kept, passes, together
 from megasync.planning.hardware import hardware, seconds, units
+from megasync.planning.seconds import step_seconds
+from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
 from megasync.planning.meta.tracker import ROUNDED_TO, Tracker
@@ -193,6 +197,46 @@ def test_models_that_caches_hold_are_timed_warm() -> None:
     """By the weights of the largest stage of a pipeline."""
     small, large = (Counts(dense=whole) for whole in (passes.CACHED_BYTES // 4, passes.CACHED_BYTES // 4 + 1))
     assert not passes.is_cold([small, small]) and passes.is_cold([small, large])
+
+
+def test_backward_passes_find_warm_what_was_computed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With full recompute, of a model that caches do not hold: a call takes 2 s where its arguments are in memory, else 1."""
+    forward, backward = calls.moved(2**16), calls.moved(2**18)
+
+    def seconds_of(operations: Iterable[Operation], *_: int, is_cold: bool = False, **__: int) -> dict[Operation, float]:
+        return {each: (2.0 if is_cold else 1.0) if each.name.startswith("aten") else 0.0 for each in operations}
+
+    monkeypatch.setattr(passes, "seconds_of", seconds_of)
+    grid, work = Grid(1, 1, 1, 1, 1, 1), Work(8, (8,), 1, 1, 16, 16)
+    counts = Counts(dense=passes.CACHED_BYTES)
+    for recompute, taken in (("none", 2 * 3 + 2 * 4), ("full", 2 * 2 * 3 + 4)):
+        computed = 2 if recompute == "full" else 1
+        operations = Operations({forward: 3 * computed, backward: 4}), Operations({forward: 3})
+        traced = Activations(0, 0, passes=operations[0], forward=operations[1], tokens=16)
+        found = passes.train_seconds([(counts, traced)], EngineConfig(recompute=recompute), grid, work, 1)
+        assert found == pytest.approx((taken * units("in_step"), 6 * units("in_step"))), recompute
+
+
+def test_memory_that_rested_is_planned_by_what_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, rests = iter((0.75, 0.25, 0.25, 0.75)), list[float]()
+    monkeypatch.setattr(passes, "timed", lambda _: next(taken))
+    monkeypatch.setattr(passes.time, "sleep", rests.append)
+    monkeypatch.setattr(passes, "RESTED_BYTES", 2**20)
+    assert passes.rested_seconds(2**22, 3.0) == pytest.approx(2.0)
+    assert passes.rested_seconds(2**22, 100.0) == 0.0
+    assert rests == [3.0, passes.MOST_REST_SECONDS]
+
+
+def test_what_takes_longest_binds_a_step_without_turns() -> None:
+    """Training, generation or rank 0's Python, each with what it waits for."""
+    config = with_changes(Config(), {"rollout.max_staleness": 1, "rollout.on_update": "continue"})
+    parts = {"train": 2.0, "optimizer": 0.5, "log_probs": 0.0, "generation": 9.0, "sync": 0.5, "moving": 0.0}
+    found = {driver: step_seconds(config, parts, 2.0, driver) for driver in (0.0, 2.9, 4.0)}
+    assert [each.step for each in found.values()] == [3.0, 3.0, 4.0]
+    assert [each.binding for each in found.values()] == ["training", "training", "Python in rank 0"]
+    assert step_seconds(config, parts, 5.0).binding == "generation"
+    in_turns = step_seconds(with_changes(Config(), {"rollout.max_staleness": 0}), parts, 2.0, 99.0)
+    assert in_turns.step == in_turns.synchronous == 12.0
 
 
 def test_what_ranks_exchange_grows_with_their_number() -> None:

@@ -42,6 +42,8 @@ def test_what_gpus_had_taken_is_planned(path: Path, tmp_path: Path) -> None:
     rows = plan_workers().rows_of(path, tmp_path / "model")
     sizes = {row["what"]: row["planned"] / row["measured"] for row in rows if "device" in row["what"]}
     assert WORKER_DEVICE in sizes
+    stale = json.loads(path.read_text(encoding="utf-8"))["config"]["rollout"]["max_staleness"]
+    assert ("rollout/seconds" in {row["what"] for row in rows}) == (not stale), "else a batch's generation has waits in it"
     for what, ratio in sizes.items():
         assert 0.9 < ratio < 1.1, (what, ratio)
 
