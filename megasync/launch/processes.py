@@ -170,7 +170,8 @@ def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """The command's exit code. SIGINT and SIGTERM are handed on as one SIGTERM, then the command's own end is awaited.
+    """The command's exit code. SIGINT and SIGTERM are handed on as one SIGTERM, then the command's own end is awaited; this
+    process has only to end then, and takes no notice of any that follow.
 
     The command has a session of its own: Ctrl-C would else reach a launcher and its ranks at once, and once more from
     here, and a launcher that is interrupted while it ends its ranks leaves some behind.
@@ -194,5 +195,6 @@ def run_to_end(command: Sequence[str]) -> int:
         code = process.wait()
     finally:
         for kind, handler in zip(kinds, former, strict=True):
-            signal.signal(kind, handler)
+            if not interrupted:
+                signal.signal(kind, handler)
     return INTERRUPTED if interrupted else code

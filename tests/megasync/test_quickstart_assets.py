@@ -267,14 +267,17 @@ def test_wrong_overrides_start_nothing(tmp_path: Path, wrong: str, words: str) -
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
     child = "import time; print('up', flush=True); time.sleep(600)"
-    run = f"sys.exit(run_to_end([sys.executable, '-c', {child!r}]))"
-    parent = f"import sys; from megasync.launch.processes import run_to_end; {run}"
+    run = f"code = run_to_end([sys.executable, '-c', {child!r}]); print('over', flush=True); time.sleep(0.5); sys.exit(code)"
+    parent = f"import sys, time; from megasync.launch.processes import run_to_end; {run}"
     with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(kind)
+        if kind != signal.SIGKILL:
+            assert process.stdout.readline() == "over\n"
+            process.send_signal(kind)  # that of an impatient user changes nothing
         assert process.wait(timeout=20) == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
