@@ -256,5 +256,4 @@ def _seconds(
     if hardware.is_cpu and not config.rollout.max_staleness and cpu.is_cold(stage.counts for stage in stages):
         activations = max(stage.activations.peak for stage in stages)
         parts["train"] += cpu.rested_seconds(activations, parts["generation"] + parts["sync"])
-    driver = 0.0 if hardware.is_cpu else times.driver_seconds(config, model_costs, grid, work)
-    return times.step_seconds(config, parts, overlapped, driver)
+    return times.step_seconds(config, parts, overlapped)

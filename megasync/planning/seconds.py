@@ -116,7 +116,7 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     split = grid.tensor * grid.pipeline * grid.context
     speed = _speed(config, costs_, grid, hardware)
     bubble = 1 + (grid.pipeline - 1) / (grid.virtual * max(1, work.num_microbatches(grid)))
-    launch = launch_seconds(config, costs_, grid, work)
+    launch = _launch_seconds(config, costs_, grid, work)
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
     train = _overlapped(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
@@ -129,7 +129,7 @@ def _overlapped(device: float, host: float) -> float:
     return float((device**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
 
 
-def launch_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -> float:
+def _launch_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -> float:
     """Of all micro-batches of a batch, forward and backward, on the host of a GPU."""
     engine = config.engine
     is_there = {
@@ -140,11 +140,6 @@ def launch_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -
     }
     layer = seconds("layer_launch") * math.prod(launches(name) for name, is_so in is_there.items() if is_so)
     return layer * costs_.num_layers / grid.pipeline * work.num_microbatches(grid) * work.num_minibatches
-
-
-def driver_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -> float:
-    """Of rank 0's Python, of which one thread runs at a time: it launches, and meanwhile takes in a later batch's samples."""
-    return launch_seconds(config, costs_, grid, work) + work.num_samples * seconds("sample_driver")
 
 
 def _adapter_seconds(config: Config, costs_: ModelCosts, tokens: float, hardware: Hardware) -> float:
@@ -219,12 +214,13 @@ def generation_seconds(
 
     prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
     if hardware.is_cpu:
-        prefill = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
+        begun = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
     else:
-        prefill = 2 * prefilled / hardware.flops(config.model.dtype) + samples * seconds("sample")
-    alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
-    mean = work.mean_tokens - work.prompt_tokens
-    return alone, min(alone, samples * mean / at_once * one_step(at_once) + prefill)
+        begun = 2 * prefilled / hardware.flops(config.model.dtype) + samples * seconds("sample")
+    alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + begun
+    full = samples * (work.mean_tokens - work.prompt_tokens) / at_once * one_step(at_once) + begun
+    more = 0.0 if hardware.is_cpu else samples * (seconds("sample_overlapped") - seconds("sample"))
+    return alone, min(alone, full) + more
 
 
 def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardware) -> float:
@@ -235,10 +231,8 @@ def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardwar
     return num_bytes / grid.pipeline / (hardware.link * share(name)) + seconds("sync_messages")
 
 
-def step_seconds(config: Config, parts: dict[str, float], overlapped: float, driver: float = 0.0) -> StepSeconds:
-    """`parts`: of StepSeconds all that are not made of others. Where training and generation are at the same time, `overlapped`
-    is generation by replicas that are always full, and `driver` what rank 0's Python takes.
-    """
+def step_seconds(config: Config, parts: dict[str, float], overlapped: float) -> StepSeconds:
+    """`parts`: of StepSeconds all that are not made of others; `overlapped`: generation by replicas that are always full."""
     rollout = config.rollout
     trainer = parts["train"] + parts["optimizer"] + parts["log_probs"]
     synchronous = trainer + parts["generation"] + parts["sync"] + parts["moving"]
@@ -246,7 +240,7 @@ def step_seconds(config: Config, parts: dict[str, float], overlapped: float, dri
         at = {"generation": parts["generation"], "training": trainer, "moving state between host and device": parts["moving"]}
         return StepSeconds(**parts, step=synchronous, binding=max(at, key=at.__getitem__), staleness=0.0, synchronous=synchronous)
     pause = parts["sync"] + (seconds("pause") if rollout.on_update == "continue" else parts["generation"] * 0.1)
-    at = {"training": trainer + parts["sync"], "generation": overlapped + pause, "Python in rank 0": driver}
+    at = {"training": trainer + parts["sync"], "generation": overlapped + pause}
     binding = max(at, key=at.__getitem__)
     busiest = at[binding]
     ahead = min(rollout.max_staleness, overlapped / busiest + (1 if trainer >= overlapped else 0))
