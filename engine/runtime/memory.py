@@ -20,6 +20,7 @@ T = TypeVar("T")
 LIBC = ctypes.CDLL(None)
 MALLINFO_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 MUCH_FREE_BYTES = 2**28  # in the heap; a step of a tiny model has less, and would take a tenth longer to get it anew
+TRIM_THRESHOLD = "glibc.malloc.trim_threshold"
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
 
 
@@ -42,13 +43,13 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def return_free_memory() -> None:
-    """What freed tensors have left in malloc's heap goes back to the kernel, where it is much; no-op with a GPU, and without
-    glibc.
+    """What freed tensors have left in malloc's heap goes back to the kernel, where it is much; no-op with a GPU, without glibc,
+    and where the user's own GLIBC_TUNABLES say when malloc is to give back.
 
     Activations differ in size from step to step, so that holes between what lives on fit little of the next step's. malloc gives
     back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD).
     """
-    if has_cuda() or not hasattr(LIBC, "mallinfo2"):
+    if has_cuda() or not hasattr(LIBC, "mallinfo2") or TRIM_THRESHOLD in os.environ.get("GLIBC_TUNABLES", ""):
         return
     LIBC.mallinfo2.restype = _Mallinfo2
     if LIBC.mallinfo2().fordblks >= MUCH_FREE_BYTES:
